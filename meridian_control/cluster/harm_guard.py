@@ -1,4 +1,4 @@
-"""Puts the entropy rules into shadow if they harm, or if EAT on live requests is no longer as in the calibration.
+"""Puts the entropy rules into shadow if they harm, or if a signal of live requests is no longer as in the calibration.
 
 The control group shows the harm. The module owns the tests of harm and of drift. The replica that leads adds up the
 counts of all replicas and stores a new policy revision, so that the change reaches all engines and outlives a restart
@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.errors import EtagMismatch, MeridianError
 from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.decisions.control_group import in_shadow
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Seconds between two looks at the counts.
 LOOK_S = 5.0
 # Largest probability that rules whose harm is at most max_loss are ever put into shadow for their harm, and that rules
-# are ever put into shadow for drift although EAT has not drifted; each per set of rules and leader.
+# are ever put into shadow for drift although no signal has drifted; each per set of rules and leader.
 FALSE_ALARM_RATE = 0.01
 
 
@@ -44,8 +46,9 @@ class Watch:
 
     def __init__(self) -> None:
         self._test = SequentialTest(1.0)
-        self._shift: ShiftTest | None = None
-        # Evidence of drift, 1 at the level of a withdrawal; None if the policy does not describe the calibrated EAT.
+        # By signal that the policy describes.
+        self._shifts: dict[str, ShiftTest] = {}
+        # Evidence of drift, 1 at the level of a withdrawal; None if the policy describes no signal.
         self.drift: float | None = None
         # The counts of each replica that the test has taken in, by the replica's id.
         self._seen: dict[str, fleet_pb2.Savings] = {}
@@ -62,10 +65,13 @@ class Watch:
         if again or not self._seen:
             self._seen = {}
             self._test = SequentialTest(min(told.max_loss for told in counts.values()))
-            calibrated = [each.calibrated for each in next(iter(counts.values())).eat_samples]
-            self._shift = ShiftTest(calibrated) if calibrated else None
-        if self._shift is not None:
-            self.drift = self._shift.add(self._new_samples(counts)) * FALSE_ALARM_RATE
+            # The bins follow from the rules, so they are the same on all replicas.
+            bins = drift_bins(next(iter(counts.values())))
+            self._shifts = {signal: ShiftTest([each.calibrated for each in own]) for signal, own in bins.items()}
+        if self._shifts:
+            # A mean of e-values is an e-value, so the rate of false alarms holds for all signals together.
+            new = self._new_samples(counts)
+            self.drift = fmean(test.add(new[signal]) for signal, test in self._shifts.items()) * FALSE_ALARM_RATE
         judged = harmful = 0
         for replica_id, told in counts.items():
             before = self._seen.get(replica_id, fleet_pb2.Savings())
@@ -74,17 +80,15 @@ class Watch:
         self._seen |= counts
         return self._test.add(harmful, judged) * FALSE_ALARM_RATE
 
-    def _new_samples(self, counts: dict[str, fleet_pb2.Savings]) -> list[int]:
-        """Return the number of EAT samples in each bin that the test has not taken in.
-
-        The bins follow from the rules, so they are the same on all replicas.
-        """
-        nothing = fleet_pb2.Savings()
-        new = [0] * len(next(iter(counts.values())).eat_samples)
+    def _new_samples(self, counts: dict[str, fleet_pb2.Savings]) -> dict[str, list[int]]:
+        """Return the number of samples in each bin of each signal that the tests have not taken in."""
+        new: dict[str, list[int]] = {}
         for replica_id, told in counts.items():
-            before = [each.seen for each in self._seen.get(replica_id, nothing).eat_samples] or [0] * len(new)
-            for index, each in enumerate(told.eat_samples):
-                new[index] += each.seen - before[index]
+            before = drift_bins(self._seen.get(replica_id, fleet_pb2.Savings()))
+            for signal, bins in drift_bins(told).items():
+                sums = new.setdefault(signal, [0] * len(bins))
+                for index, each in enumerate(bins):
+                    sums[index] += each.seen - (before[signal][index].seen if signal in before else 0)
         return new
 
 
@@ -116,7 +120,7 @@ class HarmGuard:
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
         if not self._whole.leads():
-            self.newest, self._watches = None, {}
+            self.newest, self._watches, self._whole.evidence = None, {}, {}
             return
         heard, _ = await self._whole.heard_savings()
         newest = merged(heard.values())
@@ -130,6 +134,7 @@ class HarmGuard:
             if watch.drift is not None:
                 savings.drift_evidence_ratio = watch.drift
         self.newest = newest
+        self._whole.evidence = {savings.rules: _evidence(savings) for savings in newest.savings}
         for savings in newest.savings:
             if savings.evidence_ratio >= 1 and savings.HasField("harm_ratio"):
                 await self._withdraw(savings, _harm(savings))
@@ -161,6 +166,12 @@ class HarmGuard:
         await self._rollouts.look()
 
 
+def _evidence(savings: fleet_pb2.Savings) -> fleet_pb2.Savings:
+    """Return a message with nothing but the evidence."""
+    drift = savings.drift_evidence_ratio if savings.HasField("drift_evidence_ratio") else None
+    return fleet_pb2.Savings(evidence_ratio=savings.evidence_ratio, drift_evidence_ratio=drift)
+
+
 def _harm(savings: fleet_pb2.Savings) -> str:
     return (
         f"{savings.harmful} of {savings.judged} answers of the control group would have changed under the rules of "
@@ -169,16 +180,20 @@ def _harm(savings: fleet_pb2.Savings) -> str:
 
 
 def _drift(savings: fleet_pb2.Savings) -> str:
-    """Describe the bin that has gained most."""
-    bins = savings.eat_samples
-    seen, calibrated = sum(each.seen for each in bins), sum(each.calibrated for each in bins)
-    gains = [each.seen / seen - each.calibrated / calibrated for each in bins]
-    most = gains.index(max(gains))
-    where = f"above {bins[most - 1].max_nats:g}" if most == len(bins) - 1 else f"up to {bins[most].max_nats:g}"
-    if 0 < most < len(bins) - 1:
-        where = f"from {bins[most - 1].max_nats:g} to {bins[most].max_nats:g}"
+    """Describe the bin that has gained most, of all signals."""
+    gains = []
+    for signal, bins in drift_bins(savings).items():
+        seen, calibrated = sum(each.seen for each in bins), sum(each.calibrated for each in bins)
+        shares = ((each.seen / max(1, seen), each.calibrated / calibrated) for each in bins)
+        gains += [(live - before, signal, index, seen, calibrated) for index, (live, before) in enumerate(shares)]
+    _, signal, index, seen, calibrated = max(gains)
+    named, bins = SIGNALS[signal], drift_bins(savings)[signal]
+    where = f"above {bins[index - 1].max_value:g}" if index == len(bins) - 1 else f"up to {bins[index].max_value:g}"
+    if 0 < index < len(bins) - 1:
+        where = f"from {bins[index - 1].max_value:g} to {bins[index].max_value:g}"
+    unit = f" {named.unit}" * bool(named.unit)
     return (
-        f"EAT has left the distribution that the rules of revision {savings.since_revision} were calibrated on: "
-        f"{bins[most].seen} of {seen} requests have a first sample {where} nats, where the calibration had "
-        f"{bins[most].calibrated} of {calibrated}"
+        f"{named.name} has left the distribution that the rules of revision {savings.since_revision} were calibrated "
+        f"on: {bins[index].seen} of {seen} requests have a first sample {where}{unit}, where the calibration had "
+        f"{bins[index].calibrated} of {calibrated}"
     )

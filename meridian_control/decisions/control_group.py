@@ -6,9 +6,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.decisions.probe_timing import probe_lead_tokens
+from meridian_control.decisions.probe_timing import only_gives_up, probe_lead_tokens, probes_may_end
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
 
@@ -30,16 +32,33 @@ def has_control_group(entropy: EntropyPolicy) -> bool:
     return entropy.enabled and not entropy.shadow and entropy.holdout_share > 0
 
 
-def is_calibrated_for(policy: Policy, own: Policy, own_floor: int) -> bool:
-    """Return whether a request's EAT is compared with the policy's calibration.
+def compared_signals(
+    policy: Policy, own: Policy, own_floor: int, described: Iterable[str], *, control: bool
+) -> frozenset[str]:
+    """Return the signals of a request whose first value is compared with the policy's calibration.
 
-    The request's rules must be in force, and rules and floor must be those that were calibrated. own: the policy with
-    the overrides that match the request. own_floor: the request's own smallest number of thinking tokens.
+    The section must be in force, and the request's rules and floor must be those that were calibrated. If a rule in
+    force reads another signal, the rule may end thinking before the first value, so only the control group is compared.
+    own: the policy with the overrides that match the request. own_floor: the request's own smallest number of thinking
+    tokens. described: the signals that the policy describes. control: whether the request is in the control group.
     """
-    floor = policy.scheduler.min_think_tokens
-    is_watched = policy.entropy.enabled and not policy.entropy.shadow and bool(policy.entropy.eat_reference)
-    same = own is policy or (own.entropy == policy.entropy and own.scheduler.min_think_tokens == floor)
-    return is_watched and same and own_floor <= floor
+    entropy, floor = policy.entropy, policy.scheduler.min_think_tokens
+    same = own is policy or (own.entropy == entropy and own.scheduler.min_think_tokens == floor)
+    if entropy.shadow or not (entropy.enabled and same and own_floor <= floor):
+        return frozenset()
+    acting = _signals_of_rules(entropy)
+    return frozenset(signal for signal in described if control or acting <= {signal})
+
+
+def _signals_of_rules(entropy: EntropyPolicy) -> set[str]:
+    """Return the signals by which the section's rules may end thinking."""
+    rules = {
+        "eat": probes_may_end(entropy),
+        "rank": bool(entropy.rank_conditions),
+        "margin": bool(entropy.margin_threshold_nats),
+        "rpdi": bool(entropy.rpdi_threshold),
+    }
+    return {signal for signal, may_end in rules.items() if may_end}
 
 
 def sampled_from(policy: Policy) -> int:
@@ -47,7 +66,11 @@ def sampled_from(policy: Policy) -> int:
 
     A sample shortly before the floor counts too, because a rule may end thinking at the floor by such a sample.
     """
-    return policy.scheduler.min_think_tokens - probe_lead_tokens(policy.entropy)
+    floor = policy.scheduler.min_think_tokens
+    if only_gives_up(policy.entropy):
+        # Treated requests are probed no sooner, and the control group is.
+        floor = max(floor, policy.entropy.give_up_tokens)
+    return floor - probe_lead_tokens(policy.entropy)
 
 
 def in_shadow(policy: Policy) -> Policy:

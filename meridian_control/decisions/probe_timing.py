@@ -50,11 +50,15 @@ def only_gives_up(policy: EntropyPolicy) -> bool:
     return bool(policy.give_up_tokens) and not eat_may_end(policy) and not policy.same_answer_samples
 
 
+def probes_may_end(policy: EntropyPolicy) -> bool:
+    """Whether a rule that reads probes may end thinking, unless the whole section is in shadow."""
+    gives_up = policy.give_up_tokens and not policy.give_up_shadow
+    return bool(eat_may_end(policy) or policy.same_answer_samples or gives_up)
+
+
 def hold_ms(policy: EntropyPolicy) -> int:
     """Return the milliseconds for which a probed request waits for the decision: 0 if no rule in force reads probes."""
-    gives_up = policy.give_up_tokens and not policy.give_up_shadow
-    ends = eat_may_end(policy) or policy.same_answer_samples or gives_up
-    return policy.eat_hold_ms if ends and not policy.shadow else 0
+    return policy.eat_hold_ms if probes_may_end(policy) and not policy.shadow else 0
 
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:

@@ -5,19 +5,20 @@ Estimates are computed from sums over all replicas. The functions are pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
 from meridian_control.fleet import spills
+from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.session.arms import rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_control.policy.store import StoredRevision
-    from meridian_control.session.arms import Experiments
+    from meridian_control.session.arms import Experiment, Experiments
 
 # Author of the policy revisions by which the control plane itself puts the entropy rules into shadow.
 WITHDRAWER = "meridian-harm-guard"
@@ -26,6 +27,8 @@ CONFIDENCE, MIN_REQUESTS = 0.95, 30
 # Counts of `Savings` that add up over replicas.
 COUNTS = ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged")
 ARMS = ("treated", "control")
+# Fields that only the replica that leads fills in.
+EVIDENCE: tuple[Literal["evidence_ratio"], Literal["drift_evidence_ratio"]] = ("evidence_ratio", "drift_evidence_ratio")
 
 
 def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
@@ -47,14 +50,27 @@ def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fl
             forced_ends=spills.message(kept.forced_ends),
             natural_ends=spills.message(kept.natural_ends),
             **{name: getattr(kept, name) for name in COUNTS},
-            eat_samples=[
-                fleet_pb2.EatSamples(max_nats=each.max_nats, calibrated=each.requests, seen=seen)
-                for each, seen in zip(kept.eat_reference, kept.eat_samples, strict=True)
-            ],
+            **_samples(kept),
         )
         for kept in experiments.newest()
-        if kept.rules == in_force or kept.treated.requests or kept.control.requests or any(kept.eat_samples)
+        if kept.rules == in_force
+        or kept.treated.requests
+        or kept.control.requests
+        or any(any(seen) for seen in kept.samples.values())
     ]
+
+
+def _samples(kept: Experiment) -> dict[str, Any]:
+    """Return the fields of Savings with the bins of each signal: the requests of the calibration and the live requests
+    in each bin."""
+    fields: dict[str, Any] = {}
+    for signal in kept.references:
+        bins: Any = kept.references[signal]
+        seen = zip(bins, kept.samples[signal], strict=True)
+        made, edge = (fleet_pb2.EatSamples, "max_nats") if signal == "eat" else (fleet_pb2.SignalSamples, "max_value")
+        counts = [{edge: one.max_value, "calibrated": one.requests, "seen": requests} for one, requests in seen]
+        fields[f"{signal}_samples"] = [made(**each) for each in counts]
+    return fields
 
 
 def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavingsResponse:
@@ -80,8 +96,13 @@ def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
     whole.in_force |= part.in_force
     for name in COUNTS:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
-    for mine, theirs in zip(whole.eat_samples, part.eat_samples, strict=False):
-        mine.seen += theirs.seen
+    for signal in SIGNALS:
+        name = f"{signal}_samples"
+        for mine, theirs in zip(getattr(whole, name), getattr(part, name), strict=False):
+            mine.seen += theirs.seen
+    for name in EVIDENCE:
+        if part.HasField(name):
+            setattr(whole, name, getattr(part, name))
     for arm in ARMS:
         mine, theirs = getattr(whole, arm), getattr(part, arm)
         for count in fleet_pb2.ArmCounts.DESCRIPTOR.fields:

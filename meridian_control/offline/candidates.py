@@ -22,6 +22,7 @@ from meridian_control.offline.rule_replay import (
     EAT_SETTLED,
     GIVE_UP,
     MARGIN,
+    NEAR_LOOP,
     PROBED,
     RANK,
     RPDI,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
+
+    from meridian_control.offline.episodes import Episodes
 
 T = TypeVar("T")
 
@@ -80,9 +83,14 @@ GROUPS = {
     SAME: SAME,
     GIVE_UP: GIVE_UP,
     SOFT: SOFT,
+    NEAR_LOOP: NEAR_LOOP,
 }
 # Give-up: quantiles of the EAT samples that are tried as levels, and of the thinking tokens that are tried as starts.
 HIGH, STARTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98), (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
+# Near-loops: numbers of repeated tokens among the newest 1024 thinking tokens, and entropy ratios, that are tried. A
+# trace should have counts from the smallest loosened number on.
+NEAR_REPEATED, COLLAPSES = (600, 720, 840, 960), (0.0, 0.25, 0.5, 0.75)
+NEAR_RECORDED = int(NEAR_REPEATED[0] / LAXER)
 # Fields of a policy whose only rule on probes is the give-up rule.
 ONLY_GIVE_UP = {
     "eat_level_threshold_nats": 0.0,
@@ -129,8 +137,27 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
             StoppingRule(CAP, {}, {"max_think_tokens": max(1, cap)})
             for cap in dict.fromkeys(int(tokens) for tokens in np.quantile(natural, np.linspace(0, 1, 41)))
         ],
+        NEAR_LOOP: _near_loops(replay, requests),
     }
     return {family: _confirmed(found) for family, found in rules.items() if found}
+
+
+def near_repeated(episodes: Episodes) -> list[int]:
+    """Return the numbers of repeated tokens that can be tried: the trace has all counts that a loosened rule reads."""
+    known_from = episodes.repeats_from_tokens
+    return [number for number in NEAR_REPEATED if 0 < known_from <= int(number / LAXER)]
+
+
+def _near_loops(replay: Replay, requests: NDArray[np.intp]) -> list[StoppingRule]:
+    """Return rules on near-loops, in force together with the rule on exact loops."""
+    found = replay.episodes.repetitions
+    most = found.repeated_tokens[np.isin(found.owner, requests)].max(initial=0)
+    in_force = {"enabled": True, "shadow": False, "near_shadow": False}
+    return [
+        StoppingRule(NEAR_LOOP, loop=in_force | {"near_repeated_tokens": number, "entropy_collapse_ratio": ratio})
+        for number, ratio in product(near_repeated(replay.episodes), COLLAPSES)
+        if number <= most
+    ]
 
 
 def _confirmed(rules: list[StoppingRule]) -> list[StoppingRule]:
@@ -147,7 +174,7 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     """Return the rule with every threshold loosened by a quarter and every token budget shortened by a tenth."""
     if rule.either:
         return reduce(either, map(loosened, rule.either))
-    entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
+    entropy, scheduler, loop = dict(rule.entropy), dict(rule.scheduler), dict(rule.loop)
     for name in LOOSENED:
         if name in entropy:
             entropy[name] = LAXER * entropy[name]
@@ -168,7 +195,10 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     for name in ("soft_think_tokens", "max_think_tokens"):
         if name in scheduler:
             scheduler[name] = int(SHORTER * scheduler[name])
-    return StoppingRule(rule.family, entropy, scheduler)
+    if loop:
+        loop["near_repeated_tokens"] = int(loop["near_repeated_tokens"] / LAXER)
+        loop["entropy_collapse_ratio"] *= LAXER
+    return StoppingRule(rule.family, entropy, scheduler, loop)
 
 
 def _eat(

@@ -1,7 +1,8 @@
 """Reads the requests of a trace: their sentence ends, with the signals there, as flat NumPy columns.
 
-The module turns trace records into columns, and decides which requests can be used. The module knows no rule and no
-threshold. The columns have the values that a live session's `RequestTable` has at the moment of its decision.
+The module turns trace records into columns, and decides which requests can be used. The module knows no rule, and of
+all thresholds only the one from which agents report repeated tokens. The columns have the values that a live session's
+`RequestTable` has at the moment of its decision.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.decisions.loop_rules import repeats_from_tokens
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.decisions.token_rows import (
@@ -25,6 +27,7 @@ from meridian_control.decisions.token_rows import (
     TAKE_BACK_SHIFT,
 )
 from meridian_control.offline.trace_file import FileError, read
+from meridian_control.policy.formats import from_proto
 from meridian_control.session.think_ends import FINISHED
 
 if TYPE_CHECKING:
@@ -37,6 +40,22 @@ if TYPE_CHECKING:
 FLAG_PARAGRAPH = 64
 # Above any number of thinking tokens or reports, so that the keys request * KEY + number sort by request.
 KEY = 1 << 40
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """Cycles and counts of repeated tokens that reports brought of requests that thought on, as columns [repetitions],
+    sorted by request, then by report."""
+
+    # Number of the request, and at the end of the report its thinking tokens, and count and place of its entropies.
+    owner: NDArray[np.int64]
+    think_tokens: NDArray[np.int64]
+    entropy_count: NDArray[np.int64]
+    entropy_place: NDArray[np.int64]
+    # Tokens of a round of the cycle, tokens that repeat with it, and repeated tokens, as in the request table.
+    loop_period: NDArray[np.int64]
+    loop_tokens: NDArray[np.int64]
+    repeated_tokens: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -62,11 +81,10 @@ class Episodes:
     # End-marker margins in nats at this and earlier sentence ends, newest first, [boundaries, CONFIRM_HISTORY]; NaN if
     # they were not measured.
     margins: NDArray[np.float64]
-    # By boundary: entropy of the newest token, count and sum of the request's entropies, and the boundary's place in
+    # By boundary: entropy of the newest token, count of the request's entropies, and the boundary's place in
     # `entropy_running`, which is the running sum of entropies over all requests.
     entropy_nats: NDArray[np.float64]
     entropy_count: NDArray[np.int64]
-    entropy_sum: NDArray[np.float64]
     entropy_place: NDArray[np.int64]
     entropy_running: NDArray[np.float64]
     # The same counts and places at the sentence ends before the boundary, newest first, [boundaries, CONFIRM_HISTORY -
@@ -83,25 +101,19 @@ class Episodes:
     cost_tokens: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
+    repetitions: Repetitions
+    # Number of repeated tokens from which on every policy in the trace had agents report them, 0 if one did not.
+    repeats_from_tokens: int
     # Every request id in the trace, the number of unusable requests by reason, and the newest policy in the trace.
     seen: frozenset[str]
     left_out: dict[str, int]
     policy: policy_pb2.Policy | None
 
-    def window_sum(self, width: int) -> NDArray[np.float64]:
-        """Return the sum of the newest `width` token entropies, [boundaries]; meaningless before `width` tokens."""
-        return self._newest(self.entropy_place, width)
-
-    def earlier_entropies(self, age: int, width: int) -> tuple[NDArray[Any], ...]:
-        """Return the count and the sum of a request's entropies, and the sum of the newest `width` of them, at the
-        sentence end that `age` others follow, this boundary included, [boundaries]."""
-        count, place = self.earlier_counts[:, age - 1], self.earlier_places[:, age - 1]
-        return count, self._newest(place, count), self._newest(place, width)
-
-    def _newest(self, place: NDArray[np.int64], number: int | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the sum of the newest `number` entropies before each place."""
-        total: NDArray[np.float64] = self.entropy_running[place] - self.entropy_running[np.maximum(0, place - number)]
-        return total
+    def entropies(self, count: NDArray[np.int64], place: NDArray[np.int64], width: int) -> tuple[NDArray[Any], ...]:
+        """Return the counts, the sum of as many entropies before each place, and the sum of the newest `width` of them,
+        [places]; the last is meaningless before `width` entropies."""
+        running = self.entropy_running
+        return count, running[place] - running[place - count], running[place] - running[np.maximum(0, place - width)]
 
 
 @dataclass
@@ -127,6 +139,7 @@ PROBE_COLUMNS = {
     "same_answer": INTEGER,
     "empty_answer": INTEGER,
 }
+REPETITION_COLUMNS = {"period_tokens": INTEGER, "loop_tokens": INTEGER, "repeated_tokens": INTEGER}
 
 
 class _Columns:
@@ -143,8 +156,9 @@ class _Columns:
         self.owner.extend([slots.get(slot, -1) for slot in message.slot])
         self.report.extend([report] * count)
         for name, column in self.values.items():
-            # A sender that does not know a column leaves the column empty; NaN is a value that was not measured.
-            values = getattr(message, name) or [math.nan if column.typecode == FLOAT else 0] * count
+            # A sender that does not know a column leaves the column empty; NaN is a value that was not measured. Cycles
+            # and repeated tokens are columns of different messages.
+            values = getattr(message, name, ()) or [math.nan if column.typecode == FLOAT else 0] * count
             if len(values) != count:
                 raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
             column.extend(values)
@@ -170,8 +184,11 @@ class _Collector:
     requests: list[_Request] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     policy: policy_pb2.Policy | None = None
+    # By policy in the trace: number of repeated tokens from which on agents report them, 0 for never.
+    repeats_from: list[int] = field(default_factory=list)
     tokens: _Columns = field(default_factory=lambda: _Columns(TOKEN_COLUMNS))
     probes: _Columns = field(default_factory=lambda: _Columns(PROBE_COLUMNS))
+    repetitions: _Columns = field(default_factory=lambda: _Columns(REPETITION_COLUMNS))
     # By session: the request in each slot, and the model that the engine serves.
     slots: dict[str, dict[int, int]] = field(default_factory=dict)
     served: dict[str, str] = field(default_factory=dict)
@@ -182,6 +199,7 @@ class _Collector:
         kind, session = record.up.WhichOneof("message"), record.session_id
         if record.HasField("policy"):
             self.policy = record.policy.policy
+            self.repeats_from.append(repeats_from_tokens(from_proto(self.policy)))
         if kind == "hello":
             self.slots[session], self.served[session] = {}, record.up.hello.model
         elif kind is not None and session not in self.slots:
@@ -209,13 +227,15 @@ class _Collector:
             self._open(session, opened)
         self.tokens.add(slots, self.report, report.tokens)
         self.probes.add(slots, self.report, report.probes)
+        self.repetitions.add(slots, self.report, report.loops)
+        self.repetitions.add(slots, self.report, report.repeats)
         for closed in report.closed:
             if (request := slots.pop(closed.slot, None)) is not None:
                 self.requests[request].finish = closed.reason
 
 
 def collect(paths: Iterable[Path], model: str = "") -> Episodes:
-    """Read traces; `model` chooses one model if the traces contain several. Raises FileError."""
+    """Read traces; `model` chooses one model if the traces contain several. Raises FileError and PolicyError."""
     collector = _Collector(model)
     path = None
     for path in paths:
@@ -257,7 +277,8 @@ def _episodes(seen: _Collector) -> Episodes:
     running = np.concatenate([[0.0], np.cumsum(np.where(measured, entropy, 0.0)[measured])])
     place = np.cumsum(measured)
     count = _within(begins, owner, place)
-    samples = _samples(seen.probes.grouped(numbers), owner * KEY + report, think)
+    rows, thinks = owner * KEY + report, (phase == THINK) & ((flags & FLAG_END) == 0)
+    samples = _samples(seen.probes.grouped(numbers), rows, think)
     return Episodes(
         ids=[seen.requests[number].request_id for number in kept],
         natural_tokens=think[begins[1:] - 1],
@@ -270,13 +291,14 @@ def _episodes(seen: _Collector) -> Episodes:
         margins=newest(top - end, CONFIRM_HISTORY),
         entropy_nats=entropy[at],
         entropy_count=count[after],
-        entropy_sum=running[place[after]] - running[place[after] - count[after]],
         entropy_place=place[after],
         entropy_running=running,
         earlier_counts=newest(count, CONFIRM_HISTORY)[:, 1:],
         earlier_places=newest(place, CONFIRM_HISTORY)[:, 1:],
         sample=_sample_of(owner[at], think[at], samples["sample_owner"], samples["sample_tokens"]),
         **samples,
+        repetitions=_repetitions(seen.repetitions.grouped(numbers), rows, thinks, (think, count, place)),
+        repeats_from_tokens=max(seen.repeats_from, default=0) if all(seen.repeats_from) else 0,
         seen=frozenset(r.request_id for r in seen.requests),
         left_out=dict(sorted(Counter(filter(None, reasons)).items())),
         policy=seen.policy,
@@ -293,6 +315,16 @@ def _samples(rows: list[Any], row_keys: NDArray[np.int64], think: NDArray[np.int
     *others, empty = others
     columns = zip(names, (owner, tokens, eat, *others, empty != 0), strict=True)
     return {name: column[order] for name, column in columns} | {"sample_arrived": arrived}
+
+
+def _repetitions(
+    rows: list[Any], row_keys: NDArray[np.int64], thinks: NDArray[np.bool_], columns: tuple[NDArray[np.int64], ...]
+) -> Repetitions:
+    """Return the repetitions in thinking. columns: thinking tokens, count and place of the entropies, [token rows]."""
+    owner, report, *found = rows
+    at = np.searchsorted(row_keys, owner * KEY + report, "right") - 1
+    kept = thinks[at] & (row_keys[at] // KEY == owner)
+    return Repetitions(owner[kept], *(column[at[kept]] for column in columns), *(column[kept] for column in found))
 
 
 def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
+# Field of the directives with the decisions of each kind.
+LISTS = {"force": "forces", "cap": "caps", "tier": "tiers", "probe": "probes", "hand_over": "hand_overs"}
 PLACES = {agent_pb2.PLACEMENT_SENTENCE: FLAG_BOUNDARY, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
 
@@ -186,6 +188,9 @@ class SessionReplay:
             (freeze,) = self.session.on_freezes(given_freezes(event), _time(event))
             self._freeze_nonces[event.down.freeze.nonce] = freeze.freeze.nonce
             responses = []
+        elif event.HasField("answering_pool"):
+            self.session.on_answering_engines(event.answering_pool.engines)
+            responses = []
         elif event.HasField("end_thinking"):
             ended = self.session.on_end_thinking(event.end_thinking.request_id, "", _time(event))
             responses = ended.responses if ended is not None else []
@@ -323,7 +328,8 @@ class SessionReplay:
             elif made.kind == "probe" and made.slot is not None:
                 tokens = int(self.session.table.think_tokens[made.slot])
                 self._asked[made.slot] = PendingProbe(made.decision_id, made.message.placement, tokens)
-            else:
+            elif made.kind != "hand_over":
+                # The request goes on as recorded, so a handover that only this run made gets no outcome.
                 shadow = getattr(made.message, "shadow", False)
                 outcome = agent_pb2.OUTCOME_SHADOWED if shadow else agent_pb2.OUTCOME_APPLIED
                 self._due.append((made.decision_id, outcome))
@@ -378,21 +384,16 @@ def _decisions(responses: list[agent_pb2.ConnectResponse]) -> list[ReplayedDecis
 
 
 def _of(directives: agent_pb2.Directives) -> Iterator[ReplayedDecision]:
-    lists: list[tuple[str, Any]] = [
-        ("force", directives.forces),
-        ("cap", directives.caps),
-        ("tier", directives.tiers),
-        ("probe", directives.probes),
-        ("plan", [directives.plan] if directives.HasField("plan") else []),
-    ]
-    for kind, messages in lists:
-        for message in messages:
-            content = type(message)()
-            content.CopyFrom(message)
-            content.ClearField("decision_id")
-            text = content.SerializeToString(deterministic=True)
-            slot = None if kind == "plan" else message.slot
-            yield ReplayedDecision(kind, message.decision_id, slot, message, text)
+    found: list[tuple[str, Any]] = [(kind, one) for kind, name in LISTS.items() for one in getattr(directives, name)]
+    found += [("plan", directives.plan)] if directives.HasField("plan") else []
+    for kind, message in found:
+        content = type(message)()
+        content.CopyFrom(message)
+        content.ClearField("decision_id")
+        if kind == "hand_over":
+            content.ClearField("ref")
+        text = content.SerializeToString(deterministic=True)
+        yield ReplayedDecision(kind, message.decision_id, None if kind == "plan" else message.slot, message, text)
 
 
 def _time(record: fleet_pb2.TraceRecord) -> datetime:

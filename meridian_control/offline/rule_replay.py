@@ -1,7 +1,7 @@
 """Finds the places at which a rule would have stopped the requests of a trace, with the code that decides live.
 
 One call of `termination` evaluates every sentence end of every request at once, because the table that it reads has a
-slot for each sentence end. The module knows no statistics.
+slot for each sentence end; `loop_rules` reads a table with a slot for each repetition. The module knows no statistics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decisions import probe_timing, termination
+from meridian_control.decisions import loop_rules, probe_timing, termination
 from meridian_control.decisions.request_table import THINK, RequestTable
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
 EAT_GATED, EAT_NEAR = "EAT gated by rank", "EAT gated by margin"
 RANK, MARGIN, RPDI, SOFT, CAP = "rank", "margin", "RPDI", "soft close", "fixed cap"
-SAME, GIVE_UP = "same answer", "give up"
+SAME, GIVE_UP, NEAR_LOOP = "same answer", "give up", "near loop"
 SIGNALS = {
     EAT_SENTENCE: ("EAT",),
     EAT_PARAGRAPH: ("EAT",),
@@ -44,6 +44,8 @@ SIGNALS = {
     SAME: ("same answer",),
     GIVE_UP: ("EAT",),
     SOFT: ("rank",),
+    # Thinking that repeats itself is mostly that of wrong answers, which no separation of stops is measured on.
+    NEAR_LOOP: (),
     CAP: (),
 }
 # Families whose rules read probes.
@@ -61,6 +63,7 @@ class StoppingRule:
     family: str
     entropy: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    loop: Mapping[str, Any] = field(default_factory=dict)
     either: tuple[StoppingRule, ...] = ()
 
     @property
@@ -79,7 +82,10 @@ class StoppingRule:
         return self._once() + (f", {wanted} times in a row" if wanted > 1 else "")
 
     def _once(self) -> str:
-        e, s = self.entropy, self.scheduler
+        e, s, loop = self.entropy, self.scheduler, self.loop
+        if self.family == NEAR_LOOP:
+            collapse = f", RPDI <= {loop['entropy_collapse_ratio']:g}" if loop["entropy_collapse_ratio"] else ""
+            return f"a loop or {loop['near_repeated_tokens']} repeated tokens{collapse}"
         if self.family in SPELLED:
             return SPELLED[self.family](e, s)
         text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
@@ -92,7 +98,8 @@ class StoppingRule:
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
 
 
-# How the families other than those of the EAT rule are spelled, from their fields of `entropy` and `scheduler`.
+# How the families other than near-loops and those of the EAT rule are spelled, from their fields of `entropy` and
+# `scheduler`.
 SPELLED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     CAP: lambda _, s: f"at {s['max_think_tokens']} tokens",
     SOFT: lambda _, s: f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on",
@@ -109,6 +116,7 @@ def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
         f"{first.family} or {second.family}",
         {**first.entropy, **second.entropy},
         {**first.scheduler, **second.scheduler},
+        {**first.loop, **second.loop},
         (*first.parts, *second.parts),
     )
 
@@ -140,7 +148,7 @@ class Replay:
         self._late = delay_tokens - 1
         self.cost_tokens = float(np.median(episodes.cost_tokens)) if len(episodes.cost_tokens) else 0.0
         self.window_tokens = self._window(base.entropy.rpdi_window_tokens)
-        self._table = self._boundary_table()
+        self._table, self._repetitions = self._boundary_table(), self._repetition_table()
         found = episodes.sample
         has = found >= 0
         self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
@@ -148,7 +156,7 @@ class Replay:
         empty = np.where(has, episodes.empty_answer[found] if len(episodes.empty_answer) else False, False)
         self.same_answer = np.where(has, episodes.same_answer[found] if len(episodes.same_answer) else 0, 0)
         self._table.fill(len(found), same_answer=self.same_answer, empty_answer=empty)
-        self.right = self._judged(episodes.think_tokens, episodes.decided_tokens + self._late)
+        self.right = self._judged(episodes.owner, episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
         self._table.fill(len(found), eat_think_tokens=placed)
         # A held request generates no thinking token between its probe and the decision from the probe.
@@ -157,13 +165,16 @@ class Replay:
         places = np.where(has, placed if held else arrived + self._late, KEY >> 1)
         # With a gate, a probe is requested only once the rank is known, so the probe comes some tokens later.
         asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
-        self._eat = {gated: (at, self._judged(placed, at)) for gated, at in ((False, places), (True, places + asked))}
+        both = ((False, places), (True, places + asked))
+        self._eat = {gated: (at, self._judged(episodes.owner, placed, at)) for gated, at in both}
         self._eat_state = cache(self._eat_state_of)
         self._subset = cache(self._subset_of)
 
-    def _judged(self, seen_at: NDArray[np.int64], stops_at: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _judged(
+        self, owner: NDArray[np.int64], seen_at: NDArray[np.int64], stops_at: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Judge the trial answer at `seen_at` if the judge is the proxy, else the answer after a stop at `stops_at`."""
-        return self.judge.at(self.episodes.owner, seen_at if self.judge.is_proxy else stops_at)
+        return self.judge.at(owner, seen_at if self.judge.is_proxy else stops_at)
 
     def _window(self, wanted: int) -> int:
         """Return the policy's RPDI window if the median thinking is twice as long, else a quarter of the median."""
@@ -179,13 +190,24 @@ class Replay:
         table.fill(count, boundary_margins=episodes.margins)
         ratios = np.full((count, CONFIRM_HISTORY), np.nan)
         for age in range(CONFIRM_HISTORY - 1, 0, -1):
-            entropies = episodes.earlier_entropies(age, self.window_tokens)
+            earlier = episodes.earlier_counts[:, age - 1], episodes.earlier_places[:, age - 1]
+            entropies = episodes.entropies(*earlier, self.window_tokens)
             table.fill(count, **dict(zip(ENTROPIES, entropies, strict=True)))
             ratios[:, age] = rpdi(table)[:count]
-        newest = episodes.entropy_count, episodes.entropy_sum, episodes.window_sum(self.window_tokens)
+        newest = episodes.entropies(episodes.entropy_count, episodes.entropy_place, self.window_tokens)
         table.fill(count, **dict(zip(ENTROPIES, newest, strict=True)))
         ratios[:, 0] = rpdi(table)[:count]
         table.fill(count, boundary_rpdi=ratios)
+        return table
+
+    def _repetition_table(self) -> RequestTable:
+        found, count = self.episodes.repetitions, len(self.episodes.repetitions.owner)
+        table = RequestTable.without_windows(self.window_tokens, max(1, count))
+        table.fill(count, live=True, phase=THINK, think_tokens=found.think_tokens)
+        table.fill(count, loop_period=found.loop_period, loop_tokens=found.loop_tokens)
+        table.fill(count, repeated_tokens=found.repeated_tokens)
+        entropies = self.episodes.entropies(found.entropy_count, found.entropy_place, self.window_tokens)
+        table.fill(count, **dict(zip(ENTROPIES, entropies, strict=True)))
         return table
 
     @property
@@ -198,7 +220,8 @@ class Replay:
         """Return the base policy with a rule's fields."""
         entropy = self.base.entropy.model_copy(update={**rule.entropy, "rpdi_window_tokens": self.window_tokens})
         scheduler = self.base.scheduler.model_copy(update=dict(rule.scheduler))
-        return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler})
+        loop = self.base.loop.model_copy(update=dict(rule.loop))
+        return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler, "loop": loop})
 
     def stops(self, rule: StoppingRule) -> Stops:
         """Return the effect that a rule would have had."""
@@ -212,17 +235,18 @@ class Replay:
         return Stops(at, right, first, self._probes(rule, at))
 
     def _stops(self, rule: StoppingRule) -> Stops:
-        episodes, natural = self.episodes, self.episodes.natural_tokens
+        natural = self.episodes.natural_tokens
         everyone, none = np.arange(len(natural)), np.zeros(len(natural), np.int64)
         if rule.family == CAP:
             at = np.full(len(natural), rule.scheduler["max_think_tokens"])
             right, first = self.judge.at(everyone, at), at.astype(float)
         else:
-            place, places, rights = self._fires(rule)
+            fires = self._loop_fires if rule.family == NEAR_LOOP else self._fires
+            place, places, rights, decided = fires(rule)
             fired = place >= 0
             at = np.where(fired, places[place], KEY) if len(places) else np.full(len(natural), KEY)
             right = rights[place] if len(rights) else self.judge.natural
-            first = np.where(fired, episodes.decided_tokens[place], KEY) if len(places) else at
+            first = np.where(fired, decided[place], KEY) if len(places) else at
         stopped = at < natural
         return Stops(
             np.where(stopped, at, np.inf),
@@ -231,11 +255,11 @@ class Replay:
             none,
         )
 
-    def _fires(self, rule: StoppingRule) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    def _fires(self, rule: StoppingRule) -> tuple[NDArray[Any], ...]:
         """Return each request's first boundary at which a rule fires, -1 for none.
 
-        The second and third array tell, by boundary, where a stop decided there takes effect, and the probability that
-        the answer is right then.
+        The other arrays tell, by boundary, where a stop decided there takes effect, the probability that the answer is
+        right then, and the thinking tokens at the decision.
         """
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
         places, right = episodes.decided_tokens + self._late, self.right
@@ -256,11 +280,25 @@ class Replay:
             fires = termination.rpdi_exceeded(policy.entropy, table)
         else:
             fires = termination.soft_closed(policy.scheduler, table)
-        found = np.flatnonzero(fires[:count])[::-1]
-        first = np.full(len(episodes.ids), -1)
-        # `found` is in reverse order, so each request's earliest boundary is written last and overwrites later ones.
-        first[episodes.owner[found]] = found
-        return first, places, right
+        return self._first(episodes.owner, np.flatnonzero(fires[:count])), places, right, episodes.decided_tokens
+
+    def _loop_fires(self, rule: StoppingRule) -> tuple[NDArray[Any], ...]:
+        """Return the same as `_fires` for both rules of the section `loop`, by repetition instead of by boundary.
+
+        The section has one shadow for both rules, so a policy with near-loops in force ends exact loops too.
+        """
+        policy, table = self.policy(rule), self._repetitions
+        found = np.union1d(loop_rules.loops(policy, table), loop_rules.near_loops(policy, table))
+        owner, tokens = self.episodes.repetitions.owner, self.episodes.repetitions.think_tokens
+        places = tokens + self._late
+        return self._first(owner, found), places, self._judged(owner, tokens, places), tokens
+
+    def _first(self, owner: NDArray[np.int64], found: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Return the first of the found places of each request, -1 for none. found: ascending places in `owner`."""
+        first = np.full(len(self.episodes.ids), -1)
+        # In reverse order, so that each request's earliest place is written last and overwrites later ones.
+        first[owner[found[::-1]]] = found[::-1]
+        return first
 
     # ------------------------------------------------------------------------------------------------------------ EAT
 

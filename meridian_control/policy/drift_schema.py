@@ -1,9 +1,10 @@
-"""The policy's description of the EAT distribution that its rule was calibrated on.
+"""The policy's descriptions of the distributions of its signals on the requests of the calibration.
 
 The module knows no engine and no request. Its values are immutable, so any thread may use them.
 """
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -11,6 +12,9 @@ from pydantic_core import PydanticCustomError
 from meridian_control.policy.section import INT32_MAX, Section, advice
 
 MAX_BINS = 16
+# Signals whose distribution a policy may describe, each in the field `<signal>_reference`; all but EAT are read at
+# sentence ends.
+SIGNALS = ("eat", "rank", "margin", "rpdi")
 
 
 class EatBin(Section):
@@ -31,11 +35,41 @@ class EatBin(Section):
         json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
     )
 
+    @property
+    def max_value(self) -> float:
+        return self.max_nats
 
-def _ascending(bins: tuple[EatBin, ...]) -> tuple[EatBin, ...]:
-    edges = [each.max_nats for each in bins]
+
+class SignalBin(Section):
+    """Requests of a calibration whose value at the first sentence end at which a rule may end thinking lies in one bin.
+
+    Ranks and RPDI have no unit; margins are in nats.
+    """
+
+    max_value: float = Field(
+        0.0,
+        ge=0,
+        description="Largest value of the bin; above the previous bin's. Larger values than the last bin's belong to "
+        "the last bin.",
+        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+    )
+    requests: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Requests of the calibration whose value lies in the bin.",
+        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+    )
+
+
+Bins: TypeAlias = tuple[EatBin, ...] | tuple[SignalBin, ...]
+
+
+def _ascending(bins: Bins) -> Bins:
+    edges = [each.max_value for each in bins]
     if sorted(set(edges)) != edges:
-        raise PydanticCustomError("ascending", "must have max_nats in ascending order")
+        name = "max_nats" if isinstance(bins[0], EatBin) else "max_value"
+        raise PydanticCustomError("ascending", "must have {name} in ascending order", {"name": name})
     if bins and not any(each.requests for each in bins):
         raise PydanticCustomError("no_requests", "must have requests in some bin")
     return bins
@@ -53,8 +87,22 @@ EatReference = Annotated[
     ),
     AfterValidator(_ascending),
 ]
+SignalReference = Annotated[tuple[SignalBin, ...], AfterValidator(_ascending)]
 
 
-def bin_of(bins: tuple[EatBin, ...], eat_nats: float) -> int:
-    """Return the index of the bin in which a sample lies. bins: at least one."""
-    return next((index for index, each in enumerate(bins) if eat_nats <= each.max_nats), len(bins) - 1)
+def signal_reference(signal: str) -> Any:
+    """Return the field of a signal that rules read at sentence ends. signal: its name in a sentence."""
+    return Field(
+        (),
+        strict=False,
+        max_length=MAX_BINS,
+        description=f"Distribution of {signal} on the requests of the calibration: of each request, the value at the "
+        "first sentence end from the floor on. If live requests leave it, the control plane puts the section into "
+        "shadow; empty switches this off.",
+        json_schema_extra=advice("Remove it if you change the floor by hand."),
+    )
+
+
+def bin_of(bins: Sequence[EatBin | SignalBin], value: float) -> int:
+    """Return the index of the bin in which a value lies. bins: at least one."""
+    return next((index for index, each in enumerate(bins) if value <= each.max_value), len(bins) - 1)

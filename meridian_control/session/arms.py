@@ -18,19 +18,19 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.histogram import Histogram, answer_histogram
 from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
-from meridian_control.policy.drift_schema import bin_of
+from meridian_control.policy.drift_schema import SIGNALS, bin_of
 from meridian_control.session.shadow_comparison import is_entropy_rule
 from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.policy.drift_schema import EatBin
+    from meridian_control.policy.drift_schema import Bins
     from meridian_control.policy.model import Policy
 
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
 # Sections of the policy that have no effect on when thinking ends.
-UNRELATED = {"kv_memory", "telemetry", "fallback"}
+UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg"}
 TREATED, CONTROL = "treated", "control"
 
 
@@ -104,12 +104,22 @@ class Experiment:
     judged_stops: int = 0
     harmful: int = 0
     unjudged: int = 0
-    # The policy's description of EAT on the calibrated requests, and the number of live requests in each of its bins.
-    eat_reference: tuple[EatBin, ...] = ()
-    eat_samples: list[int] = field(default_factory=list)
+    # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
+    references: dict[str, Bins] = field(default_factory=dict)
+    samples: dict[str, list[int]] = field(default_factory=dict)
 
-    def closed(self, table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> None:
-        """Count a request that closes, unless it did not think or did not begin under these rules."""
+    def closed(
+        self,
+        table: RequestTable,
+        slot: int,
+        reason: agent_pb2.FinishReason.ValueType,
+        *,
+        handed_over: bool = False,
+    ) -> None:
+        """Count a request that closes, unless it did not think or did not begin under these rules.
+
+        handed_over: whether another engine gives the answer, so that nothing about the answer is counted.
+        """
         think_tokens, answer_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
         if not (table.counted[slot] and think_tokens):
             return
@@ -119,7 +129,7 @@ class Experiment:
         arm.think_tokens += think_tokens
         arm.think_tokens_squares += float(think_tokens) ** 2
         arm.stopped += table.stop_tokens[slot] >= 0 if is_control else _ended_by_entropy_rule(table, slot)
-        if has_answer:
+        if has_answer and not handed_over:
             arm.answers += 1
             arm.answer_tokens += answer_tokens
             arm.answer_tokens_squares += float(answer_tokens) ** 2
@@ -129,15 +139,17 @@ class Experiment:
         arm.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
         if is_control:
             self._compare(table, slot, has_answer)
+        if handed_over:
+            return
         first_end = table.first_end[slot]
         if is_control and first_end == NATURAL_END and table.stop_tokens[slot] >= 0:
             self.natural_ends.closed(answer_tokens, thought_again, reason)
         elif not is_control and first_end == RULE_END:
             self.forced_ends.closed(answer_tokens, thought_again, reason)
 
-    def sampled(self, eat_nats: float) -> None:
-        """Count a request's first EAT sample that a rule could read."""
-        self.eat_samples[bin_of(self.eat_reference, eat_nats)] += 1
+    def sampled(self, signal: str, value: float) -> None:
+        """Count a request's first value of a signal that a rule could read."""
+        self.samples[signal][bin_of(self.references[signal], value)] += 1
 
     def _compare(self, table: RequestTable, slot: int, has_answer: bool) -> None:
         """Compare a request of the control group with the end that the first rule to fire would have made."""
@@ -183,8 +195,10 @@ class Experiments:
         older = [kept for kept in self._kept if kept.since_revision <= revision]
         if older and older[-1].rules == rules:
             return older[-1]
-        made = Experiment(rules, revision, policy.entropy.max_loss, eat_reference=policy.entropy.eat_reference)
-        made.eat_samples = [0] * len(made.eat_reference)
+        made = Experiment(rules, revision, policy.entropy.max_loss)
+        for signal in SIGNALS:
+            if bins := getattr(policy.entropy, f"{signal}_reference"):
+                made.references[signal], made.samples[signal] = bins, [0] * len(bins)
         self._kept.insert(len(older), made)
         if len(self._kept) > MAX_EXPERIMENTS:
             # Sessions under older rules may go on counting in a dropped experiment, whose later counts are lost.

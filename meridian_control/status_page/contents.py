@@ -11,13 +11,14 @@ import asyncio
 import math
 from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from google.protobuf.json_format import MessageToDict
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.cluster import decision_queries
+from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import outcome_name, phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
 
@@ -58,7 +59,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
-        "savings": [plain(row) for row in compared.savings[:MAX_SAVINGS]],
+        "savings": [savings_row(row) for row in compared.savings[:MAX_SAVINGS]],
         "withdrawn": withdrawal_text(compared),
         **await stored(policies, rollouts, engines),
     }
@@ -233,6 +234,37 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
         "last_decision": decision_text(last) if last.decision_id else "",
     }
+
+
+def savings_row(savings: fleet_pb2.Savings) -> dict[str, Any]:
+    """Return the counts under one set of rules: `harm` and `drift` say how near the rules are to a withdrawal."""
+    return plain(savings) | {"harm": harm_text(savings), "drift": drift_text(savings)}
+
+
+def harm_text(savings: fleet_pb2.Savings) -> str:
+    """Return the measured harm, its upper bound and the harm that the policy allows."""
+    if not savings.HasField("harm_ratio"):
+        return "not measured"
+    value, high, allowed = map(percent, (savings.harm_ratio.value, savings.harm_ratio.high, savings.max_loss))
+    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(savings, "evidence_ratio")
+
+
+def drift_text(savings: fleet_pb2.Savings) -> str:
+    """Return the signals that are compared with the calibration, and the evidence that one of them has drifted."""
+    compared = [
+        f"{SIGNALS[signal].name}, {sum(each.seen for each in bins)} requests"
+        for signal, bins in drift_bins(savings).items()
+    ]
+    return "; ".join(compared) + _evidence_text(savings, "drift_evidence_ratio") if compared else "not compared"
+
+
+def _evidence_text(savings: fleet_pb2.Savings, field: Literal["evidence_ratio", "drift_evidence_ratio"]) -> str:
+    """Return the evidence as a share of that at which the rules go into shadow; empty if it is not known."""
+    return f"; evidence {percent(getattr(savings, field))}" if savings.HasField(field) else ""
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
 
 
 def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:

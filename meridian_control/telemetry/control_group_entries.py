@@ -90,8 +90,8 @@ CONTROL_GROUP = (
     _gauge(
         "meridian_drift_evidence_ratio",
         (),
-        "Evidence that EAT on live requests has left the distribution of the calibration; at 1 the control plane puts "
-        "the rules into shadow. Absent if the policy has no `entropy.eat_reference`.",
+        "Evidence that a signal of live requests has left the distribution of the calibration; at 1 the control plane "
+        "puts the rules into shadow. Absent if the policy describes no signal.",
         "Near 1: the model, its chat template or the workload has changed; compare the bins in `meridianctl savings`.",
     ),
     _gauge(

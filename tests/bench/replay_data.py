@@ -14,7 +14,7 @@ import numpy as np
 
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.correctness import Judge, from_labels
-from meridian_control.offline.episodes import Episodes, collect
+from meridian_control.offline.episodes import Episodes, Repetitions, collect
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.policy import formats as forms
 from meridian_control.policy.model import Policy
@@ -144,7 +144,6 @@ def _replay(siblings: Siblings, trial: NDArray[np.int64], cost_tokens: int) -> R
         rank_count=none,
         entropy_nats=nothing,
         entropy_count=none,
-        entropy_sum=np.zeros(count),
         entropy_place=none,
         entropy_running=np.zeros(1),
         sample=np.arange(count),
@@ -158,6 +157,8 @@ def _replay(siblings: Siblings, trial: NDArray[np.int64], cost_tokens: int) -> R
         earlier_places=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
         same_answer=same[thinks],
         empty_answer=trial[thinks] < 0,
+        repetitions=Repetitions(*np.zeros((7, 0), np.int64)),
+        repeats_from_tokens=0,
         seen=frozenset(),
         left_out={},
         policy=None,

@@ -105,11 +105,6 @@ function saving(s) {
   return r ? `${percent(r.value)} (${percent(r.low)} to ${percent(r.high)})` : "too few requests";
 }
 
-function harm(s) {
-  const r = s.harm_ratio;
-  return r ? `${percent(r.value, 2)}, at most ${percent(r.high, 2)}; allowed ${percent(s.max_loss, 2)}` : "not measured";
-}
-
 function spilled(s, arm) {
   const side = arm === "treated" ? s.forced_ends : s.natural_ends, r = s.spills;
   if (!side || !r) return "too few ends";
@@ -123,7 +118,7 @@ function showSavings(savings) {
     [s.since_revision, "num"], arm, [number.format(c.requests), "num"], mean(c.think_tokens, c.requests),
     mean(c.answer_tokens, c.answers), share(c.stopped, c.requests), share(c.reentries, c.requests),
     share(c.aborts, c.requests), share(c.lengths, c.requests), arm === "treated" ? saving(s) : "",
-    arm === "control" ? harm(s) : "", spilled(s, arm),
+    arm === "control" ? [s.harm, "wrap"] : "", arm === "control" ? [s.drift, "wrap"] : "", spilled(s, arm),
   ], "No rules are in force with a control group.");
 }
 

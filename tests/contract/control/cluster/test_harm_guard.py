@@ -90,7 +90,7 @@ def drift(control: Control, *seen: int) -> None:
     stored = control.fleet.policy
     assert stored is not None
     experiment = control.fleet.experiments.of(stored.revision, stored.policy)
-    experiment.eat_samples = [before + new for before, new in zip(experiment.eat_samples, seen, strict=True)]
+    experiment.samples["eat"] = [before + new for before, new in zip(experiment.samples["eat"], seen, strict=True)]
 
 
 async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> None:
@@ -103,6 +103,9 @@ async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> Non
     assert control.fleet.revision == before.revision, "no drift, no withdrawal"
     assert guard.newest is not None
     assert 0 < guard.newest.savings[0].drift_evidence_ratio < 1
+    (told,) = (await savings(control)).savings
+    assert told.drift_evidence_ratio == guard.newest.savings[0].drift_evidence_ratio
+    assert told.HasField("evidence_ratio")
     drift(control, 200, 0, 0)
     await guard.look()
     stored = await control.store.current()

@@ -23,9 +23,16 @@ def made(count: int = REQUESTS, **kinds: str) -> list[traces.MadeUp]:
     return [traces.made_up(n, **kinds) for n in range(count)]  # type: ignore[arg-type]
 
 
-def replay(folder: Path, requests: list[traces.MadeUp], labelled: bool = True, base: Policy | None = None) -> Replay:
+def replay(
+    folder: Path,
+    requests: list[traces.MadeUp],
+    labelled: bool = True,
+    base: Policy | None = None,
+    recorded: Policy | None = None,
+) -> Replay:
+    """Return the replay of a recording. recorded: the policy in force while recording; None for the default."""
     folder.mkdir(exist_ok=True)
-    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    episodes = collect([traces.write(folder / "a.trace", traces.records(requests, policy=recorded))])
     judge = from_probes(episodes)
     if labelled:
         judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)

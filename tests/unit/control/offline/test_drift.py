@@ -1,4 +1,5 @@
-"""Drift: EAT on live requests is compared with the calibration, and a change is found soon and without false alarms."""
+"""Drift: signals of live requests are compared with the calibration, and a change is found soon and without false
+alarms."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.cli.tables import savings_lines
 from meridian_control.cluster.harm_guard import FALSE_ALARM_RATE, Watch, _drift
 from meridian_control.common.inference import ShiftTest
+from meridian_control.decisions.control_group import held_out
 from meridian_control.fleet import savings
 from meridian_control.offline.calibrated_policy import policy_of
 from meridian_control.offline.calibration import Goal, calibrate
-from meridian_control.offline.candidates import single_rules
-from meridian_control.offline.rule_replay import EAT_SENTENCE, RANK, either
-from meridian_control.policy.drift_schema import EatBin, bin_of
+from meridian_control.offline.candidates import give_ups, single_rules
+from meridian_control.offline.rule_replay import EAT_NEAR, EAT_SENTENCE, MARGIN, RANK, RPDI, SOFT, either
+from meridian_control.policy.drift_schema import SIGNALS, EatBin, SignalBin, bin_of
+from meridian_control.session.session import Session
+from tests.fakes import traces
+from tests.fakes.agent import hello
+from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
 from tests.unit.control.offline.replays import made as requests_that_separate
 from tests.unit.control.offline.replays import replay
@@ -27,18 +35,22 @@ from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from meridian_control.policy.drift_schema import Bins
     from meridian_control.policy.model import Policy
 
 FLOOR = 8
 BINS = 5
 
 
-def described(samples: Sequence[float]) -> tuple[EatBin, ...]:
+def described(samples: Sequence[float], signal: str = "eat") -> Bins:
     """Return the description that a calibration on these samples writes."""
     ordered = sorted(samples)
     edges = sorted({ordered[-(-len(ordered) * number // BINS) - 1] for number in range(1, BINS + 1)})
     counts = [sum(before < x <= edge for x in ordered) for before, edge in zip([-1.0, *edges], edges, strict=False)]
-    return tuple(EatBin(max_nats=edge, requests=count) for edge, count in zip(edges, counts, strict=True))
+    found = list(zip(edges, counts, strict=True))
+    if signal == "eat":
+        return tuple(EatBin(max_nats=edge, requests=count) for edge, count in found)
+    return tuple(SignalBin(max_value=edge, requests=count) for edge, count in found)
 
 
 def eat(rng: random.Random, times: float = 1.0) -> float:
@@ -46,17 +58,32 @@ def eat(rng: random.Random, times: float = 1.0) -> float:
     return times * rng.lognormvariate(-1.0, 0.8)
 
 
-def rules(reference: Sequence[EatBin], **entropy: Any) -> Policy:
+def margin(rng: random.Random, times: float = 1.0) -> float:
+    """Draw a margin in nats, with a mean of 3 before it is multiplied."""
+    return times * rng.expovariate(1 / 3)
+
+
+DRAWN = {"eat": eat, "margin": margin}
+
+
+def rules(reference: Bins, **entropy: Any) -> Policy:
     """Return a policy whose EAT rule hardly ever fires, with a description of EAT."""
-    told = [{"max_nats": each.max_nats, "requests": each.requests} for each in reference]
+    told = [each.model_dump() for each in reference]
     fields = {**CALIBRATED, "eat_warmup_samples": 1, "eat_level_threshold_nats": 1e-6, "holdout_share": 0.0}
     return policy(scheduler={"min_think_tokens": FLOOR}, entropy={**fields, "eat_reference": told, **entropy})
+
+
+def margin_rules(reference: Bins, **entropy: Any) -> Policy:
+    """Return a policy whose only rule is a margin rule that hardly ever fires, with a description of the margin."""
+    told = [each.model_dump() for each in reference]
+    only = {"eat_level_threshold_nats": 0.0, "margin_threshold_nats": 1e-6, "margin_reference": told}
+    return rules((), **{**only, **entropy})
 
 
 # ------------------------------------------------------------------------------------------------------------ the test
 
 
-def live(test: ShiftTest, reference: tuple[EatBin, ...], samples: Sequence[float]) -> float:
+def live(test: ShiftTest, reference: Bins, samples: Sequence[float]) -> float:
     counts = [0] * len(reference)
     for sample in samples:
         counts[bin_of(reference, sample)] += 1
@@ -64,28 +91,36 @@ def live(test: ShiftTest, reference: tuple[EatBin, ...], samples: Sequence[float
 
 
 @pytest.mark.parametrize("calibrated", [40, 100, 400])
-def test_twenty_clean_runs_of_2000_requests_raise_no_alarm(calibrated: int) -> None:
+@pytest.mark.parametrize("signal", DRAWN)
+def test_twenty_clean_runs_of_2000_requests_raise_no_alarm(signal: str, calibrated: int) -> None:
+    draw = DRAWN[signal]
     for seed in range(20):
         rng = random.Random(seed)
-        reference = described([eat(rng) for _ in range(calibrated)])
+        reference = described([draw(rng) for _ in range(calibrated)], signal)
         test = ShiftTest([each.requests for each in reference])
-        assert max(live(test, reference, [eat(rng) for _ in range(20)]) for _ in range(100)) < 0.1
+        assert max(live(test, reference, [draw(rng) for _ in range(20)]) for _ in range(100)) < 0.1
 
 
 @pytest.mark.parametrize(
-    ("calibrated", "times", "within"), [(40, 0.1, 100), (40, 10.0, 100), (100, 0.3, 300), (100, 3.0, 300)]
+    ("signal", "calibrated", "times", "within"),
+    [
+        *[("eat", 40, 0.1, 100), ("eat", 40, 10.0, 100), ("eat", 100, 0.3, 300), ("eat", 100, 3.0, 300)],
+        *[("margin", 100, 0.1, 150), ("margin", 100, 10.0, 150)],
+        *[("margin", 400, 0.2, 300), ("margin", 400, 5.0, 300)],
+    ],
 )
 def test_a_change_after_500_requests_is_found_within_the_stated_number(
-    calibrated: int, times: float, within: int
+    signal: str, calibrated: int, times: float, within: int
 ) -> None:
+    draw = DRAWN[signal]
     for seed in range(10):
         rng = random.Random(seed)
-        reference = described([eat(rng) for _ in range(calibrated)])
+        reference = described([draw(rng) for _ in range(calibrated)], signal)
         test = ShiftTest([each.requests for each in reference])
         for _ in range(50):
-            assert live(test, reference, [eat(rng) for _ in range(10)]) < 1
+            assert live(test, reference, [draw(rng) for _ in range(10)]) < 1
         for _ in range(within // 10):
-            evidence = live(test, reference, [eat(rng, times) for _ in range(10)])
+            evidence = live(test, reference, [draw(rng, times) for _ in range(10)])
         assert evidence >= 1
 
 
@@ -103,8 +138,12 @@ def told_of(made: Stream) -> fleet_pb2.Savings:
     return savings.merged([answer]).savings[0]
 
 
+def samples(made: Stream) -> dict[str, list[int]]:
+    return made.session._groups._experiments.newest()[0].samples
+
+
 def seen(made: Stream) -> list[int]:
-    return made.session._groups._experiments.newest()[0].eat_samples
+    return samples(made)["eat"]
 
 
 REFERENCE = (EatBin(max_nats=0.1, requests=30), EatBin(max_nats=1.0, requests=40), EatBin(max_nats=2.0, requests=30))
@@ -112,9 +151,22 @@ REFERENCE = (EatBin(max_nats=0.1, requests=30), EatBin(max_nats=1.0, requests=40
 
 def run_one(made: Stream, values: dict[int, float], **fields: Any) -> None:
     """Run one request whose EAT at a number of thinking tokens is the newest of `values`."""
-    made.open("a", 20, 1, eat_nats=lambda tokens: values[max(at for at in values if at <= tokens)], **fields)
+    run_signal(made, "eat", values, **fields)
+
+
+def run_signal(made: Stream, signal: str, values: dict[int, float], name: str = "a", **fields: Any) -> None:
+    """Run one request whose signal at a number of thinking tokens is the newest of `values`."""
+    told = {f"{signal}_nats": lambda tokens: values[max(at for at in values if at <= tokens)]}
+    made.open(name, 20, 1, **told, **fields)
     while made.agent.engine.live:
         made.step()
+
+
+def with_sentences(first: Policy) -> Stream:
+    """Return a stream of an engine of whose thinking each token ends a sentence."""
+    made = stream(first)
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    return made
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -167,7 +219,7 @@ def test_a_request_counts_once_under_a_revision_with_the_same_rules() -> None:
 def test_a_policy_without_a_description_is_not_compared() -> None:
     made = stream(rules(()))
     run_one(made, {0: 0.5})
-    assert seen(made) == []
+    assert samples(made) == {}
     watch = Watch()
     watch.look({"alone": fleet_pb2.Savings(rules="r", since_revision=1, max_loss=1.0)})
     assert watch.drift is None
@@ -176,15 +228,16 @@ def test_a_policy_without_a_description_is_not_compared() -> None:
 # ---------------------------------------------------------------------------------------------- EAT that goes bad
 
 
-def watched(seed: int, requests: int, bad_from: int) -> tuple[int | None, Stream]:
-    """Run requests, 20 at a time, whose EAT falls to a tenth from request `bad_from` on. Return the number of the last
-    request that had closed when the watch found drift, None if it did not."""
-    rng = random.Random(seed)
-    made, watch = stream(rules(described([eat(rng) for _ in range(100)]))), Watch()
+def watched(seed: int, requests: int, bad_from: int, signal: str = "eat") -> tuple[int | None, Stream]:
+    """Run requests, 20 at a time, whose signal falls to a tenth from request `bad_from` on. Return the number of the
+    last request that had closed when the watch found drift, None if it did not."""
+    rng, draw = random.Random(seed), DRAWN[signal]
+    reference = described([draw(rng) for _ in range(100)], signal)
+    made, watch = with_sentences((rules if signal == "eat" else margin_rules)(reference)), Watch()
     for begin in range(0, requests, 20):
         for number in range(begin, begin + 20):
-            value = eat(rng, 0.1 if number >= bad_from else 1.0)
-            made.open(f"r{number}", 12, 1, eat_nats=lambda _, value=value: value)
+            value = draw(rng, 0.1 if number >= bad_from else 1.0)
+            made.open(f"r{number}", 12, 1, **{f"{signal}_nats": lambda _, value=value: value})
         while made.agent.engine.live:
             made.step()
         watch.look({"alone": told_of(made)})
@@ -194,19 +247,22 @@ def watched(seed: int, requests: int, bad_from: int) -> tuple[int | None, Stream
     return None, made
 
 
-def test_signals_that_go_bad_after_200_requests_are_found_within_100_more() -> None:
+@pytest.mark.parametrize("signal", DRAWN)
+def test_signals_that_go_bad_after_200_requests_are_found_within_100_more(signal: str) -> None:
     for seed in range(3):
-        found, made = watched(seed, requests=300, bad_from=200)
+        found, made = watched(seed, requests=300, bad_from=200, signal=signal)
         assert found is not None
         assert 200 < found <= 300
         reason = _drift(told_of(made))
+        assert reason.startswith({"eat": "EAT has left", "margin": "The end marker's margin has left"}[signal])
         assert "have a first sample up to " in reason
         assert "where the calibration had 20 of 100" in reason
 
 
-def test_a_run_whose_signals_stay_raises_no_alarm() -> None:
+@pytest.mark.parametrize("signal", DRAWN)
+def test_a_run_whose_signals_stay_raises_no_alarm(signal: str) -> None:
     for seed in range(3):
-        assert watched(seed, requests=300, bad_from=10**9)[0] is None
+        assert watched(seed, requests=300, bad_from=10**9, signal=signal)[0] is None
 
 
 # -------------------------------------------------------------------------------------------------- several replicas
@@ -269,22 +325,125 @@ def test_calibration_describes_the_samples_that_its_rule_could_read(tmp_path: Pa
     assert counts == [each.requests for each in bins]
 
 
-def test_a_rule_that_also_reads_ranks_is_not_described(tmp_path: Path) -> None:
-    replayed = replay(tmp_path, requests_that_separate())
-    eat_rule = single_rules(replayed, np.arange(30))[EAT_SENTENCE][-1]
+def described_signals(found: Policy) -> set[str]:
+    return {signal for signal in SIGNALS if getattr(found.entropy, f"{signal}_reference")}
+
+
+def test_calibration_describes_each_signal_that_an_entropy_rule_reads(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, requests_that_separate(margin="tells"))
     requests = np.arange(len(replayed.episodes.ids))
-    described_alone = policy_of(replayed, eat_rule, {"EAT", RANK}, requests, requests)
-    assert len(described_alone.entropy.eat_reference) == BINS
-    rank_rule = single_rules(replayed, np.arange(30))[RANK][-1]
-    for rule in (rank_rule, either(eat_rule, rank_rule), None):
-        assert policy_of(replayed, rule, {"EAT", RANK}, requests, requests).entropy.eat_reference == ()
-    assert policy_of(replayed, eat_rule, {"EAT"}, requests, requests // 10).entropy.eat_reference == (), (
-        "too few groups"
-    )
+    tried = {family: found[-1] for family, found in single_rules(replayed, requests[:30]).items()}
+    wanted = [
+        (tried[EAT_SENTENCE], {"eat"}),
+        (tried[EAT_NEAR], {"eat", "margin"}),
+        (tried[MARGIN], {"margin"}),
+        (tried[RANK], {"rank"}),
+        (tried[RPDI], {"rpdi"}),
+        (either(tried[EAT_SENTENCE], tried[RANK]), {"eat", "rank"}),
+        (either(tried[MARGIN], tried[SOFT]), {"margin"}),
+        (tried[SOFT], set()),
+    ]
+    for rule, signals in wanted:
+        found = policy_of(replayed, rule, {"EAT", RANK, MARGIN, RPDI}, requests, requests)
+        assert described_signals(found) == signals, str(rule)
+        assert found.entropy.shadow is False
+    assert described_signals(policy_of(replayed, None, {"EAT", MARGIN}, requests, requests)) == set()
+    too_few_groups = policy_of(replayed, tried[EAT_NEAR], {"EAT"}, requests, requests // 10)
+    assert described_signals(too_few_groups) == set()
 
 
-def test_a_recorded_stream_with_a_description_replays_byte_for_byte() -> None:
-    _, recorded = watched(5, requests=40, bad_from=20)
+def test_a_give_up_rule_alone_is_described_by_the_probes_that_it_reads(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, requests_that_separate())
+    requests, episodes = np.arange(len(replayed.episodes.ids)), replayed.episodes
+    rule = give_ups(replayed, requests, None, 0)[0]
+    found = policy_of(replayed, None, {"EAT"}, requests, requests, second=(rule, True))
+    since = rule.entropy["give_up_tokens"] - rule.entropy["eat_warmup_samples"]
+    read = set(episodes.owner[(episodes.sample >= 0) & (episodes.think_tokens >= since)].tolist())
+    assert described_signals(found) == {"eat"}
+    assert sum(each.requests for each in found.entropy.eat_reference) == len(read)
+
+
+# ------------------------------------------------------------------------------------------------------ sentence ends
+
+
+@pytest.mark.parametrize("family", [MARGIN, RANK, RPDI])
+def test_live_requests_count_as_the_calibration_counts_them(tmp_path: Path, family: str) -> None:
+    made = requests_that_separate(margin="tells")
+    replayed = replay(tmp_path, made)
+    requests = np.arange(len(replayed.episodes.ids))
+    rule = single_rules(replayed, requests[:30])[family][3]
+    in_force = policy_of(replayed, rule, {family}, requests, requests)
+    reference = getattr(in_force.entropy, f"{family.lower()}_reference")
+    assert in_force.scheduler.min_think_tokens > 1
+    assert len(reference) == BINS
+    session = Session("s", hello(), NOW)
+    (response,) = session.on_policy(1, in_force)
+    answer = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=1)
+    session.on_message(agent_pb2.ConnectRequest(settings_status=answer), NOW)
+    for record in traces.records(made):
+        if record.up.WhichOneof("message") in ("snapshot", "step"):
+            session.on_message(record.up, NOW)
+    counted = session._groups._experiments.newest()[0].samples[family.lower()]
+    assert sum(counted) == sum(each.requests for each in reference) >= 40
+    # An edge is a rounded sample, which may lie on either side of the edge.
+    assert max(abs(count - each.requests) for count, each in zip(counted, reference, strict=True)) <= 1
+
+
+MARGINS = (SignalBin(max_value=0.5, requests=50), SignalBin(max_value=5.0, requests=50))
+
+
+def test_each_request_counts_once_with_the_first_margin_from_the_floor_on() -> None:
+    made = with_sentences(margin_rules(MARGINS))
+    for number, values in enumerate(({0: 9.0, FLOOR: 0.1}, {0: 0.1, FLOOR: 9.0}, {0: 0.1, FLOOR + 1: 9.0})):
+        run_signal(made, "margin", values, name=f"r{number}")
+    assert samples(made) == {"margin": [2, 1]}
+    run_signal(made, "margin", {0: math.nan, FLOOR + 5: 9.0})
+    run_signal(made, "margin", {0: math.nan})
+    run_signal(made, "margin", {0: 0.1}, min_think_tokens=FLOOR + 1)
+    assert samples(made) == {"margin": [2, 2]}, "the first measured value, under the calibrated floor"
+    lines = list(savings_lines(told_of(made)))
+    assert "first margin at a sentence end of 4 requests, in nats: 50% (calibrated 50%) up to 0.5, " in lines[-1]
+
+
+def test_with_rules_on_several_signals_only_the_control_group_is_compared() -> None:
+    eats = [each.model_dump() for each in REFERENCE]
+    both = {"eat_level_threshold_nats": 1e-6, "eat_reference": eats, "holdout_share": 0.5}
+    made = with_sentences(margin_rules(MARGINS, **both))
+    names = [f"r{number}" for number in range(12)]
+    for name in names:
+        run_signal(made, "margin", {0: 0.1}, name=name)
+    control = sum(held_out(name, 0.5) for name in names)
+    assert 0 < control < len(names)
+    assert samples(made) == {"eat": [control, 0, 0], "margin": [control, 0]}
+
+
+def test_the_evidence_is_the_mean_over_the_signals() -> None:
+    bins = {"rank": (90, 10), "rpdi": (10, 90)}
+
+    def told(**seen: tuple[int, int]) -> fleet_pb2.Savings:
+        made = fleet_pb2.Savings(rules="r", since_revision=1, max_loss=1.0)
+        for signal, counts in seen.items():
+            for edge, calibrated, count in zip((1.0, 2.0), bins[signal], counts, strict=True):
+                getattr(made, f"{signal}_samples").add(max_value=edge, calibrated=calibrated, seen=count)
+        return made
+
+    def evidence(**seen: tuple[int, int]) -> float:
+        watch = Watch()
+        watch.look({"alone": told(**seen)})
+        assert watch.drift is not None
+        return watch.drift
+
+    drifted, stayed = evidence(rank=(0, 60)), evidence(rpdi=(6, 54))
+    assert evidence(rank=(0, 60), rpdi=(6, 54)) == pytest.approx((drifted + stayed) / 2)
+    assert drifted > 1 > stayed
+    reason = _drift(told(rank=(0, 60), rpdi=(0, 0)))
+    assert reason.startswith("The end marker's rank has left")
+    assert "60 of 60 requests have a first sample above 1, where the calibration had 10 of 100" in reason
+
+
+@pytest.mark.parametrize("signal", DRAWN)
+def test_a_recorded_stream_with_a_description_replays_byte_for_byte(signal: str) -> None:
+    _, recorded = watched(5, requests=40, bad_from=20, signal=signal)
     session = type(recorded.session)("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW)
     replayed = []
     for now, message in recorded.trace:
@@ -293,4 +452,4 @@ def test_a_recorded_stream_with_a_description_replays_byte_for_byte() -> None:
         elif not isinstance(message, str):
             replayed += session.on_message(message, now)
     assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
-    assert session._groups._experiments.newest()[0].eat_samples == seen(recorded)
+    assert session._groups._experiments.newest()[0].samples == samples(recorded)

@@ -145,9 +145,9 @@ def test_columns_are_those_of_a_live_table(path: Path) -> None:
     by_id = [requests[[r.request_id for r in requests].index(i)] for i in found.ids]
     expected = live(by_id)
     assert len(expected) == len(found.owner)
-    sums = found.window_sum(WINDOW) / WINDOW
+    _, totals, sums = found.entropies(found.entropy_count, found.entropy_place, WINDOW)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(found.entropy_count >= WINDOW, sums / (found.entropy_sum / found.entropy_count), np.nan)
+        ratios = np.where(found.entropy_count >= WINDOW, sums / WINDOW / (totals / found.entropy_count), np.nan)
     base = policy(entropy={"rpdi_window_tokens": WINDOW})
     newest = Replay(found, from_probes(found), base, delay_tokens=2)._table.boundary_rpdi
     for at, (number, tokens, count, (ranks, margins, earlier), entropies, total, ratio) in enumerate(expected):
@@ -156,7 +156,7 @@ def test_columns_are_those_of_a_live_table(path: Path) -> None:
         np.testing.assert_array_equal(found.margins[at], margins)
         np.testing.assert_allclose(newest[at], earlier, rtol=1e-5)
         assert found.entropy_count[at] == entropies
-        np.testing.assert_allclose([found.entropy_sum[at], ratios[at]], [total, ratio], rtol=1e-5)
+        np.testing.assert_allclose([totals[at], ratios[at]], [total, ratio], rtol=1e-5)
 
 
 def test_samples_belong_to_their_sentence_ends(path: Path) -> None:

@@ -9,7 +9,16 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.session.freeze_state import Freeze, Match
-from meridian_control.status_page.contents import condition, freeze_row, lasting, match_text, phases, plain
+from meridian_control.status_page.contents import (
+    condition,
+    freeze_row,
+    lasting,
+    match_text,
+    phases,
+    plain,
+    savings_row,
+)
+from tests.processes import ROOT
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -107,3 +116,21 @@ def test_zero_was_measured_and_nan_was_not() -> None:
     told = plain(fleet_pb2.LoggedDecision(comparisons=[fleet_pb2.Comparison(value=0.0), fleet_pb2.Comparison()]))
     assert told["comparisons"][0]["value"] == 0
     assert "value" not in plain(fleet_pb2.Comparison(value=float("nan")))
+
+
+def test_harm_and_drift_stand_beside_each_other() -> None:
+    savings = fleet_pb2.Savings(max_loss=0.01, evidence_ratio=0.25, drift_evidence_ratio=0.5)
+    assert (savings_row(savings)["harm"], savings_row(savings)["drift"]) == ("not measured", "not compared")
+    savings.harm_ratio.value, savings.harm_ratio.high = 0.02, 0.0616
+    savings.eat_samples.add(max_nats=1.0, calibrated=40, seen=7)
+    for edge, seen in ((1.0, 30), (5.0, 2)):
+        savings.margin_samples.add(max_value=edge, calibrated=20, seen=seen)
+    row = savings_row(savings)
+    assert row["harm"] == "2.00 %, at most 6.16 %; allowed 1.00 %; evidence 25.00 %"
+    assert row["drift"] == "EAT, 7 requests; The end marker's margin, 32 requests; evidence 50.00 %"
+    savings.ClearField("drift_evidence_ratio")
+    assert savings_row(savings)["drift"].endswith("32 requests"), "no replica leads, so the evidence is not known"
+    page = ROOT / "meridian_control" / "status_page" / "static"
+    assert '>Harm</th><th scope="col">Drift</th>' in (page / "index.html").read_text()
+    assert "s.harm" in (page / "page.js").read_text()
+    assert "s.drift" in (page / "page.js").read_text()

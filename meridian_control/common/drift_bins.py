@@ -1,0 +1,44 @@
+"""The bins in which FleetService compares the signals of live requests with the calibration, the same for each signal.
+
+The module owns the signals' names for people. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from meridian.v1 import fleet_pb2
+
+
+class Signal(NamedTuple):
+    """A signal's name at the beginning of a sentence, the name of one value, and the unit, empty for none."""
+
+    name: str
+    value: str
+    unit: str
+
+
+SIGNALS = {
+    "eat": Signal("EAT", "first EAT sample", "nats"),
+    "rank": Signal("The end marker's rank", "first rank at a sentence end", ""),
+    "margin": Signal("The end marker's margin", "first margin at a sentence end", "nats"),
+    "rpdi": Signal("RPDI", "first RPDI at a sentence end", ""),
+}
+
+
+class Bin(NamedTuple):
+    """A bin's largest value, and the number of requests of the calibration and of live requests in it."""
+
+    max_value: float
+    calibrated: int
+    seen: int
+
+
+def drift_bins(savings: fleet_pb2.Savings) -> dict[str, list[Bin]]:
+    """Return the bins of each signal that the policy describes, by signal, in ascending order."""
+    found = {"eat": [Bin(each.max_nats, each.calibrated, each.seen) for each in savings.eat_samples]}
+    others = {"rank": savings.rank_samples, "margin": savings.margin_samples, "rpdi": savings.rpdi_samples}
+    for signal, bins in others.items():
+        found[signal] = [Bin(each.max_value, each.calibrated, each.seen) for each in bins]
+    return {signal: bins for signal, bins in found.items() if bins}
