@@ -13,7 +13,7 @@ PROTOS := $(wildcard proto/meridian/v1/*.proto)
 help: ## print this list of targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | awk -F'\t' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-.PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
+.PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-handover bench-kernels lint proto dist lock sbom \
 	audit clean
 
 demo: $(VENV)/ready ## run a control plane and a real engine with live requests, and print a summary
@@ -110,6 +110,10 @@ clean: ## remove environments and build folders
 # ARGS: see `python -m tests.bench.scheduling --help`, for example --quick, or --save to replace the files in results/.
 bench-scheduling: $(VENV)/ready ## measure how answers stream under load, with Meridian and without
 	$(BIN)/python -m tests.bench.scheduling $(ARGS)
+
+# ARGS: --lengths, --repetitions, --save. Needs NIXL (make doctor).
+bench-handover: $(VENV)/ready ## measure the gap between thinking and answer if another engine answers
+	$(BIN)/python -m tests.bench.handover $(ARGS)
 
 bench-cache: $(VENV)/ready ## measure what eviction tiers save
 	$(BIN)/python -m tests.bench.cache $(ARGS)

@@ -45,6 +45,7 @@ OF_THEIR_OWN = (
     "connectors",
     "data_parallel",
     "examples",
+    "handover",
     "masks",
     "matrix",
     "needs",

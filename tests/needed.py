@@ -131,7 +131,7 @@ NIXL = Need(
     "NIXL",
     module("nixl_cu12"),
     "pip install --no-deps nixl nixl-cu12 (70 MB)",
-    "tests/engine/test_matrix.py, builds with NixlConnector",
+    "tests/engine/test_handover.py; tests/engine/test_matrix.py, builds with NixlConnector",
 )
 GPU = Need(
     "a CUDA GPU with CuPy",

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.policy.diff import spelled
-from meridian_control.policy.drift_schema import EatBin
+from meridian_control.policy.disagg_schema import DisaggPolicy
+from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST
 from meridian_control.policy.model_section import ModelPolicy
@@ -33,7 +34,9 @@ SECTIONS: dict[str, type[Section]] = {
     "entropy": EntropyPolicy,
     "entropy.rank_conditions[]": RankCondition,
     "entropy.eat_reference[]": EatBin,
+    "entropy.rank_reference[], margin_reference[], rpdi_reference[]": SignalBin,
     "loop": LoopPolicy,
+    "disagg": DisaggPolicy,
     "kv_memory": KvMemoryPolicy,
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,
@@ -73,7 +76,8 @@ def _type(of: dict[str, Any]) -> str:
         return f"list of {_type(inner)}"
     if "$ref" in of:
         return "tables"
-    return {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}[of["type"]]
+    names = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text", "object": "labels"}
+    return names[of["type"]]
 
 
 def _range(of: dict[str, Any]) -> str:
@@ -83,7 +87,7 @@ def _range(of: dict[str, Any]) -> str:
         return f"{least} to {most} entries" + (f", each {inner}" if inner else "")
     if "enum" in of:
         return ", ".join(f"`{value}`" for value in of["enum"])
-    if "maxLength" in of:
+    if "maxLength" in of and "range" not in of:
         return f"up to {of['maxLength']:,} characters"
     # INT32_MAX is only the largest value of the proto's field, not a limit of its own.
     bounds = {key: bound for key, bound in of.items() if bound != INT32_MAX}

@@ -162,7 +162,7 @@ def main() -> None:
     *options, path = sys.argv[1:]
     sources = Sources(Path(path))
     api = required_api
-    tables = api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER, api.API_SERVER, api.BUDGET
+    tables = api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER, api.API_SERVER, api.BUDGET, api.HAND_OVER
     lacking = [name for table in tables for name in missing(sources, table)]
     print(json.dumps({"vllm": sources.version(), "missing": lacking}))
     if "--save" in options:

@@ -6,15 +6,17 @@ them out in vLLM. Pure but for the tracker that it changes. Runs on the engine-c
 
 from __future__ import annotations
 
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.dispatch_plan import DispatchPlan
+from meridian_agent.core.hand_overs import HandOvers
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
-from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
+from meridian_agent.core.phases import Phase
+from meridian_agent.core.probe_admission import PendingProbes
 from meridian_agent.core.reclaim import TIERS
+from meridian_agent.core.step_record import NOT_KNOWN, Outcome
 from meridian_agent.core.think_limit import ending_tokens, first_due_row, is_limited, limit_in, reserve_note
 
 if TYPE_CHECKING:
@@ -24,27 +26,15 @@ if TYPE_CHECKING:
     from meridian_agent.core.tracker import Tracker
 
 
-class Outcome(IntEnum):
-    """The values of meridian.v1.Outcome."""
-
-    APPLIED = agent_pb2.OUTCOME_APPLIED
-    SHADOWED = agent_pb2.OUTCOME_SHADOWED
-    SUPERSEDED = agent_pb2.OUTCOME_SUPERSEDED
-    ENDED_NATURALLY = agent_pb2.OUTCOME_ENDED_NATURALLY
-    REQUEST_GONE = agent_pb2.OUTCOME_REQUEST_GONE
-    REFUSED = agent_pb2.OUTCOME_REFUSED
-    AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
-
-
-# Whatever the control plane decides, no request is left out of more steps in a row, and no probed request waits longer.
+# Whatever the control plane decides, no request is left out of more steps in a row.
 MAX_SKIP_STEPS = 1024
-MAX_HOLD_MS = 10_000
 
 # Parts of the directives, as bits. ORDER: dispatch plans and soft closes. CAPS: caps on thinking. RULES: forced ends by
-# the entropy rules, and their probes. MEMORY: eviction tiers and admission. OPERATOR: forced ends by operators. A lease
-# ends one or more of these parts; a section's own lease never ends OPERATOR.
-ORDER, CAPS, RULES, MEMORY, OPERATOR = 1, 2, 4, 8, 16
-ALL_BUT_CAPS = ORDER | RULES | MEMORY | OPERATOR
+# the entropy rules, and their probes. MEMORY: eviction tiers and admission. OPERATOR: forced ends by operators.
+# HAND_OVERS: requests that go to another engine. A lease ends one or more of these parts; a section's own lease never
+# ends OPERATOR or HAND_OVERS.
+ORDER, CAPS, RULES, MEMORY, OPERATOR, HAND_OVERS = 1, 2, 4, 8, 16, 32
+ALL_BUT_CAPS = ORDER | RULES | MEMORY | OPERATOR | HAND_OVERS
 # Part of a forced end by its reason; all other reasons, also those of a newer control plane, belong to RULES.
 PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERATOR: OPERATOR}
 
@@ -52,11 +42,20 @@ PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERAT
 # during which requests must not wait.
 STEP_DECISIONS = 1024
 
-# Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
-NOT_KNOWN = "the thinking markers are not known"
 
-# Flags that a request's newest token must have before its probe is placed.
-PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
+@dataclass(slots=True)
+class DispatchPlan:
+    """A meridian.v1.DispatchPlan without its ranks, which are kept with the live requests. None means no limit."""
+
+    decision_id: int
+    think_per_step: int | None
+    output_per_step: int | None
+    max_skip_steps: int
+    prefill_tokens_per_step: int | None
+    hold_admission: bool
+    shadow: bool
+    stock: bool
+    reported: bool = False
 
 
 class Directives:
@@ -65,9 +64,8 @@ class Directives:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self.plan: DispatchPlan | None = None
-        # Probes to place: (decision id, request, flags that its newest token must have, milliseconds for which the
-        # request is then held).
-        self.probes: list[tuple[int, LiveRequest, int, int]] = []
+        self.probes = PendingProbes(self.report)
+        self.hand_overs = HandOvers(self.report)
 
     def report(self, decision_id: int, outcome: Outcome, live: LiveRequest | None = None, detail: str = "") -> None:
         """Record the outcome of a decision; an id of 0 means that the agent acted without a decision, and records
@@ -85,9 +83,8 @@ class Directives:
             live.drop_forced_end()
             self._close_cap(live, Outcome.REFUSED, NOT_KNOWN)
             live.set_cap(None)
-        for decision_id, live, *_ in self.probes:
-            self.report(decision_id, Outcome.REFUSED, live, NOT_KNOWN)
-        self.probes = []
+        self.probes.drop(Outcome.REFUSED, detail=NOT_KNOWN)
+        self.hand_overs.drop(Outcome.REFUSED, NOT_KNOWN)
 
     def accept(self, message: agent_pb2.Directives) -> None:
         """Apply the decisions of one message."""
@@ -99,18 +96,15 @@ class Directives:
             self._tier(tier, message.step)
         for probe in message.probes:
             self._probe(probe, message.step)
+        for hand_over in message.hand_overs:
+            if (live := self._target(hand_over.slot, hand_over.decision_id, message.step)) is not None:
+                self.hand_overs.accept(hand_over, live, self._tracker.markers)
         if message.HasField("plan"):
             self._accept_plan(message.plan, message.step)
 
     def _probe(self, probe: agent_pb2.EatProbe, step: int) -> None:
-        live = self._thinker(probe.slot, probe.decision_id, step)
-        if live is None:
-            return
-        for waiting in [p for p in self.probes if p[1] is live]:
-            self.probes.remove(waiting)
-            self.report(waiting[0], Outcome.SUPERSEDED, live)
-        flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
-        self.probes.append((probe.decision_id, live, flags, hold_ms))
+        if (live := self._thinker(probe.slot, probe.decision_id, step)) is not None:
+            self.probes.add(probe, live)
 
     def _target(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:
         """Return the request that a decision was made for; None if the slot belongs to a later request by now, or to
@@ -315,10 +309,7 @@ class Directives:
                 self.report(live.ending.decision_id, Outcome.REQUEST_GONE, live)
             live.drop_forced_end()
         self._close_cap(live, Outcome.REQUEST_GONE)
-        for decision_id, target, *_ in self.probes:
-            if target is live:
-                self.report(decision_id, Outcome.REQUEST_GONE, live)
-        self.probes = [p for p in self.probes if p[1] is not live]
+        self.probes.drop(Outcome.REQUEST_GONE, live)
 
     def drop(self, parts: int, report: bool = True) -> None:
         """Drop the decisions about these parts of the directives; a forced end that has begun is completed. report:
@@ -334,10 +325,11 @@ class Directives:
         for live in self._tracker.with_blocks() if parts & MEMORY else ():
             if (tier := live.take_tier()) is not None:
                 self._let_go(tier[0], None, report)
+        outcome = Outcome.AGENT_OFF if report else None
         if parts & RULES:
-            for decision_id, live, *_ in self.probes:
-                self._let_go(decision_id, live, report)
-            self.probes = []
+            self.probes.drop(outcome)
+        if parts & HAND_OVERS:
+            self.hand_overs.drop(outcome)
         self._tracker.reorder = True
 
     def freeze(self) -> None:

@@ -50,6 +50,11 @@ class RequestInfo:
     traceparent: str = ""
     context_tokens: int = NEVER
     remote_decode: bool = False
+    hand_over_candidate: bool = False
+    handed_over_ref: str = ""
+    # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
+    # request continues another engine's, whose thinking is a part of the prompt.
+    repeated_tokens: int = NEVER
 
     @property
     def most_tokens(self) -> int:
@@ -392,9 +397,3 @@ def share_step(sequences: list[LiveRequest], skipped: set[LiveRequest], step: in
             live.skipped_steps += 1
         else:
             live.joined_step, live.skipped_steps = step, 0
-
-
-def opened_row(live: LiveRequest) -> tuple[Any, ...]:
-    """Return the fields of RequestOpened, copied so that another thread may read them."""
-    i, s = live.info, live.state
-    return (live.slot, i, int(s.phase), s.think_tokens, s.output_tokens, live.forced, live.preempted)

@@ -1,5 +1,5 @@
-"""Decides which EAT probes may be placed now, and keeps what each placed probe has cost. Runs on the engine-core
-thread.
+"""Holds the EAT probes that the control plane has asked for, decides which of them may be placed now, and keeps what
+each placed probe has cost. Runs on the engine-core thread.
 
 A probe is an internal request over a thinking request's tokens plus the end marker. A probe shares the request's KV
 blocks, the last one by copy-on-write. So a probe computes only the request's newest token, which has no KV yet, and the
@@ -11,10 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meridian_agent.core.phases import Phase
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
+from meridian_agent.core.step_record import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.step_record import Report
 
 PREFIX = "meridian-probe-"
 # Probes of one step take at most 1 / STEP_SHARE of the step's token budget.
@@ -27,6 +33,52 @@ PLACE_SHARE = 32
 LONGEST_TOKENS = 65_536
 # Number of steps for which running places stay reserved after a probe was asked for.
 PLACE_STEPS = 256
+# Whatever the control plane decides, no probed request waits longer than this many milliseconds.
+MAX_HOLD_MS = 10_000
+# Flags that a request's newest token must have before its probe is placed.
+PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
+
+# A probe to place: decision id, request, flags that the request's newest token must have, milliseconds for which the
+# request is then held.
+Asked = tuple[int, "LiveRequest", int, int]
+
+
+class PendingProbes:
+    """The probes to place, oldest first. report: records the outcome of a decision."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._asked: list[Asked] = []
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __iter__(self) -> Iterator[Asked]:
+        return iter(self._asked)
+
+    def add(self, probe: agent_pb2.EatProbe, live: LiveRequest) -> None:
+        """Note a probe; a probe of the same request that still waits is superseded."""
+        self.drop(Outcome.SUPERSEDED, live)
+        flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
+        self._asked.append((probe.decision_id, live, flags, hold_ms))
+
+    def take(self) -> list[Asked]:
+        """Return all probes, which the caller places, refuses, or puts back."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def put_back(self, asked: Asked) -> None:
+        """Keep a probe that could not be placed yet."""
+        self._asked.append(asked)
+
+    def drop(self, outcome: Outcome | None, live: LiveRequest | None = None, detail: str = "") -> None:
+        """Drop the probes of one request, or of all requests if `live` is None, with this outcome; None reports no
+        outcome."""
+        dropped = [asked for asked in self._asked if live in (None, asked[1])]
+        self._asked = [asked for asked in self._asked if asked not in dropped]
+        if outcome is not None:
+            for decision_id, target, *_ in dropped:
+                self._report(decision_id, outcome, target, detail)
 
 
 @dataclass(slots=True)

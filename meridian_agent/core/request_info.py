@@ -23,19 +23,24 @@ MAX_TEXT = 128
 # Largest number of characters of a request id, which a client may choose too (X-Request-Id).
 MAX_ID = 256
 MAX_TOKENS = 2**31 - 1
+# Name in the kv_transfer_params of a request that a relay can continue on another engine, and in the vllm_xargs of a
+# request that continues another engine's.
+HAND_OVER = "meridian_handover"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
 
 
 class Overrides(NamedTuple):
     """The values that a request sets for itself. min_think_tokens, max_think_tokens: the request's own floor and cap,
-    None if it has none. complaint: the ignored fields and their values."""
+    None if it has none. repeated_tokens: number of the prompt's tokens before the thinking that another engine has
+    generated. complaint: the ignored fields and their values."""
 
     tenant: str
     slo_class: str
     effort: str
     min_think_tokens: int | None
     max_think_tokens: int | None
+    repeated_tokens: int
     complaint: str
 
 
@@ -58,12 +63,22 @@ def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> Reque
         max_think_tokens=min((cap for cap in caps if cap is not None), default=None),
         traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
         context_tokens=scheduler.max_model_len - request.num_prompt_tokens,
-        remote_decode=scheduler.connector is not None and _is_for_another_engine(request.kv_transfer_params),
+        remote_decode=scheduler.connector is not None and _has(request.kv_transfer_params, "do_remote_decode"),
+        hand_over_candidate=_has(request.kv_transfer_params, HAND_OVER),
+        handed_over_ref=handed_over_ref(request),
+        repeated_tokens=own.repeated_tokens if handed_over_ref(request) else request.num_prompt_tokens,
     )
 
 
-def _is_for_another_engine(kv_transfer_params: object) -> bool:
-    return isinstance(kv_transfer_params, dict) and kv_transfer_params.get("do_remote_decode") is True
+def _has(kv_transfer_params: object, name: str) -> bool:
+    return isinstance(kv_transfer_params, dict) and kv_transfer_params.get(name) is True
+
+
+def handed_over_ref(request: Any) -> str:
+    """Return the reference of the decision that a request continues, from its `vllm_xargs`; empty for every other
+    request."""
+    params = request.sampling_params
+    return clean((params.extra_args or {}).get(HAND_OVER, "")) if params is not None else ""
 
 
 def read(extra_args: Mapping[str, object] | None) -> Overrides:
@@ -74,7 +89,9 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
     tenant, slo_class, effort = (clean(extra.get(f"meridian_{name}", "")) for name in ("tenant", "slo_class", "effort"))
     floor = _tokens(extra, "meridian_min_think_tokens", complaints)
     cap = _tokens(extra, "meridian_max_think_tokens", complaints)
-    return Overrides(tenant, slo_class, effort, floor, cap, "; ".join(complaints))
+    prompt = _tokens(extra, "meridian_prompt_tokens", complaints)
+    repeated = MAX_TOKENS if prompt is None else prompt
+    return Overrides(tenant, slo_class, effort, floor, cap, repeated, "; ".join(complaints))
 
 
 def budget_of(params: Any, prompt: Sequence[int], markers: Markers) -> int | None:

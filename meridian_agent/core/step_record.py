@@ -1,17 +1,44 @@
 """Holds the record of one engine step. The engine-core thread fills a record; the link's threads read it after the
-engine has queued it."""
+engine has queued it. Names the outcomes of decisions, which the record carries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_signals import SignalBytes
+
+# Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
+NOT_KNOWN = "the thinking markers are not known"
+
+
+class Outcome(IntEnum):
+    """The values of meridian.v1.Outcome."""
+
+    APPLIED = agent_pb2.OUTCOME_APPLIED
+    SHADOWED = agent_pb2.OUTCOME_SHADOWED
+    SUPERSEDED = agent_pb2.OUTCOME_SUPERSEDED
+    ENDED_NATURALLY = agent_pb2.OUTCOME_ENDED_NATURALLY
+    REQUEST_GONE = agent_pb2.OUTCOME_REQUEST_GONE
+    REFUSED = agent_pb2.OUTCOME_REFUSED
+    AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
+
+
+class Report(Protocol):
+    """A function that records the outcome of a decision."""
+
+    def __call__(
+        self, decision_id: int, outcome: Outcome, live: LiveRequest | None = None, detail: str = ""
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -49,6 +76,10 @@ class StepRecord:
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[tuple[int, int]] = field(default_factory=list)
+    # Slots of closed requests that another engine continues.
+    handed_over: list[int] = field(default_factory=list)
+    # Requests that continue another engine's and have their first token: (slot, transferred tokens, milliseconds).
+    continued: list[tuple[int, int, float]] = field(default_factory=list)
     # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     counters: tuple[Any, ...] = ()

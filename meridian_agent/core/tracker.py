@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, TextRun, opened_row
+from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, TextRun
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
@@ -265,3 +265,9 @@ class Tracker:
 
     def snapshot(self) -> list[tuple[Any, ...]]:
         return [opened_row(live) for live in self.by_id.values()]
+
+
+def opened_row(live: LiveRequest) -> tuple[Any, ...]:
+    """Return the fields of RequestOpened, copied so that another thread may read them."""
+    i, s = live.info, live.state
+    return (live.slot, i, int(s.phase), s.think_tokens, s.output_tokens, live.forced, live.preempted)

@@ -20,14 +20,16 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import probe_admission, request_info
 from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
-from meridian_agent.core.guard import cause_name, hook
+from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase
-from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, WorkerRequestEncoder
+from meridian_agent.core.step_signals import REQUEST, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.capabilities import Measuring
+from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.queue_order import QueueOrder
-from meridian_agent.engine.step_accounting import FINISH_REASON, StepAccounting
+from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.engine.token_masks import TokenMasks
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
@@ -63,7 +65,10 @@ class Agent:
         self.directives = directives = Directives(tracker)
         self.queues = QueueOrder(tracker, scheduler)
         self.probing = ProbeRunner(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
-        self.accounts = StepAccounting(tracker, directives, self.probing)
+        directives.hand_overs.refusal = facts.no_hand_over
+        able_to_answer = not facts.no_answer_handed_over
+        self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
+        self.accounts = StepAccounting(tracker, directives, self.probing, self.hand_over)
         self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = KvBlocks(directives, facts.tool_call)
         self.observe_entropy = False
@@ -80,10 +85,7 @@ class Agent:
         self._began = 0.0
         # Requests from before this agent, and new requests whose prompts take several steps to read.
         self._adoption: CatchUp | None = None
-        # The worker's reason for measuring nothing; empty while it measures.
-        self.no_entropy = ""
-        # The worker's entropy backend, at first the expected one, and why it is not the CUDA kernel.
-        self.backend = facts.expected_backend
+        self.measuring = Measuring(facts.expected_backend, facts.on_fault, link.restart)
         # Prompt tokens of scheduled steps without output so far, oldest first; and the time of the newest update.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
@@ -164,6 +166,11 @@ class Agent:
     # ------------------------------------------------------------------------------------------------ request events
 
     @hook(agent_pb2.FAULT_CAUSE_OPENED)
+    def admit(self, request: Any) -> None:
+        """Look at a request before vLLM accepts it."""
+        self.hand_over.admit(request, self.block_size)
+
+    @hook(agent_pb2.FAULT_CAUSE_OPENED)
     def opened(self, scheduler: Any, request: Any) -> None:
         """Track a request that was added to the engine, if it generates text."""
         params = request.sampling_params
@@ -176,7 +183,7 @@ class Agent:
         info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
-            self.tracker.enter(info, state, scheduler.current_step, request)
+            self.hand_over.opened(self.tracker.enter(info, state, scheduler.current_step, request))
             return
         self._adoption = self._adoption or CatchUp()
         self._adoption.add(request)
@@ -204,7 +211,7 @@ class Agent:
         """Forget requests that were ended from outside, such as after a client's disconnect."""
         for request in requests:
             if live := self.tracker.by_id.get(getattr(request, "request_id", request)):
-                self.accounts.close(live, FINISH_REASON["abort"])
+                self.accounts.close(live, "abort")
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Any) -> None:
@@ -241,6 +248,7 @@ class Agent:
         self.take_arrived(scheduler)
         self._take_inbox()
         self.tracker.record.state = self.lease.say_state()
+        self.hand_over.obey()
         if self._adoption is not None:
             self._adopt_some(scheduler, self._adoption)
         if self.frozen:
@@ -297,6 +305,7 @@ class Agent:
             output.pending_structured_output_tokens = True
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
+        self.hand_over.scheduled(scheduled)
 
     def _settled(self) -> bool:
         """Return whether the output of all steps before the one that was scheduled last has been processed."""
@@ -319,12 +328,7 @@ class Agent:
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
-        told = getattr(runner_output, RESULT, None)
-        if isinstance(told, str):
-            self._hear_worker(told)
-            told = None
-        if (backend := getattr(runner_output, BACKEND, None)) is not None:
-            self._hear_backend(backend)
+        told = self.measuring.hear(runner_output)
         self.accounts.take(runner_output, outputs, told, bool(scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
@@ -356,25 +360,6 @@ class Agent:
             return True
         self._sent, self._said = now, said
         return False
-
-    def _hear_worker(self, reason: str) -> None:
-        """Note why the worker cannot measure, empty if it can; if that has changed, begin a stream with a new Hello."""
-        if bool(reason) == bool(self.no_entropy):
-            return
-        self.no_entropy = reason
-        if reason:
-            logger.warning("meridian: this engine measures no entropy: %s", reason)
-            self.facts.on_fault(cause_name(agent_pb2.FAULT_CAUSE_OBSERVER), reason)
-        else:
-            logger.info("meridian: this engine measures entropy again")
-        self.link.restart()
-
-    def _hear_backend(self, backend: tuple[str, str]) -> None:
-        """Note the worker's entropy backend; if the last Hello named another one, begin a stream with a new Hello."""
-        known, self.backend = self.backend, backend
-        if backend[0] != known[0]:
-            logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
-            self.link.restart()
 
     def _step_time_ms(self) -> float:
         """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,

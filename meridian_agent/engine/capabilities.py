@@ -1,15 +1,26 @@
-"""Holds what an engine can do: the facts that its agent finds out at the start, and the capabilities that its Hello
-reports. Reads the scheduler only; changes nothing."""
+"""Holds what an engine can do: the facts that its agent finds out at the start, what its workers say that they measure,
+and the capabilities that its Hello reports. Reads the scheduler only; changes nothing."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.guard import cause_name
+from meridian_agent.core.step_signals import BACKEND, RESULT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from meridian_agent.vllm_adapter.hand_over import HandOverPort
+
+logger = logging.getLogger("vllm.meridian")
+
+# Why an engine without a KV connector neither hands requests over nor answers those of other engines.
+NO_CONNECTOR = "the engine has no KV connector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,9 @@ class EngineFacts:
     filled. tool_call: the token that begins a tool call, if the chat template keeps thinking until the tool has
     answered; None otherwise. on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend:
     the expected entropy backend of the workers, and why it is not the CUDA kernel. no_probes: why the agent refuses
-    probes; empty if it accepts them.
+    probes; empty if it accepts them. hand_over: stops requests at the end of their thinking; None if the engine cannot
+    hand requests over, for the reason `no_hand_over`. no_answer_handed_over: why the engine cannot read the KV of
+    requests that other engines hand over; empty if it can.
     """
 
     model: str
@@ -30,21 +43,66 @@ class EngineFacts:
     on_fault: Callable[[str, str], None]
     expected_backend: tuple[str, str]
     no_probes: str = ""
+    hand_over: HandOverPort | None = None
+    no_hand_over: str = NO_CONNECTOR
+    no_answer_handed_over: str = NO_CONNECTOR
 
 
-def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
-    """Return the capabilities of this engine.
+class Measuring:
+    """Knows what the workers of one engine measure. expected: the expected backend. restart: begins a stream with a new
+    Hello."""
 
-    entropy: whether the worker measures entropy. no_probes: why probes cannot be hidden from the KV connector; empty if
-    they can.
-    """
+    def __init__(
+        self, expected: tuple[str, str], on_fault: Callable[[str, str], None], restart: Callable[[], None]
+    ) -> None:
+        self._on_fault, self._restart = on_fault, restart
+        # The worker's reason for measuring nothing; empty while it measures.
+        self.no_entropy = ""
+        # The worker's entropy backend, at first the expected one, and why it is not the CUDA kernel.
+        self.backend = expected
+
+    def hear(self, runner_output: Any) -> Any:
+        """Return the signals of a step's rows, None if there are none, and take in what else the worker says.
+        runner_output: vLLM's ModelRunnerOutput."""
+        signals = getattr(runner_output, RESULT, None)
+        if isinstance(signals, str):
+            self._hear_reason(signals)
+            signals = None
+        if (backend := getattr(runner_output, BACKEND, None)) is not None:
+            self._hear_backend(backend)
+        return signals
+
+    def _hear_reason(self, reason: str) -> None:
+        """Note why the worker cannot measure, empty if it can; if that has changed, begin a stream with a new Hello."""
+        if bool(reason) == bool(self.no_entropy):
+            return
+        self.no_entropy = reason
+        if reason:
+            logger.warning("meridian: this engine measures no entropy: %s", reason)
+            self._on_fault(cause_name(agent_pb2.FAULT_CAUSE_OBSERVER), reason)
+        else:
+            logger.info("meridian: this engine measures entropy again")
+        self._restart()
+
+    def _hear_backend(self, backend: tuple[str, str]) -> None:
+        """Note the worker's entropy backend; if the last Hello named another one, begin a stream with a new Hello."""
+        known, self.backend = self.backend, backend
+        if backend[0] != known[0]:
+            logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
+            self._restart()
+
+
+def capabilities(scheduler: Any, strips_think: bool, entropy: bool, facts: EngineFacts) -> agent_pb2.Capabilities:
+    """Return the capabilities of this engine. entropy: whether the worker measures entropy."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
     return agent_pb2.Capabilities(
         token_entropy=entropy,
         force_end=True,
-        eat_probe=entropy and caching and not no_probes,
+        eat_probe=entropy and caching and not facts.no_probes,
         dispatch=True,
         reclaim=caching and one_group,
         template_strips_think=strips_think,
+        hand_over=not facts.no_hand_over,
+        answer_handed_over=not facts.no_answer_handed_over,
     )

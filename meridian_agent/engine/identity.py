@@ -31,4 +31,5 @@ def identity_of_engine(data_parallel_rank: int = 0) -> dict[str, Any]:
         "agent_version": __version__,
         "vllm_version": version.vllm_version(),
         "labels": {key.strip(): value.strip() for key, _, value in pairs},
+        "url": os.environ.get("MERIDIAN_URL", "").strip().rstrip("/"),
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.directives import Outcome
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.reclaim import Tier, unreachable_blocks
+from meridian_agent.core.step_record import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,7 +62,8 @@ class KvBlocks:
             return Outcome.REFUSED, "several KV cache groups"
         if self._tool_call is not None and self._tool_call in request.output_token_ids:
             return Outcome.REFUSED, "a tool call: the next turn repeats its thinking"
-        count = self.evict(scheduler, request, live.info.prompt_tokens, probes)
+        reachable = min(live.info.prompt_tokens, live.info.repeated_tokens)
+        count = self.evict(scheduler, request, reachable, probes)
         self.reclaimed += count
         return Outcome.APPLIED, f"{count} blocks"
 

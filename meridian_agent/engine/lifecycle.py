@@ -26,7 +26,7 @@ from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.settings_check import check
 from meridian_agent.link.settings_file import StateFile, state_folder
-from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, reasoning_markers, tokenizer
+from meridian_agent.vllm_adapter import hand_over, kv_connectors, prefix_cache, reasoning_markers, tokenizer
 
 if TYPE_CHECKING:
     from meridian_agent.core.guard import Guard
@@ -49,8 +49,7 @@ class Lifecycle:
         self._template = tokenizer.Template()
         # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._told_unknown = ""
-        # Why probes cannot be hidden from the KV connector; empty if they can.
-        self._no_probes = ""
+        self._facts = EngineFacts(self._model, b"", False, None, guard.note, ("none", ""))
         self.link = Link(
             targets(),
             self.hello,
@@ -71,14 +70,15 @@ class Lifecycle:
         prefix_cache.hide_from_cache_stats(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
         if self._scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
             kv_connectors.cache_nothing(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
-        self._no_probes = kv_connectors.hide_from_connector(self._scheduler, probe_admission.PREFIX, self._guard)
-        if self._no_probes:
-            logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", self._no_probes)
+        no_probes = kv_connectors.hide_from_connector(self._scheduler, probe_admission.PREFIX, self._guard)
+        if no_probes:
+            logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", no_probes)
         shares_blocks = prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = tokenizer.boundaries(config)
         tool_call, note = self._template.tool_call, self._guard.note
         expected = expected_backend(str(config.device_config.device_type))
-        self._facts = EngineFacts(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
+        self._facts = EngineFacts(self._model, boundaries, shares_blocks, tool_call, note, expected, no_probes)
+        self._facts = replace(self._facts, **hand_over.abilities(self._scheduler, self._guard))
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         self._start_from_file(agent)
         if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
@@ -116,9 +116,8 @@ class Lifecycle:
         if self.link.lease.held is not None:
             agent.put_in_force(*self.link.lease.held)
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
-        agent.no_entropy = self._no_entropy
         if self.agent is not None:
-            agent.backend = self.agent.backend
+            agent.measuring = self.agent.measuring
         self.link.come_back()
         self.agent = agent
         logger.warning("meridian: the agent is on again; the last fault was: %s", self._guard.last_fault)
@@ -129,13 +128,18 @@ class Lifecycle:
 
     @property
     def _no_entropy(self) -> str:
-        return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
+        return self.agent.measuring.no_entropy if self.agent is not None else "the agent could not be built"
 
     def _backend(self) -> tuple[str, str]:
         """Return the entropy backend of this engine (cpu, cuda, torch or none), and why it is not a faster one."""
         if self.agent is None or self._no_entropy:
             return "none", self._no_entropy
-        return self.agent.backend
+        return self.agent.measuring.backend
+
+    def disarm(self) -> None:
+        """Let all requests give their answers on this engine."""
+        if self._facts.hand_over is not None:
+            self._facts.hand_over.disarm_all()
 
     def _took(self, settings: agent_pb2.Settings) -> None:
         """Keep settings that have come into force; if the markers have become known or are no longer known, begin a new
@@ -174,7 +178,7 @@ class Lifecycle:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(self._scheduler, self._template.strips_think, backend != "none", self._no_probes),
+            capabilities=capabilities(self._scheduler, self._template.strips_think, backend != "none", self._facts),
             revision=lease.revision,
             fault=guard.fault if rest_s else "",
             state=agent_pb2.AGENT_STATE_OFF if rest_s else lease.state,
@@ -187,6 +191,7 @@ class Lifecycle:
             entropy_note=note,
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
+        hello.no_hand_over, hello.no_answer_handed_over = self._facts.no_hand_over, self._facts.no_answer_handed_over
         if 0 < rest_s < math.inf:
             hello.recover_ms = math.ceil(rest_s * 1e3)
         return hello

@@ -11,10 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import probe_admission
-from meridian_agent.core.directives import MAX_HOLD_MS, Outcome
 from meridian_agent.core.phases import Phase
+from meridian_agent.core.probe_admission import MAX_HOLD_MS
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.engine import prefill_limits, stock_restore
-from meridian_agent.engine.left_out import skip_step
+from meridian_agent.engine.queue_order import skip_step
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ProbeRunner:
     def place(self, scheduler: Any, observes: bool) -> list[int]:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
         one costs. observes: the workers measure entropy."""
-        asked, self._directives.probes = self._directives.probes, []
+        asked = self._directives.probes.take()
         self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
@@ -56,7 +57,7 @@ class ProbeRunner:
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
             misplaced = past is None or live.state.may_be_in_marker(markers)
             if live.state.phase is Phase.THINK and live.ending is None and misplaced:
-                self._directives.probes.append((decision_id, live, flags, hold_ms))
+                self._directives.probes.put_back((decision_id, live, flags, hold_ms))
                 continue
             # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
@@ -68,7 +69,7 @@ class ProbeRunner:
                 continue
             wanted = wanted or scheduler_api.wanted_tokens(scheduler)
             if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
-                self._directives.probes.append((decision_id, live, flags, hold_ms))
+                self._directives.probes.put_back((decision_id, live, flags, hold_ms))
                 continue
             placed.append(cost)
             think_tokens = live.state.think_tokens - (past or 0)

@@ -15,13 +15,13 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.live_request import PHASE_RANK, share_step
 from meridian_agent.core.phases import Phase
 from meridian_agent.engine import prefill_limits, stock_restore
-from meridian_agent.engine.left_out import left_out, skip_step
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meridian_agent.core.dispatch_plan import DispatchPlan
+    from meridian_agent.core.directives import DispatchPlan
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
 
 # Under vLLM's priority policy the agent adds rank / RANK_SCALE to a request's priority.
@@ -184,3 +184,20 @@ class QueueOrder:
         # With no token at all for prompts a preempted request would never come back.
         tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None
+
+
+def left_out(sequences: list[LiveRequest], per_step: int | None, max_skip_steps: int) -> list[LiveRequest]:
+    """Return the sequences of one phase to leave out of the coming step.
+
+    At most `per_step` sequences join, the longest-waiting first. A sequence that was left out `max_skip_steps` times in
+    a row joins in spite of the limit, so no sequence starves.
+    """
+    if per_step is None or len(sequences) <= per_step:
+        return []
+    by_wait = sorted(sequences, key=lambda live: live.joined_step)
+    return [live for live in by_wait[per_step:] if live.skipped_steps < max_skip_steps]
+
+
+def skip_step(scheduler: Any, live: LiveRequest) -> None:
+    """Leave a running request out of the coming step; a longer delay that vLLM itself has set stays."""
+    live.ref.next_decode_eligible_step = max(live.ref.next_decode_eligible_step, scheduler.current_step + 2)

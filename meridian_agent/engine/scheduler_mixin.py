@@ -74,6 +74,8 @@ class GovernedScheduler:
         return result
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if self._agent is not None:
+            self._tell(self._agent.admit, request)
         super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
             self._tell(self._agent.opened, self, request)
@@ -168,6 +170,8 @@ class GovernedScheduler:
         if self._agent is not None:
             self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
         if self._to_restore:
-            self._to_restore = not stock_restore.as_stock(self, self._ordered, self._restore_limits, outputs)
+            disarm = self._lifecycle.disarm if self._lifecycle is not None else lambda: None
+            changes = (self._restore_limits, disarm)
+            self._to_restore = not stock_restore.as_stock(self, self._ordered, changes, outputs)
         if self._lifecycle is not None and self._guard.come_back():
             self._agent = self._guard.run(self._lifecycle.again, self._under_way)

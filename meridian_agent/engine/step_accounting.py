@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_signals import SignalBytes
     from meridian_agent.core.tracker import Tracker
+    from meridian_agent.engine.hand_over import HandOverRunner
     from meridian_agent.engine.probe_runner import ProbeRunner
 
 # The meridian.v1.FinishReason for each finish reason of vLLM.
@@ -33,8 +34,10 @@ FINISH_REASON = {
 class StepAccounting:
     """The accounting of one engine's steps."""
 
-    def __init__(self, tracker: Tracker, directives: Directives, probing: ProbeRunner) -> None:
-        self._tracker, self._directives, self._probing = tracker, directives, probing
+    def __init__(
+        self, tracker: Tracker, directives: Directives, probing: ProbeRunner, hand_over: HandOverRunner
+    ) -> None:
+        self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
 
     def take(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, ended: bool) -> None:
         """Process a step. runner_output: vLLM's ModelRunnerOutput. outputs: the outputs that vLLM is about to send to
@@ -75,11 +78,16 @@ class StepAccounting:
             ended = self._tracker.feed(live, out.new_token_ids, first)
             if ended or live.ending is not None or (live.cap is not None and live.cap.shadow):
                 self._directives.after_tokens(live, ended)
+            if live.info.handed_over_ref:
+                self._hand_over.generated(live, out)
+            if ended and out.finish_reason is None:
+                self._directives.hand_overs.ended_thinking(live)
         if out.finish_reason is not None:
-            self.close(live, FINISH_REASON.get(str(out.finish_reason), 0))
+            self.close(live, str(out.finish_reason))
 
-    def close(self, live: LiveRequest, reason: int) -> None:
+    def close(self, live: LiveRequest, finish_reason: str) -> None:
         """Report the outcomes of a request's open decisions and forget the request, because it has ended."""
         self._probing.held.pop(live, None)
         self._directives.close(live)
-        self._tracker.close(live, reason)
+        self._hand_over.closing(live, finish_reason)
+        self._tracker.close(live, FINISH_REASON.get(finish_reason, 0))

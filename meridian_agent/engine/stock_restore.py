@@ -23,15 +23,15 @@ logger = logging.getLogger("vllm.meridian")
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
 
-def as_stock(scheduler: Any, ordered: bool, limits: Callable[[], None], outputs: Iterable[Any] = ()) -> bool:
+def as_stock(scheduler: Any, ordered: bool, changes: Iterable[Callable[[], None]], outputs: Iterable[Any] = ()) -> bool:
     """Undo all changes that a hook may have left behind; a part that fails does not stop the others. Return whether all
     parts succeeded.
 
-    ordered: whether a plan had ordered the queues. limits: gives the scheduler its own limits back. outputs: the
+    ordered: whether a plan had ordered the queues. changes: functions that undo changes of the caller. outputs: the
     outputs that vLLM is about to send to the clients.
     """
     done = True
-    undo: list[Callable[[], None]] = [limits, partial(take_out_probes, scheduler), partial(hide_probes, outputs)]
+    undo: list[Callable[[], None]] = [*changes, partial(take_out_probes, scheduler), partial(hide_probes, outputs)]
     if ordered:
         undo += [partial(bring_back, scheduler), partial(order, scheduler)]
     for part in undo:

@@ -92,7 +92,13 @@ class Inbox:
         if not self._lease.idle:
             return None
         report = agent_pb2.StepReport(step=directives.step)
-        for decisions in (directives.forces, directives.caps, directives.tiers, directives.probes):
+        for decisions in (
+            directives.forces,
+            directives.caps,
+            directives.tiers,
+            directives.probes,
+            directives.hand_overs,
+        ):
             for decision in decisions:
                 report.outcomes.add(decision_id=decision.decision_id, outcome=agent_pb2.OUTCOME_REQUEST_GONE)
             del decisions[:]

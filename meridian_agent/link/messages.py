@@ -45,6 +45,8 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         min_think_tokens=info.min_think_tokens,
         traceparent=info.traceparent,
         remote_decode=info.remote_decode,
+        hand_over_candidate=info.hand_over_candidate,
+        handed_over_ref=info.handed_over_ref,
         max_think_tokens=info.max_think_tokens,
         forced=forced,
         preempted=preempted,
@@ -65,7 +67,7 @@ def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
 def decisions_in(message: agent_pb2.Directives) -> int:
     """Return the number of decisions in a message; each rank of a plan counts as one."""
     listed = len(message.forces) + len(message.caps) + len(message.tiers) + len(message.probes)
-    return listed + len(message.plan.slot)
+    return listed + len(message.hand_overs) + len(message.plan.slot)
 
 
 def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
@@ -115,7 +117,12 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.repeats.repeated_tokens.append(repeated)
     report.preempted.extend(record.preempted)
     report.resumed.extend(record.resumed)
-    report.closed.extend(agent_pb2.RequestClosed(slot=s, reason=r) for s, r in record.closed)  # type: ignore[arg-type]
+    for slot, reason in record.closed:
+        report.closed.add(slot=slot, reason=reason, handed_over=slot in record.handed_over)
+    for slot, transferred, first_token_ms in record.continued:
+        report.continued.slot.append(slot)
+        report.continued.transferred_tokens.append(transferred)
+        report.continued.first_token_ms.append(first_token_ms)
     for decision_id, outcome, think_tokens, detail in record.outcomes:
         report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
 

@@ -101,6 +101,7 @@ class Outbox:
             self._kept_outcomes = []
         self.snapshot_due, self._streaming = False, True
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
+        record.handed_over = []
         record.text = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
@@ -72,3 +73,18 @@ def waits_preempted(request: Any) -> bool:
 def waits(request: Any) -> bool:
     """Whether a request's status is one that belongs in vLLM's waiting queue."""
     return str(request.status.name) in ("WAITING", "PREEMPTED")
+
+
+def stopped_after(request: Any, tokens: Sequence[int]) -> bool:
+    """Whether a request has ended because it generated one of these tokens."""
+    return str(request.status.name) == "FINISHED_STOPPED" and request.output_token_ids[-1] in tokens
+
+
+@contextlib.contextmanager
+def shown_as_aborted(request: Any) -> Iterator[None]:
+    """Show a request that has ended as an aborted one while the block runs."""
+    status, request.status = request.status, aborted_status()
+    try:
+        yield
+    finally:
+        request.status = status

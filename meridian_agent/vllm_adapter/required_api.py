@@ -195,6 +195,26 @@ CONNECTOR: Table = {
     "vllm.v1.worker.gpu_worker:Worker": ("initialize_from_config(_)",),
 }
 
+# The API that the agent needs to stop requests at the end of their thinking and keep their KV blocks for another
+# engine; checked only if the engine has a connector. Without this API no request is handed over.
+HAND_OVER: Table = {
+    "vllm.config.kv_transfer:KVTransferConfig": (
+        "get_from_extra_config(_, _)",
+        "is_kv_consumer",
+        "is_kv_producer",
+        "kv_load_failure_policy",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
+        "request_finished(request=_, **_)",
+        "update_state_after_alloc(_, _, _)",
+    ),
+    "vllm.sampling_params:SamplingParams": ("stop_token_ids",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("get_blocks(_)",),
+    "vllm.v1.engine:EngineCoreOutput": ("prefill_stats", "stop_reason"),
+    "vllm.v1.metrics.stats:PrefillStats": ("num_local_cached_tokens",),
+    "vllm.v1.request:Request": ("kv_transfer_params", "num_prompt_tokens", "num_tokens", "stop_reason"),
+}
+
 # The classes of requests from which the agent copies a client's effort, in processes that serve an API. Without one of
 # them, or without one of its members, the effort that clients name in its API reaches no policy.
 API_SERVER: Table = {

@@ -90,6 +90,7 @@ class Parts:
             self.rollouts.follow(),
             self.rollouts.drive(),
             self.whole.watch(),
+            self.whole.share_pool(),
             self.guard.run(),
             *more,
         ]

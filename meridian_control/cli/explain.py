@@ -26,7 +26,7 @@ from meridian_control.cli.console import (
     show_value,
     warn_unreachable,
 )
-from meridian_control.cli.tables import ends_table, savings_lines, savings_table
+from meridian_control.cli.tables import ends_table, handover_table, savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
 
 Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
@@ -52,6 +52,9 @@ def explain(
     terminal.print(_life_table(answer.life))
     if answer.life.events_left_out:
         terminal.print(f"{answer.life.events_left_out} older events are no longer in the decision log", highlight=False)
+    for life in answer.related:
+        terminal.print(escape(_related(life, answer.life)), highlight=False)
+        terminal.print(_life_table(life))
 
 
 def decisions(
@@ -59,7 +62,7 @@ def decisions(
     *,
     engine: Engine = "",
     request: Annotated[str, typer.Option(help="Show only decisions about this request.")] = "",
-    kind: Annotated[str, typer.Option(help="Show only this kind: cap, force, probe or tier.")] = "",
+    kind: Annotated[str, typer.Option(help="Show only this kind: cap, force, hand_over, probe or tier.")] = "",
     reason: Annotated[str, typer.Option(help="Show only this reason, for example eat.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many decisions.")] = 50,
     output: OutputOption = Output.table,
@@ -86,7 +89,8 @@ def decisions(
 
 
 def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = Output.table) -> None:
-    """Compare, for each engine, the ends of thinking that rules in shadow would have forced with the real ends."""
+    """Compare, for each engine, the ends of thinking that rules in shadow would have forced with the real ends, and sum
+    up the handovers in shadow."""
     with connect(context) as client:
         request = fleet_pb2.ListEnginesRequest()
         answers = list(pages(client.fleet.ListEngines, request))
@@ -95,6 +99,8 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
     engines = [e for e in engines if engine in ("", e.engine_id)]
     if output is not Output.table:
         told = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
+        moved = [e for e in engines if e.HasField("shadow_handovers")]
+        told += [{"engine_id": e.engine_id, "section": "disagg", **as_dict(e.shadow_handovers)} for e in moved]
         show_value(told if output is Output.json else {"shadow": told}, output)
         return
     columns = "since revision", "thinking ended", "would end", "at, mean", "tokens saved", "of thinking"
@@ -106,6 +112,8 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
             counts = row.since_revision, row.requests, row.would_end, mean, row.saved_tokens, share
             add(rows, e.engine_id, row.section, row.reason or "first rule to fire", *counts)
     console().print(rows)
+    if any(e.HasField("shadow_handovers") for e in engines):
+        console().print(handover_table(engines))
 
 
 def savings(context: typer.Context, output: OutputOption = Output.table) -> None:
@@ -158,6 +166,13 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
         yield f"end unknown, because the stream is lost: {counts} in the last report"
 
 
+def _related(related: fleet_pb2.RequestLife, life: fleet_pb2.RequestLife) -> str:
+    """Return how a life on another engine relates to the explained one."""
+    before = related.open_time.ToNanoseconds() < life.open_time.ToNanoseconds()
+    verb = "continues" if before else "is continued as"
+    return f"request {life.request_id} {verb} {related.request_id} on {related.engine_id} ({related.incarnation})"
+
+
 def _life_table(life: fleet_pb2.RequestLife) -> Table:
     rows = new_table("seconds", "think", "answer", "event", "why", "outcome")
     for event in life.events:
@@ -184,6 +199,9 @@ def _name(d: fleet_pb2.LoggedDecision) -> str:
 
 def _why(d: fleet_pb2.LoggedDecision) -> str:
     rows = [f"{c.signal} {c.value:.6g} {c.operator} {c.limit_name} {c.limit:.6g}" for c in d.comparisons]
+    if d.hand_over.engine_id:
+        move = d.hand_over
+        rows.append(f"to {move.engine_id}: transfer {move.transfer_ms:.0f} ms, gain {move.gain_ms:.0f} ms")
     return d.operator_reason or "; ".join(rows)
 
 
@@ -197,7 +215,8 @@ def _outcome(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = N
         text += f" at {d.outcome_think_tokens}"
     if life is not None:
         text += f" ({_seconds(d.outcome_time, life):+.3f})"
-    return f"{text}: {d.detail}" if d.detail else text
+    text += f": {d.detail}" if d.detail else ""
+    return f"{text}; {d.hand_over.result}: {d.hand_over.result_detail}" if d.hand_over.result else text
 
 
 def _phase(phase: agent_pb2.Phase.ValueType) -> str:

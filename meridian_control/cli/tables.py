@@ -6,20 +6,47 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
 from meridian_control.cli.console import add, new_table
+from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import entropy_backend_name, outcome_name, phase_name, state_name
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
-    """Return the engines; their KV connectors and roles have a column if an engine has a connector."""
+    """Return the engines. Their KV connectors and roles have a column if an engine has a connector; their pools and
+    URLs have columns if an engine is in a pool."""
     load_columns = ("step ms", "KV", "running", "waiting", "think", "answer")
     has_connectors = any(e.kv_connector for e in rows)
-    columns = ("entropy", *(("KV connector",) if has_connectors else ()), *load_columns)
+    has_pools = any(e.pool for e in rows)
+    optional = (*(("KV connector",) if has_connectors else ()), *(("pool", "URL") if has_pools else ()))
+    columns = ("entropy", *optional, *load_columns)
     shown = new_table("engine", "state", "model", "revision", *columns)
     for e in rows:
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
         load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
         connector = (f"{e.kv_connector} {e.kv_role}".strip(),) if has_connectors else ()
-        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *connector, *load)
+        pool = (e.pool or "none", e.answering_engine.url) if has_pools else ()
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *connector, *pool, *load)
+    return shown
+
+
+def pool_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
+    """Yield the reason why an engine in a handover pool has no part in handovers, and what became of handovers."""
+    for e in rows:
+        if e.no_hand_over and e.pool in ("thinking", "both"):
+            yield f"{e.engine_id} hands no request over: {e.no_hand_over}"
+        if e.answering_engine.unfit and e.pool in ("answering", "both"):
+            yield f"no request is handed over to {e.engine_id}: {e.answering_engine.unfit}"
+        if e.handovers:
+            counts = ", ".join(f"{count} {result}" for result, count in sorted(e.handovers.items()))
+            yield f"{e.engine_id} was to hand requests over: {counts}"
+
+
+def handover_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
+    """Return what the handovers in shadow would have cost and saved, in mean milliseconds for each of them."""
+    shown = new_table("engine", "handovers", "transfer ms", "recompute ms", "gain ms")
+    for e in rows:
+        if count := e.shadow_handovers.requests:
+            sums = e.shadow_handovers.transfer_ms, e.shadow_handovers.recompute_ms, e.shadow_handovers.gain_ms
+            add(shown, e.engine_id, count, *(f"{total / count:.0f}" for total in sums))
     return shown
 
 
@@ -103,15 +130,24 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
         yield f"harm: not measured, {why}{unjudged}"
     if row.HasField("evidence_ratio"):
         yield f"evidence of more harm: {row.evidence_ratio:.3g} of the level at which the rules go into shadow"
-    if seen := sum(each.seen for each in row.eat_samples):
-        calibrated = sum(each.calibrated for each in row.eat_samples)
-        shares = (
-            f"{each.seen / seen:.0%} (calibrated {each.calibrated / calibrated:.0%}) up to {each.max_nats:.3g}"
-            for each in row.eat_samples
-        )
-        yield f"first EAT sample of {seen} requests, in nats: {', '.join(shares)}"
+    yield from _distributions(row)
     if row.HasField("drift_evidence_ratio"):
         yield f"evidence of drift: {row.drift_evidence_ratio:.3g} of the level at which the rules go into shadow"
+
+
+def _distributions(row: fleet_pb2.Savings) -> Iterator[str]:
+    """Yield the distribution of each compared signal on live requests beside that of the calibration."""
+    for signal, bins in drift_bins(row).items():
+        named, seen, calibrated = SIGNALS[signal], sum(b.seen for b in bins), sum(b.calibrated for b in bins)
+        if not seen:
+            yield f"{named.value}: no request yet"
+            continue
+        shares = (
+            f"{each.seen / seen:.0%} (calibrated {each.calibrated / calibrated:.0%}) up to {each.max_value:.3g}"
+            for each in bins
+        )
+        unit = f", in {named.unit}" * bool(named.unit)
+        yield f"{named.value} of {seen} requests{unit}: {', '.join(shares)}"
 
 
 def _share(count: int, of: int) -> str:

@@ -40,6 +40,8 @@ class WholeFleet:
         # The newest answers of the other replicas, by replica id, kept while this replica leads.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._complete = peers is None
+        # Evidence of harm and of drift as this replica has last found it while it leads, by fingerprint of the rules.
+        self.evidence: dict[str, fleet_pb2.Savings] = {}
         # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
         self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
         self._looked_at = 0.0
@@ -125,6 +127,8 @@ class WholeFleet:
         """Return the counts of treated requests and of the control group on this replica, without estimates."""
         fleet = self.fleet
         told = fleet_pb2.GetSavingsResponse(savings=savings.messages(fleet.experiments, fleet.policy))
+        for row in told.savings:
+            row.MergeFrom(self.evidence.get(row.rules, fleet_pb2.Savings()))
         if (withdrawal := savings.withdrawn(fleet.policy)) is not None:
             told.withdrawn_revision, told.withdrawn_reason = withdrawal.revision, withdrawal.reason
         return told
@@ -187,6 +191,22 @@ class WholeFleet:
                 self._heard, self._complete = {}, False
             await asyncio.sleep(WATCH_S)
 
+    async def share_pool(self) -> None:
+        """Give each session its answering engines every WATCH_S seconds, until cancelled.
+
+        The other replicas are asked while the policy in force decides handovers.
+        """
+        fleet = self.fleet
+        while True:
+            if self.peers is not None and fleet.policy is not None and fleet.policy.policy.disagg.enabled:
+                heard, _ = await self.peers.ask(_listed)
+                now = fleet.clock()
+                fleet.pool.hear({name: list(answer.engines) for name, answer in heard.items()}, now)
+                for told in (told for answer in heard.values() for told in answer.continued):
+                    fleet.handovers.heard(told, now)
+            fleet.share_pool()
+            await asyncio.sleep(WATCH_S)
+
 
 def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
     """Return each engine once, as its newest connection reports it; as gone only if it is connected to no replica."""
@@ -201,5 +221,8 @@ def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
 
 
 async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
-    request = fleet_pb2.ListEnginesRequest(local_only=True)
-    return list((await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)).engines)
+    return list((await _listed(peer)).engines)
+
+
+async def _listed(peer: Peer) -> fleet_pb2.ListEnginesResponse:
+    return await peer.fleet.ListEngines(fleet_pb2.ListEnginesRequest(local_only=True), timeout=CALL_TIMEOUT_S)

@@ -9,7 +9,15 @@ from meridian.v1 import fleet_pb2
 from meridian_control.cluster.peers import CALL_TIMEOUT_S
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
-from meridian_control.decision_log.messages import TOKEN_DIGITS, explain_request, list_decisions, newest_life, page_of
+from meridian_control.decision_log.messages import (
+    TOKEN_DIGITS,
+    explain_request,
+    list_decisions,
+    newest_life,
+    page_of,
+    refs_in,
+    related_lives,
+)
 
 if TYPE_CHECKING:
     from meridian_control.cluster.cluster_fleet import WholeFleet
@@ -18,6 +26,8 @@ if TYPE_CHECKING:
 
 async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -> fleet_pb2.ExplainRequestResponse:
     """Return the life of a request, merged from all replicas. Raises NotFound if no answering replica knows it."""
+    if request.handed_over_refs:
+        return related_lives(whole.fleet.decisions, request.handed_over_refs)
     answers: list[fleet_pb2.ExplainRequestResponse] = []
     unknown: NotFound | None = None
     try:
@@ -40,8 +50,38 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
         assert unknown is not None
         raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
     told = newest_life(answers)
+    told.ClearField("related")
+    if refs := refs_in(told.life):
+        related, silent = await _related(whole, request.local_only, refs)
+        told.related.extend(life for life in related if not _same(life, told.life))
+        unreachable = sorted({*unreachable, *silent})
     told.unreachable_replicas.extend(unreachable)
     return told
+
+
+async def _related(
+    whole: WholeFleet, local_only: bool, refs: list[str]
+) -> tuple[list[fleet_pb2.RequestLife], list[str]]:
+    """Return the lives that the handovers concern, oldest first, and the ids of the replicas that did not answer."""
+
+    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse:
+        asked = fleet_pb2.ExplainRequestRequest(handed_over_refs=refs, local_only=True)
+        return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
+
+    answers, silent = [related_lives(whole.fleet.decisions, refs)], list[str]()
+    if whole.peers is not None and not local_only:
+        others, silent = await whole.peers.ask_who_knows(ask)
+        answers += others
+    parts: dict[tuple[str, str, str], list[fleet_pb2.ExplainRequestResponse]] = {}
+    for life in (life for answer in answers for life in answer.related):
+        key = life.engine_id, life.incarnation, life.request_id
+        parts.setdefault(key, []).append(fleet_pb2.ExplainRequestResponse(life=life))
+    lives = [newest_life(found).life for found in parts.values()]
+    return sorted(lives, key=lambda life: life.open_time.ToNanoseconds()), silent
+
+
+def _same(one: fleet_pb2.RequestLife, other: fleet_pb2.RequestLife) -> bool:
+    return (one.engine_id, one.incarnation, one.request_id) == (other.engine_id, other.incarnation, other.request_id)
 
 
 async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:

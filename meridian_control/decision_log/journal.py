@@ -79,7 +79,8 @@ class Journal:
         for request in closed:
             if (life := self._lives.pop(request.slot, None)) is not None:
                 self._count(life, request.slot, table)
-                self._close(life, FINISH_NAMES.get(request.reason, "unknown"))
+                reason = FINISH_NAMES.get(request.reason, "unknown")
+                self._close(life, "handed_over" if request.handed_over else reason)
 
     def happened(self, change: RequestChange, detail: str = "") -> None:
         """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""

@@ -82,13 +82,13 @@ class DecisionLog:
     def _forget(self, life: Life | None) -> None:
         self.events -= len(life) if life is not None else 0
 
+    def lives(self) -> list[Life]:
+        """Return all lives, those that are over first."""
+        return [*self._over.values(), *self._live.values()]
+
     def find(self, request_id: str, engine_id: str) -> Life | None:
         """Return the newest life whose request has this id, or whose request has it as the client's part of its id."""
-        lives = [
-            life
-            for life in (*self._over.values(), *self._live.values())
-            if engine_id in ("", life.engine_id) and life.is_called(request_id)
-        ]
+        lives = [life for life in self.lives() if engine_id in ("", life.engine_id) and life.is_called(request_id)]
         exact = [life for life in lives if life.opened.request_id == request_id]
         return max(exact or lives, key=lambda life: life.open_time, default=None)
 

@@ -12,6 +12,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
+from meridian_control.decision_log.handover_messages import compared_handover, handover_message, refs_of
 from meridian_control.decision_log.records import LoggedDecision
 from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
 
@@ -49,6 +50,20 @@ def explain_request(
             why = "the request is unknown, is not in the sample, or was dropped for newer requests"
         raise NotFound(f'no request "{request.request_id}"{where} in the decision log: {why}')
     return fleet_pb2.ExplainRequestResponse(life=life_message(life), live=now[0] if now else None)
+
+
+def related_lives(log: DecisionLog, refs: Iterable[str]) -> fleet_pb2.ExplainRequestResponse:
+    """Return the lives that the handovers with these references concern."""
+    wanted = set(refs)
+    return fleet_pb2.ExplainRequestResponse(
+        related=[life_message(life) for life in log.lives() if refs_of(life) & wanted]
+    )
+
+
+def refs_in(life: fleet_pb2.RequestLife) -> list[str]:
+    """Return the references of the handovers that a life concerns."""
+    made = [event.decision.hand_over.ref for event in life.events]
+    return sorted({*made, life.handed_over_ref} - {""})
 
 
 def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
@@ -129,6 +144,7 @@ def life_message(life: Life) -> fleet_pb2.RequestLife:
         output_tokens=life.output_tokens,
         events=map(_event, life.in_order()),
         events_left_out=life.left_out,
+        handed_over_ref=opened.handed_over_ref,
     )
     _set(told.open_time, life.open_time)
     if life.close_time is not None:
@@ -174,6 +190,7 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
         detail=made.detail,
         measured_eat_nats=made.measured_eat_nats,
         operator_reason=made.operator_reason,
+        hand_over=handover_message(made.hand_over) if made.hand_over is not None else None,
     )
     for row in compared(made):
         told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
@@ -185,6 +202,8 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
 
 def compared(made: LoggedDecision) -> list[Compared]:
     """Return the values that the rule behind a decision compared: the signals it saw and the limits of its policy."""
+    if made.kind == "hand_over":
+        return list(compared_handover(made, made.policy))
     rules = {
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,

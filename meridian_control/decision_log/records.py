@@ -13,6 +13,7 @@ from meridian_control.decision_log.request_ids import is_called
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from meridian_control.handover.results import Handover
     from meridian_control.policy.model import Policy
 
 # Largest numbers of newest probes and of other newest events kept of one life. Probes have a limit of their own,
@@ -92,6 +93,8 @@ class LoggedDecision:
     measured_eat_nats: float | None = None
     # Reason that an operator gave for an end of thinking.
     operator_reason: str = ""
+    # The handover with its result, for a decision of kind hand_over.
+    hand_over: Handover | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -150,4 +153,4 @@ class Decision:
 
     @property
     def counted_as(self) -> str:
-        return f"force/{self.reason}" if self.kind == "force" else self.kind
+        return f"{self.kind}/{self.reason}" if self.kind in ("force", "hand_over") else self.kind

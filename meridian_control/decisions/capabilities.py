@@ -1,9 +1,9 @@
 """Finds the fields of a policy that need a capability which an engine lacks.
 
 A field needs a capability if its section is in force (enabled, not in shadow) and the field differs from its default.
-An entropy rule needs a capability if the rule can fire. The default policy needs none, so it works on every engine. An
-engine that lacks a needed capability keeps its policy, because obeying half of the new policy would be worse. All
-functions are pure.
+An entropy rule needs a capability if the rule can fire, and a pool of `disagg` needs one of each of its engines. The
+default policy needs none, so it works on every engine. An engine that lacks a needed capability keeps its policy,
+because obeying half of the new policy would be worse. All functions are pure.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.policy.disagg_schema import DisaggPolicy
     from meridian_control.policy.loop_schema import LoopPolicy
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
@@ -39,13 +40,25 @@ NEEDS = {
 }
 
 
+# Field of Hello with the engine's own reason for lacking a capability.
+REASONS = {"hand_over": "no_hand_over", "answer_handed_over": "no_answer_handed_over"}
+
+
 def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
     """Describe, for people, the fields that need capabilities which this engine lacks; empty if there are none."""
     lacking: dict[str, list[str]] = {}
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):
             lacking.setdefault(capability, []).append(path)
-    return "; ".join(f"the engine lacks {name}, needed for {', '.join(paths)}" for name, paths in lacking.items())
+    return "; ".join(
+        f"the engine lacks {name}, needed for {', '.join(paths)}{_reason(hello, name)}"
+        for name, paths in lacking.items()
+    )
+
+
+def _reason(hello: agent_pb2.Hello, capability: str) -> str:
+    reason = getattr(hello, REASONS[capability]) if capability in REASONS else ""
+    return f": {reason}" if reason else ""
 
 
 def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
@@ -54,6 +67,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
         yield from _set(name, getattr(policy, name), name)
     yield from _rules("entropy", policy.entropy)
     yield from _loop_rules("loop", policy.loop)
+    yield from _handovers(policy.disagg, hello)
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
@@ -101,6 +115,16 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
         if fires:
             yield f"{path}.{field}", capability
             yield f"{path}.{field}", "force_end"
+
+
+def _handovers(disagg: DisaggPolicy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
+    """Yield what the pools need to which the engine belongs."""
+    if not disagg.enabled or disagg.shadow:
+        return
+    if disagg.thinks(hello.labels):
+        yield "disagg.thinking_pool", "hand_over"
+    if disagg.answers(hello.labels):
+        yield "disagg.answering_pool", "answer_handed_over"
 
 
 def _loop_rules(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:

@@ -57,7 +57,7 @@ MAX_SLOTS = 1 << 16
 # Bounds for a newly opened request: tokens in each count, characters in each text.
 MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
-TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
+TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref")
 
 
 class RequestTable(DecidedColumns):
@@ -132,6 +132,7 @@ class RequestTable(DecidedColumns):
         self.output_tokens[slot] = opened.output_tokens
         self.preempted[slot] = opened.preempted
         self.own_min_think_tokens[slot] = opened.min_think_tokens
+        self.hand_over_candidate[slot] = opened.hand_over_candidate
         self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
         self.ended[slot] = self.forced[slot] = opened.forced
         self.info[slot] = opened
@@ -328,9 +329,9 @@ class RequestTable(DecidedColumns):
         """Note whether a request belongs to the control group, and whether it counts when it closes."""
         self.control[slot], self.counted[slot] = control, counted
 
-    def await_sample(self, slot: int, awaited: bool) -> None:
-        """Note whether the request's first EAT sample is still to be compared with the calibration."""
-        self.sample_awaited[slot] = awaited
+    def await_signals(self, slot: int, signals: int) -> None:
+        """Note the signals whose first value is still to be compared with the calibration, as `awaited_signals`."""
+        self.awaited_signals[slot] = signals
 
     def set_groups(self, groups: NDArray[np.int64] | int) -> None:
         """Note which of the session's policies hold for all requests, [slots] or one for all."""

@@ -41,6 +41,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "think_tokens": (np.int64, 0),
     "output_tokens": (np.int64, 0),
     "preempted": (bool, False),
+    # Whether a relay can continue the request on another engine.
+    "hand_over_candidate": (bool, False),
     # Time of the request's newest token, or of its opening before the first token: milliseconds on the session's clock.
     "token_ms": (np.float64, 0.0),
     "newest_token": (np.uint8, NO_TOKEN),
@@ -99,8 +101,9 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # treated or as control when it closes.
     "control": (bool, False),
     "counted": (bool, False),
-    # Whether the request's first EAT sample that a rule could read is still to be compared with the calibration.
-    "sample_awaited": (bool, False),
+    # The signals whose first value that a rule could read is still to be compared with the calibration, one bit for
+    # each of drift_schema.SIGNALS.
+    "awaited_signals": (np.uint8, 0),
     # In the control group: thinking tokens at which the first entropy rule to fire would have ended the thinking, -1
     # before; number of measured probes from that decision on, -1 before the decision; whether the answer would have
     # been empty at the first of these probes; whether the rule was the give-up rule.
@@ -138,6 +141,7 @@ class Columns:
     think_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     preempted: NDArray[np.bool_]
+    hand_over_candidate: NDArray[np.bool_]
     token_ms: NDArray[np.float64]
     newest_token: NDArray[np.uint8]
     entropy_nats: NDArray[np.float32]
@@ -175,7 +179,7 @@ class Columns:
     reentered: NDArray[np.bool_]
     control: NDArray[np.bool_]
     counted: NDArray[np.bool_]
-    sample_awaited: NDArray[np.bool_]
+    awaited_signals: NDArray[np.uint8]
     stop_tokens: NDArray[np.int64]
     probes_since_stop: NDArray[np.int64]
     stop_is_empty: NDArray[np.bool_]

@@ -18,6 +18,7 @@ from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
+from meridian_control.fleet.handover_pool import HandoverPool
 from meridian_control.fleet.recording import (
     Recording,
     down_record,
@@ -25,12 +26,13 @@ from meridian_control.fleet.recording import (
     freeze_records,
     hello_record,
     policy_record,
+    pool_record,
+    pool_records,
     up_record,
 )
 from meridian_control.fleet.savings import withdrawn
-from meridian_control.fleet.status_messages import engine_view, request_views, subject_of
-from meridian_control.policy.diff import Subject
-from meridian_control.policy.model import Who
+from meridian_control.fleet.status_messages import engine_view, request_views, subject_among
+from meridian_control.handover.results import Handovers
 from meridian_control.rollout.transitions import revision_of
 from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from datetime import datetime
 
+    from meridian_control.policy.diff import Subject
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
@@ -78,6 +81,7 @@ class Fleet:
         self.shadows: dict[str, Comparison] = {}
         # Counts of treated requests and of the control group, over all engines.
         self.experiments = Experiments()
+        self.handovers, self.pool = Handovers(), HandoverPool()
         self.connections: set[Connection] = set()
         # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
         # that counters never fall.
@@ -106,8 +110,8 @@ class Fleet:
         now = self.clock()
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
-        shadow = self.shadows.get(hello.engine_id)
-        session = Session(session_id, hello, now, journal, shadow, experiments=self.experiments)
+        shadow, counts = self.shadows.get(hello.engine_id), self.experiments
+        session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=self.handovers)
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session)
         for recording in self._recording(session):
@@ -238,7 +242,7 @@ class Fleet:
         for session in (c.session for c in self.connections):
             if recording.wants(session):
                 recording.add(hello_record(session, now, joined_late=True))
-                for record in freeze_records(session, now):
+                for record in (*freeze_records(session, now), *pool_records(session, now)):
                     recording.add(record)
                 for revision, policy in session.given:
                     recording.add(policy_record(session, now, revision, policy))
@@ -259,8 +263,19 @@ class Fleet:
         if all(c.session.hello.engine_id != engine_id for c in self.connections):
             session.shadow.new_stream()
             self.departed.add(engine_view(session, connected=False), session.lease_s, now)
-        for forgotten in self.departed.forget(now):
-            self.shadows.pop(forgotten, None)
+        for gone in (forgotten := self.departed.forget(now)):
+            self.shadows.pop(gone, None)
+        self.handovers.forget(forgotten)
+        self.share_pool()
+
+    def share_pool(self) -> None:
+        """Give each session the engines to which its requests may be handed over, if these engines have changed."""
+        now = self.clock()
+        self.handovers.expire(now)
+        for session, engines in self.pool.changed([c.session for c in self.connections]):
+            for recording in self._recording(session):
+                recording.add(pool_record(session, now, engines))
+            session.on_answering_engines(engines)
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
@@ -317,6 +332,7 @@ class Fleet:
             session = connection.session
             if (found := self._freezes_of(session)) != session.freezing.freezes:
                 self._say(connection, session.on_freezes(found, now), now)
+        self.share_pool()
         if ends := [freeze.end_time for freeze in freezes if freeze.end_time > now]:
             delay_s = (min(ends) - now).total_seconds()
             self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
@@ -381,12 +397,4 @@ class Fleet:
         sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
         if engine_id and not sessions:
             raise NotFound(f'no engine "{engine_id}" is connected')
-        if not request_id:
-            hello = sessions[0].hello
-            return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
-        for session in sessions:
-            for _, opened in session.table.requests():
-                if opened.request_id == request_id:
-                    return subject_of(session.hello, opened)
-        where = f'engine "{engine_id}"' if engine_id else "any engine"
-        raise NotFound(f'no live request "{request_id}" on {where}')
+        return subject_among(sessions, engine_id, request_id)

@@ -20,7 +20,7 @@ from meridian_control.policy import model as schema
 from meridian_control.session.freeze_state import Freeze, Match
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
     from datetime import datetime
 
     from meridian_control.session.session import Session
@@ -111,6 +111,18 @@ def end_record(session: Session, now: datetime, request_id: str) -> fleet_pb2.Tr
     record = _record(session, now)
     record.end_thinking.request_id = request_id
     return record
+
+
+def pool_record(session: Session, now: datetime, engines: Iterable[fleet_pb2.AnsweringEngine]) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.answering_pool.engines.extend(engines)
+    record.answering_pool.SetInParent()
+    return record
+
+
+def pool_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
+    """Return a record of the session's answering engines, if it has any, for a recording that begins now."""
+    return [pool_record(session, now, pool)] if (pool := session.handovers.pool) else []
 
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:

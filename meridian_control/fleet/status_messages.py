@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.common.errors import NotFound
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.signals import rpdi
+from meridian_control.handover import rule
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian_control.session.session import Session
 
 
@@ -68,7 +72,29 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used
         view.running, view.waiting = report.running, report.waiting
         view.counters.CopyFrom(report.counters)
+    _show_handovers(view, session)
     return view
+
+
+def _show_handovers(view: fleet_pb2.Engine, session: Session) -> None:
+    """Fill in what concerns handovers from and to the engine."""
+    handovers, policy = session.handovers, session.policy
+    if session.hello.url:
+        view.answering_engine.CopyFrom(session.answering_engine)
+    if policy is not None and (pool := policy.disagg.pool_of(session.hello.labels)):
+        view.pool = pool
+        if pool != "answering":
+            view.no_hand_over = handovers.no_hand_over(policy.disagg)
+        if pool != "thinking":
+            view.answering_engine.CopyFrom(session.answering_engine)
+            view.answering_engine.unfit = view.answering_engine.unfit or rule.no_fabric(
+                policy.disagg, session.hello.kv_connector
+            )
+    for answering, promised in handovers.promised().items():
+        view.promised[answering].CopyFrom(promised)
+    view.handovers.update(handovers.results.results.get(session.hello.engine_id, {}))
+    if handovers.shadowed.requests:
+        view.shadow_handovers.CopyFrom(handovers.shadowed)
 
 
 def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:
@@ -106,6 +132,22 @@ def _request(session: Session, slot: int, info: agent_pb2.RequestOpened, ratio: 
         view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
         view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
     return view
+
+
+def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) -> Subject:
+    """Return the first session's engine, or the live request with this id, for which a policy is explained.
+
+    engine_id: as the caller asked, for the error. Raises NotFound if no session has the request.
+    """
+    if not request_id:
+        hello = sessions[0].hello
+        return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
+    for session in sessions:
+        for _, opened in session.table.requests():
+            if opened.request_id == request_id:
+                return subject_of(session.hello, opened)
+    where = f'engine "{engine_id}"' if engine_id else "any engine"
+    raise NotFound(f'no live request "{request_id}" on {where}')
 
 
 def subject_of(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject:

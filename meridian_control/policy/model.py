@@ -13,6 +13,7 @@ from pydantic import (
     create_model,
 )
 
+from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.schema import (
@@ -118,6 +119,7 @@ class Policy(Section):
     telemetry: TelemetryPolicy = TelemetryPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
     loop: LoopPolicy = LoopPolicy()
+    disagg: DisaggPolicy = DisaggPolicy()
     model: Mapping[str, ModelPolicy] = Field(
         {}, max_length=256, description="Facts about models, by the name under which the engine serves the model."
     )

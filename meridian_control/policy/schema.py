@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.drift_schema import EatReference
+from meridian_control.policy.drift_schema import EatReference, SignalReference, signal_reference
 from meridian_control.policy.section import (
     INT32_MAX,
     MAX_LEASE_MS,
@@ -331,6 +331,9 @@ class EntropyPolicy(Section):
         json_schema_extra=advice("Choose 2 if a rule ends thinking because of a single odd sentence end."),
     )
     eat_reference: EatReference = ()
+    rank_reference: SignalReference = signal_reference("the end marker's rank")
+    margin_reference: SignalReference = signal_reference("the end marker's margin, in nats,")
+    rpdi_reference: SignalReference = signal_reference("RPDI")
     lease_ms: SectionLease = 0
 
 

@@ -43,7 +43,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListEnginesResponse:
         engines, unreachable = await self._whole.engines(request.local_only)
         shown, token = self._page(engines, request)
-        return fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
+        continued = self._whole.fleet.handovers.continued() if request.local_only else []
+        return fleet_pb2.ListEnginesResponse(
+            engines=shown, next_page_token=token, continued=continued, unreachable_replicas=unreachable
+        )
 
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Context

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from meridian_control.decisions.control_group import (
+    compared_signals,
     has_control_group,
     held_out,
     in_shadow,
-    is_calibrated_for,
     sampled_from,
 )
+from meridian_control.decisions.moments import sentence_ends
+from meridian_control.decisions.token_rows import differs
+from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.model import Policy, Who
 
 if TYPE_CHECKING:
@@ -31,6 +34,11 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.arms import Experiment, Experiments
 
+# Bit of each signal in the table's column `awaited_signals`; and of each signal that is read at sentence ends, the
+# column with its values at the newest ones.
+BITS = {signal: 1 << number for number, signal in enumerate(SIGNALS)}
+AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "margin": "boundary_margins", "rpdi": "boundary_rpdi"}
+BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
 # Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
 
@@ -71,13 +79,13 @@ class Groups:
         own = self.policy
         if own.override:
             own = own.of(self._who(opened))
-        # The answer of a request that another engine continues is not seen here.
-        in_force = has_control_group(own.entropy) and not opened.remote_decode
+        # One engine sees the answer of a request that two engines serve, the other one its thinking.
+        in_force = has_control_group(own.entropy) and not (opened.remote_decode or opened.handed_over_ref)
         control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
-        begins = not (self._table.think_tokens[slot] or self._table.output_tokens[slot])
+        has_tokens = self._table.think_tokens[slot] or self._table.output_tokens[slot]
+        begins = not (has_tokens or opened.handed_over_ref)
         self._table.set_arm(slot, control, in_force and (begins or (same_rules and bool(self._table.counted[slot]))))
-        awaited = begins or (same_rules and bool(self._table.sample_awaited[slot]))
-        self._table.await_sample(slot, awaited and is_calibrated_for(self.policy, own, opened.min_think_tokens))
+        self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
         if control:
             own = in_shadow(own)
             if self._journal is not None:
@@ -90,19 +98,53 @@ class Groups:
             self._policies.append(own)
         self._table.set_group(slot, self._policies.index(own))
 
+    def _await_signals(
+        self, slot: int, own: Policy, opened: agent_pb2.RequestOpened, *, begins: bool, same_rules: bool
+    ) -> None:
+        """Note the signals of a request that are compared with the calibration once their first values come."""
+        assert self.policy is not None
+        assert self._experiment is not None
+        control, described = bool(self._table.control[slot]), self._experiment.references
+        found = compared_signals(self.policy, own, opened.min_think_tokens, described, control=control)
+        before = int(self._table.awaited_signals[slot]) if same_rules else 0
+        awaited = sum(BITS[signal] for signal in found)
+        self._table.await_signals(slot, awaited if begins else awaited & before)
+
     def count_closed(self, closed: agent_pb2.RequestClosed) -> None:
         """Count a request that closes, which the table still holds, as treated or as control."""
         if self._experiment is not None and self._table.holds(closed.slot):
-            self._experiment.closed(self._table, closed.slot, closed.reason)
+            self._experiment.closed(self._table, closed.slot, closed.reason, handed_over=closed.handed_over)
 
     def count_sample(self, slot: int, think_tokens: int, eat_nats: float) -> None:
         """Count an EAT sample of a request, measured after `think_tokens` thinking tokens, if it is the first one that
         a rule could read. NaN is no sample."""
-        if self._experiment is None or not self._table.sample_awaited[slot] or not math.isfinite(eat_nats):
+        awaited = self._table.awaited_signals[slot] & BITS["eat"] and math.isfinite(eat_nats)
+        if awaited and think_tokens >= sampled_from(self.of(slot)):
+            self._count_first(slot, "eat", eat_nats)
+
+    def count_sentence_ends(self) -> None:
+        """Count the newest report's values at sentence ends that are the first ones that a rule could read.
+
+        The table must have taken in the report's tokens.
+        """
+        table = self._table
+        at_ends = table.history.rows.slot[table.history.ends.row]
+        if self.policy is None or not (table.awaited_signals[at_ends] & BITS_AT_SENTENCE_ENDS).any():
             return
-        if think_tokens >= sampled_from(self.of(slot)):
-            self._table.await_sample(slot, False)
-            self._experiment.sampled(eat_nats)
+        ends = sentence_ends(table)
+        passed = ends.think_tokens >= self.policy.scheduler.min_think_tokens
+        for signal, name in AT_SENTENCE_ENDS.items():
+            values = getattr(ends, name)[:, 0]
+            awaited = (ends.awaited_signals & BITS[signal]) != 0
+            found = (awaited & passed & np.isfinite(values)).nonzero()[0]
+            found = found[differs(ends.slot[found])]
+            for slot, value in zip(ends.slot[found].tolist(), values[found].tolist(), strict=True):
+                self._count_first(slot, signal, value)
+
+    def _count_first(self, slot: int, signal: str, value: float) -> None:
+        assert self._experiment is not None
+        self._table.await_signals(slot, int(self._table.awaited_signals[slot]) & ~BITS[signal])
+        self._experiment.sampled(signal, value)
 
     def knows_effort(self, opened: agent_pb2.RequestOpened) -> bool:
         """Whether the policy knows a request's effort; True if no policy is in force."""

@@ -133,8 +133,9 @@ class Intake:
         return ended
 
     def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
-        # A request that already has tokens was counted before; an agent that rested reports it again.
-        new = not (opened.think_tokens or opened.output_tokens)
+        # A request that already has tokens was counted before; an agent that rested reports it again. A request that
+        # was handed over was counted on its thinking engine.
+        new = not (opened.think_tokens or opened.output_tokens or opened.handed_over_ref)
         self._totals.requests += new
         self._totals.unknown_efforts += new and not self._groups.knows_effort(opened)
         self._table.open(opened, now_ms)
@@ -145,6 +146,7 @@ class Intake:
 
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
+        self._groups.count_sentence_ends()
         self._totals.output_itl.add(self._table.output_itl_ms / 1e3)
         self._totals.ttot.add(self._table.ttot_ms / 1e3)
 

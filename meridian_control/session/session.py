@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
+from meridian_control.handover.results import Handovers
 from meridian_control.policy.model import Policy
 from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
@@ -22,13 +23,17 @@ from meridian_control.session.decider import Decider
 from meridian_control.session.decision_ledger import Ledger
 from meridian_control.session.effective_policies import Groups
 from meridian_control.session.freeze_state import FreezeState
+from meridian_control.session.handovers import SessionHandovers
 from meridian_control.session.operator_ends import ENDING, OperatorEnd, state_of
 from meridian_control.session.report_intake import Intake
 from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from datetime import datetime
+
+    from meridian.v1 import fleet_pb2
 
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decision_log.records import Decision
@@ -48,7 +53,8 @@ class Session:
     """The control plane's side of one stream, after its Hello.
 
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
-    streams of the engine. `experiments` counts treated requests and the control group, over all engines.
+    streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
+    became of requests that were to be handed over, both over all engines.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Session:
         shadow: Comparison | None = None,
         *,
         experiments: Experiments | None = None,
+        handovers: Handovers | None = None,
     ) -> None:
         _check(hello)
         self.session_id, self.hello, self.connected_at = session_id, hello, now
@@ -78,6 +85,9 @@ class Session:
         self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
         self._intake = Intake(self.table, self._groups, self._ledger, self.totals, shadow=self.shadow, journal=journal)
         self._decider = Decider(hello, self.table, self._groups, self._ledger)
+        self.handovers = SessionHandovers(
+            session_id, hello, self.table, self._ledger, totals=self.totals, results=handovers or Handovers()
+        )
         self._answered_at = now
         self._ack_interval_s = ACK_INTERVAL_S
 
@@ -109,6 +119,19 @@ class Session:
     @property
     def frozen(self) -> bool:
         return self.freezing.frozen
+
+    @property
+    def answering_engine(self) -> fleet_pb2.AnsweringEngine:
+        """The facts on which handovers to this engine depend."""
+        unfit = "its agent is off" if self.hello.fault else "it is frozen" if self.frozen else ""
+        return self.handovers.answering_engine(self._decider.cost, unfit or self._not_ready)
+
+    @property
+    def _not_ready(self) -> str:
+        if self.policy is None:
+            return "no policy is in force on it yet"
+        # An engine without requests sends no report; its KV cache is empty.
+        return "it has not reported yet" if self.last_report is None and self.table.live.any() else ""
 
     @property
     def open_decisions(self) -> dict[int, Decision]:
@@ -158,6 +181,10 @@ class Session:
         """Set the freezes that match this engine; the session makes no decision until the agent has thawed."""
         return [agent_pb2.ConnectResponse(freeze=self.freezing.give(freezes, now))]
 
+    def on_answering_engines(self, engines: Iterable[fleet_pb2.AnsweringEngine]) -> None:
+        """Set the engines to which requests may be handed over; the next report's decisions read them."""
+        self.handovers.pool = tuple(engines)
+
     def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
         """End a request's thinking because an operator asks for it; None if no live request has this id.
 
@@ -204,6 +231,7 @@ class Session:
         if self._journal is not None:
             self._journal.now = now
         self._ledger.close()
+        self.handovers.close(now)
         if self._journal is not None:
             self._journal.lost()
 
@@ -235,6 +263,7 @@ class Session:
         under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
         self._intake.begin_anew(snapshot, self._clock_ms(now))
+        self.handovers.begin_anew(snapshot, now)
         self._go_on(under_way)
         self._ledger.forget_gone()
         self._ledger.step = snapshot.step
@@ -259,6 +288,7 @@ class Session:
         self.last_report, self.reported_at = report, now
         self.agent_state = report.state or self.agent_state
         self._intake.take(report, self._clock_ms(now))
+        self.handovers.take(report, now)
         self._ledger.step = report.step
         directives = self._ends_of_thinking(reported=True)
         self._intake.finish(report, governed=self._deciding is not None)
@@ -290,6 +320,7 @@ class Session:
         """
         if (policy := self._deciding) is not None:
             self._decider.decide(policy, directives, self._clock_ms(now))
+            self.handovers.decide(policy.disagg, directives, self._decider.cost)
         decided = bool(directives.ListFields())
         directives.step = self._ledger.step
         # If the wall clock was set back, the difference is negative and the report is answered.

@@ -63,13 +63,15 @@ class ThinkEnds:
         return reason
 
     def count_answer(self, closed: agent_pb2.RequestClosed) -> None:
-        """Count the answer of a finished request. Aborted requests are not counted, nor are requests that another
-        engine continues."""
+        """Count the thinking and the answer of a finished request. Aborted requests are not counted, nor are requests
+        that another engine continues, except for the complete thinking of a request that is handed over."""
         slot, table, totals = closed.slot, self._table, self._totals
         if not table.holds(slot) or closed.reason not in FINISHED or is_continued(table, slot):
             return
         if think_tokens := int(table.think_tokens[slot]):
             totals.think_tokens.add(np.array([think_tokens]))
+        if closed.handed_over:
+            return
         if table.phase[slot] == THINK:
             totals.answers["unended"] += 1
         elif table.ended[slot]:

@@ -81,7 +81,8 @@ DECISIONS = (
     _counter(
         "meridian_decisions_total",
         ("kind", "reason"),
-        "Decisions made, by kind (cap, force, plan, probe, tier); forces also by the rule that fired.",
+        "Decisions made, by kind (cap, force, hand_over, plan, probe, tier); forces also by the rule that fired, and "
+        "handovers by their reason.",
         "Forces stop or multiply without a policy change: the workload or the model has changed; calibrate again.",
     ),
     _counter(
@@ -101,6 +102,14 @@ DECISIONS = (
         (),
         "Engine steps between the report that a force or plan was decided from and the report that it was applied.",
         "Above a few steps: the link or the control plane is slow; see `meridian_agent_round_trip_seconds`.",
+    ),
+    _counter(
+        "meridian_handovers_total",
+        ("result",),
+        "Requests that were to be handed over to another engine, by result: handed_over, recomputed, "
+        "finished_on_thinking_engine or client_gone.",
+        "`recomputed`: the KV blocks cannot be read; look at the answering engines' logs. `client_gone` grows: the "
+        "relay does not reach the answering engines.",
     ),
     _counter(
         "meridian_policy_nacks_total",

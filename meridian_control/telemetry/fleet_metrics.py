@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.control_group_metrics import control_group
@@ -153,6 +154,7 @@ class FleetCollector(Collector):
             ("meridian_think_ends_total", ENDS, totals.ends),
             ("meridian_answers_total", ANSWERS, totals.answers),
             ("meridian_stream_ends_total", STREAM_ENDS, self._fleet.stream_ends),
+            ("meridian_handovers_total", HANDOVER_RESULTS, self._fleet.handovers.total()),
             ("meridian_client_faults_total", CLIENT_FAULTS, self._faults),
             ("meridian_preemptions_total", PHASES, totals.preempted),
             ("meridian_tokens_saved_against_cap_total", (), totals.below_cap),

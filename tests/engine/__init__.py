@@ -74,6 +74,8 @@ class Run:
         self._llm = llm
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
+        # The stop_reason of each request that has one.
+        self.stopped: dict[str, Any] = {}
 
     def add(self, name: str, case: dict[str, Any], params: Any, **more: Any) -> None:
         self.put(name, prompt_ids(self._llm, case), params, **more)
@@ -95,6 +97,7 @@ class Run:
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
                 self.finished[output.request_id] = str(output.outputs[0].finish_reason)
+                self.stopped[output.request_id] = output.outputs[0].stop_reason
 
     def until(self, done: Any = None, limit: int = 3000, settled: Settled | None = None) -> None:
         """Step until `done()` is true, or until no request is left.

@@ -135,10 +135,10 @@ def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock
     try:
         assert chat(llm, cases(), GREEDY) == stock
         assert all(f"RuntimeError at {__name__}:" in fault for fault in llm.collective_rpc(_observer_fault))
-        assert (f"RuntimeError at {__name__}:" in agent.no_entropy) == (hook != "put")
+        assert (f"RuntimeError at {__name__}:" in agent.measuring.no_entropy) == (hook != "put")
         # The observer's rest is over, and it measures again.
         llm.collective_rpc(_mend_observer)
-        wait_for(lambda: chat(llm, cases(), GREEDY) and not agent.no_entropy, 30, "entropy again")
+        wait_for(lambda: chat(llm, cases(), GREEDY) and not agent.measuring.no_entropy, 30, "entropy again")
         assert not any(llm.collective_rpc(_observer_fault))
     finally:
         llm.collective_rpc(_mend_observer)

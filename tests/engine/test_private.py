@@ -122,7 +122,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     wait_for(lambda: refused in agent.link.refused, 20, "the policy to be refused")
     # A fault of the worker and then one of the engine core, both with the requests' text in their exception.
     llm.collective_rpc(_break_observer, args=(quoted,))
-    run.until(lambda: agent.no_entropy)
+    run.until(lambda: agent.measuring.no_entropy)
     llm.collective_rpc(_mend_observer)
     agent.after_update = quoting(quoted)
     run.until(lambda: scheduler._agent is None)

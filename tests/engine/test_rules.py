@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm import SamplingParams
 
-from meridian_agent.core.directives import MAX_HOLD_MS
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.probe_admission import MAX_HOLD_MS, PREFIX
 from tests.data import maze
 from tests.engine import Run, chat, paced
 from tests.engine.policies import CONVERGED

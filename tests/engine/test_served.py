@@ -49,7 +49,7 @@ class Served:
         command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
-        env |= TOGETHER
+        env |= {**TOGETHER, "MERIDIAN_URL": f"http://127.0.0.1:{self.port}"}
         # The folder is the server's own, because another server of the same name has left settings that hold without a
         # control plane.
         env["MERIDIAN_STATE_DIR"] = str(folder / f"state-{self.port}")

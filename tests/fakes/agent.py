@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import Outcome
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import opened_message, step_report
 from tests.fakes.engine import END, START, TEXT, FakeEngine
@@ -44,6 +44,8 @@ class Told:
     forced: bool = False
     shadowed: set[int] = field(default_factory=set)
     probe: int = 0
+    # URL of the engine that the request is to be handed over to; empty if it is to stay.
+    hand_over: str = ""
 
 
 class StreamChecker:
@@ -118,6 +120,12 @@ class StreamChecker:
             assert self.capabilities.eat_probe
             assert not self.told[probe.slot].probe, f"slot {probe.slot} has a probe already"
             self.told[probe.slot].probe = probe.decision_id
+        for hand_over in directives.hand_overs:
+            told = self.told[hand_over.slot]
+            assert self.capabilities.hand_over
+            assert told.hand_over != hand_over.url, f"handover of slot {hand_over.slot} told twice"
+            assert bool(hand_over.url) == bool(hand_over.ref)
+            told.hand_over = hand_over.url
         if directives.HasField("plan"):
             self._plan(directives.plan)
         self.anew = False
@@ -130,6 +138,7 @@ class StreamChecker:
             "probe": [p.decision_id for p in directives.probes],
             "plan": [directives.plan.decision_id] if directives.HasField("plan") else [],
             "tier": [t.decision_id for t in directives.tiers],
+            "hand_over": [h.decision_id for h in directives.hand_overs],
         }
         ids = [i for group in groups.values() for i in group]
         assert self.acked or not ids, "decisions before a policy is applied"
@@ -138,7 +147,13 @@ class StreamChecker:
             assert group == sorted(group)
             self.kinds |= dict.fromkeys(group, name)
         self.last_id = max(ids, default=self.last_id)
-        lists: tuple[Iterable[Any], ...] = (directives.caps, directives.forces, directives.tiers, directives.probes)
+        lists: tuple[Iterable[Any], ...] = (
+            directives.caps,
+            directives.forces,
+            directives.tiers,
+            directives.probes,
+            directives.hand_overs,
+        )
         slots = {decision.slot for decisions in lists for decision in decisions}
         assert slots | set(directives.plan.slot) <= set(self.told), "only slots that are live"
 
@@ -159,9 +174,9 @@ class Script:
     """The course of one made-up request.
 
     eat_nats, trial_answer: the EAT and the likeliest answer token that a probe finds after a number of thinking tokens;
-    without them all probes of the agent find the same. If thinking is ended before `think_tokens`, the answer has
-    `cut_answer_tokens`, unless that is 0, and the request thinks again after `rethink_at` answer tokens, unless that is
-    0.
+    margin_nats: the end marker's margin there; without them all requests of the agent have the same. If thinking is
+    ended before `think_tokens`, the answer has `cut_answer_tokens`, unless that is 0, and the request thinks again
+    after `rethink_at` answer tokens, unless that is 0.
     """
 
     think_tokens: int
@@ -169,6 +184,7 @@ class Script:
     entropy_nats: float = 0.5
     eat_nats: Callable[[int], float] | None = None
     trial_answer: Callable[[int], int] | None = None
+    margin_nats: Callable[[int], float] | None = None
     cut_answer_tokens: int = 0
     rethink_at: int = 0
 
@@ -243,7 +259,7 @@ class FakeAgent:
     def step(self) -> StepRecord:
         """Run one engine step in which every request that is not preempted gets a token."""
         engine = self.engine
-        probed, engine.directives.probes = engine.directives.probes, []
+        probed = engine.directives.probes.take()
         engine.schedule()
         for decision_id, tr, *_ in probed:
             if tr.state.phase.name == "THINK":
@@ -256,16 +272,17 @@ class FakeAgent:
             else:
                 engine.directives.report(decision_id, Outcome.REFUSED, detail="not thinking")
         engine.mask()
-        entropies = []
+        entropies, margins = [], []
         for name, tr in list(engine.live.items()):
             if tr.preempted:
                 continue
             script = self.scripts[name]
             engine.feed(name, engine.sample(name, [self._wanted(tr, script)]))
             entropies.append(script.entropy_nats)
+            margins.append(script.margin_nats(tr.state.think_tokens) if script.margin_nats else self.margin_nats)
             if script.answered(tr):
                 engine.finish(name)
-        self._measured(entropies)
+        self._measured(entropies, margins)
         return self._report()
 
     def _wanted(self, tr: LiveRequest, script: Script) -> int:
@@ -274,12 +291,12 @@ class FakeAgent:
         thinks_again = script.rethink_at and script.cut(tr) and tr.state.output_tokens == script.rethink_at
         return START if thinks_again else TEXT
 
-    def _measured(self, entropies: list[float]) -> None:
+    def _measured(self, entropies: list[float], margins: list[float]) -> None:
         record = self.engine.tracker.record
         record.rows = list(range(len(record.slots)))
         columns = np.array(entropies, np.float32)
         ranks = np.full(len(columns), self.end_rank, np.int32)
-        record.told = StepSignals(None, columns, ranks, -columns - self.margin_nats, -columns).encode()
+        record.told = StepSignals(None, columns, ranks, -columns - np.array(margins, np.float32), -columns).encode()
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record

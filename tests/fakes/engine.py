@@ -9,10 +9,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from meridian_agent.core.directives import Directives, Outcome
+from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Markers, Phase
 from meridian_agent.core.reclaim import Tier
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 START, END, TEXT = 1, 2, 90
 MARKERS = Markers(((START,),), ((END,),))
 STOP, LENGTH, ABORT = 1, 2, 3
+FINISH_REASONS = {STOP: "stop", LENGTH: "length", ABORT: "abort"}
 
 
 class FakeEngine:
@@ -64,7 +66,7 @@ class FakeEngine:
         """Begin a step; waiting probes are refused here, because this engine has no model to measure them with."""
         self.step += 1
         self.directives.active_plan()
-        asked, self.directives.probes = self.directives.probes, []
+        asked = self.directives.probes.take()
         for decision_id, tr, *_ in asked:
             self.directives.report(decision_id, Outcome.REFUSED, tr, "no engine")
 
@@ -91,13 +93,19 @@ class FakeEngine:
         ended = self.tracker.feed(tr, tokens, 0)
         if ended or tr.ending is not None or (tr.cap is not None and tr.cap.shadow):
             self.directives.after_tokens(tr, ended)
+        if ended and self.directives.hand_overs.of(tr) is None:
+            self.directives.hand_overs.ended_thinking(tr)
 
-    def finish(self, name: str, reason: int = STOP, *, keeps_blocks: bool = False) -> None:
-        """End a request. keeps_blocks: a KV connector keeps the request's blocks until `free`."""
+    def finish(
+        self, name: str, reason: int = STOP, *, keeps_blocks: bool = False, handed_over: int | None = None
+    ) -> None:
+        """End a request. keeps_blocks: a KV connector keeps the request's blocks until `free`. handed_over: number of
+        blocks that it keeps for another engine, which continues the request."""
         tr = self.live[name]
         if not keeps_blocks:
             self.free(name)
         self.directives.close(tr)
+        self.directives.hand_overs.close(tr, FINISH_REASONS[reason], handed_over)
         self.tracker.close(tr, reason)
 
     def abort(self, name: str) -> None:

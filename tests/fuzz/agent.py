@@ -14,9 +14,10 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import directives
-from meridian_agent.core.directives import MAX_HOLD_MS, Outcome
 from meridian_agent.core.phases import Phase
-from meridian_agent.engine.left_out import left_out
+from meridian_agent.core.probe_admission import MAX_HOLD_MS
+from meridian_agent.core.step_record import Outcome
+from meridian_agent.engine.queue_order import left_out
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import LinkedEngine
 from tests.fuzz.hostile import Hostile
@@ -111,12 +112,11 @@ class World:
         self.engine.step += 1
         own.active_plan()
         assert len(own.probes) <= len(self.engine.live), "probes pile up"
-        asked, own.probes = own.probes, []
-        for probe in asked:
+        for probe in own.probes.take():
             decision_id, tr, flags, hold_ms = probe
             assert hold_ms <= MAX_HOLD_MS, "a request would wait for very long"
             if tr.state.phase is Phase.THINK and tr.boundary & flags != flags:
-                own.probes.append(probe)
+                own.probes.put_back(probe)
             else:
                 own.report(decision_id, Outcome.REFUSED, tr, "no engine")
 

@@ -143,6 +143,8 @@ class Script:
     priority: int = 0
     # Tokens of the round that the thinking repeats from its beginning on; 0 for thinking that does not loop.
     loop: int = 0
+    # Whether the first token of each round counts the rounds, so that only near-loops are found.
+    counts: bool = False
 
 
 class Model:
@@ -168,7 +170,8 @@ class Model:
         chance, word = (x & 0xFFFF) / 65536, self.text[(x >> 16) % len(self.text)]
         if self._thinking[request_id]:
             if script.loop:
-                return self.text[len(tokens) % script.loop % len(self.text)]
+                number, place = divmod(len(tokens), script.loop)
+                return self.text[(number % 6 if script.counts and place == 0 else place) % len(self.text)]
             if chance < 1 / script.think_mean:
                 return self.end
             return self.start if script.restless and chance > 0.99 else word

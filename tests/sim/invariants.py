@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import Outcome
+from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
-from meridian_agent.core.token_cycles import REPEAT_WINDOW
+from meridian_agent.core.step_record import Outcome
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -131,7 +131,7 @@ class Invariants:
             repeated = int(session.table.repeated_tokens[force.slot])
             assert own.loop.enabled, f"{info.request_id} repeats itself, and nothing is to be decided from it"
             assert force.shadow == (own.loop.shadow or own.loop.near_shadow)
-            assert 0 < own.loop.near_repeated_tokens <= repeated <= REPEAT_WINDOW <= told
+            assert 0 < own.loop.near_repeated_tokens <= repeated <= token_cycles.REPEAT_WINDOW <= told
         if force.reason == agent_pb2.FORCE_REASON_GIVE_UP:
             shadowed = own.entropy.shadow or own.entropy.give_up_shadow or bool(session.table.control[force.slot])
             probed = int(session.table.eat_think_tokens[force.slot])

@@ -25,7 +25,7 @@ LIMIT, PHASES = "meridian_agent/core/think_limit.py", "meridian_agent/core/phase
 TRACKER, MESSAGES, SHARE = (
     "meridian_agent/core/tracker.py",
     "meridian_agent/link/messages.py",
-    "meridian_agent/engine/left_out.py",
+    "meridian_agent/engine/queue_order.py",
 )
 SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
 FLEET, TABLE = "meridian_control/fleet/fleet.py", "meridian_control/decisions/request_table.py"
@@ -69,9 +69,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no outcome for a replaced probe",
-        DIRECTIVES,
-        "            self.report(waiting[0], Outcome.SUPERSEDED, live)\n",
-        "",
+        "meridian_agent/core/probe_admission.py",
+        "        self.drop(Outcome.SUPERSEDED, live)\n",
+        "        self.drop(None, live)\n",
     ),
     Mutant(
         "no outcome for a replaced plan",
@@ -125,7 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "snapshot forgets who is preempted",
-        LIVE,
+        TRACKER,
         "live.forced, live.preempted)",
         "live.forced, False)",
     ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
+from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST, Policy
 from meridian_control.policy.schema import EntropyPolicy, FallbackPolicy, SchedulerPolicy
@@ -56,8 +57,10 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "think_phase_memory_fraction": (0.01, 0.2, 0.4),
     "min_rounds": (2, 3, 4),
     "min_tokens": (32, 32, 48, 192),
-    "near_repeated_tokens": (0, 0, 0, 720),
+    "near_repeated_tokens": (0, 10, 20, 720),
     "entropy_collapse_ratio": (0.0, 0.5, 2.0),
+    "offload_threshold_blocks": (1, 2, 4),
+    "max_pool_kv_used": (0.1, 0.5, 0.8),
 }
 # Fields of the entropy section that are drawn from a copy of the generator, so that existing seeds keep their policies.
 ASIDE = tuple(name for name in EntropyPolicy.model_fields if name.startswith("give_up"))
@@ -101,6 +104,8 @@ def _section(rng: random.Random, section: type[Section], extreme: float, only: t
             # Drawn from a copy of the generator, so that existing seeds keep their other fields.
             edges = sorted({0.05, 0.5, 5.0, random.Random(rng.getstate()[1][0]).choice((0.1, 1.0))})
             drawn[name] = [{"max_nats": edge, "requests": 30} for edge in edges]
+        elif name.endswith("_reference") and not only:
+            drawn[name] = [{"max_value": edge, "requests": 30} for edge in (0.5, 1.0, 5.0)]
     return drawn
 
 
@@ -123,11 +128,12 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
             for name, info in Policy.model_fields.items()
-            if name not in ("model", "override", "loop")
+            if name not in ("model", "override", "loop", "disagg")
         }
         # Drawn from a copy of the generator, so that existing seeds keep their other sections.
         aside = random.Random(rng.getstate()[1][0])
         values["loop"] = _section(aside, LoopPolicy, extreme)
+        values["disagg"] = _section(aside, DisaggPolicy, extreme)
         values["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)
         if rng.random() < 0.4:
             values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]

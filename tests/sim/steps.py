@@ -18,7 +18,7 @@ from tests.sim.policies import NEAR
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meridian_agent.core.dispatch_plan import DispatchPlan
+    from meridian_agent.core.directives import DispatchPlan
     from tests.sim.engine import Engine
 
 LONGEST_HOLD_S = max(NEAR["eat_hold_ms"]) / 1e3

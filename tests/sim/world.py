@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from meridian_agent.core import token_cycles
 from meridian_agent.core.guard import Guard
 from meridian_agent.engine import agent as agent_module
 from meridian_agent.engine import lifecycle as lifecycle_module
@@ -39,12 +40,13 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-# Limits that are small enough for rings and queues to fill up within a run.
+# Limits that are small enough for rings, queues and windows to fill up within a run.
 LIMITS: tuple[tuple[Any, str, int], ...] = (
     (inbox_module, "INBOX_MESSAGES", 24),
     (outbox_module, "MERGE_RECORDS", 4),
     (connection_module, "QUEUE_MESSAGES", 16),
     (dispatch, "WARM_STEPS", 4),
+    (token_cycles, "REPEAT_WINDOW", 48),
 )
 NOTHING = {"enabled": False}
 CALM_TICKS = 3000
@@ -218,6 +220,7 @@ class World:
             max_tokens=min(work.choice((1, 10, 60, 100)), self.options.longest),
             priority=work.choice((0, 0, 5)),
             loop=aside.choice((1, 2, 7, 16)) if self.loops and aside.random() < 0.3 else 0,
+            counts=aside.random() < 0.5,
         )
         name = f"r{self.opened}"
         plant.open(name, prompt, script, own)

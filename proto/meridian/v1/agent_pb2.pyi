@@ -673,6 +673,9 @@ class Hello(_message.Message):
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
     KV_CONNECTOR_FIELD_NUMBER: _builtins.int
     KV_ROLE_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    NO_HAND_OVER_FIELD_NUMBER: _builtins.int
+    NO_ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -716,6 +719,16 @@ class Hello(_message.Message):
     kv_role: _builtins.str
     """The engine's role among the engines that it exchanges KV with, as in vLLM's kv_transfer_config: kv_producer,
     kv_consumer or kv_both; empty if the engine has no KV connector.
+    """
+    url: _builtins.str
+    """Base URL of the engine's OpenAI server, under which a relay reaches it; from MERIDIAN_URL in the engine's
+    environment, empty if that is not set.
+    """
+    no_hand_over: _builtins.str
+    """Reason why the engine cannot hand requests over; empty if Capabilities.hand_over is set."""
+    no_answer_handed_over: _builtins.str
+    """Reason why the engine cannot answer requests that other engines hand over; empty if Capabilities.answer_handed_over
+    is set.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -768,10 +781,13 @@ class Hello(_message.Message):
         entropy_note: _builtins.str = ...,
         kv_connector: _builtins.str = ...,
         kv_role: _builtins.str = ...,
+        url: _builtins.str = ...,
+        no_hand_over: _builtins.str = ...,
+        no_answer_handed_over: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015
@@ -791,6 +807,8 @@ class Capabilities(_message.Message):
     DISPATCH_FIELD_NUMBER: _builtins.int
     RECLAIM_FIELD_NUMBER: _builtins.int
     TEMPLATE_STRIPS_THINK_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
+    ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
     token_entropy: _builtins.bool
     """The engine can measure every token's entropy and the end marker's rank."""
     force_end: _builtins.bool
@@ -805,6 +823,12 @@ class Capabilities(_message.Message):
     """The chat template removes thinking from earlier turns, so the next turn cannot reach a finished request's blocks
     past its prompt.
     """
+    hand_over: _builtins.bool
+    """The engine can stop a request at the end of its thinking and keep the KV blocks for another engine: HandOver."""
+    answer_handed_over: _builtins.bool
+    """The engine can read the KV blocks of a request that another engine hands over, and declines to read blocks that are
+    no longer kept.
+    """
     def __init__(
         self,
         *,
@@ -814,10 +838,12 @@ class Capabilities(_message.Message):
         dispatch: _builtins.bool = ...,
         reclaim: _builtins.bool = ...,
         template_strips_think: _builtins.bool = ...,
+        hand_over: _builtins.bool = ...,
+        answer_handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "eat_probe", b"eat_probe", "force_end", b"force_end", "reclaim", b"reclaim", "template_strips_think", b"template_strips_think", "token_entropy", b"token_entropy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_handed_over", b"answer_handed_over", "dispatch", b"dispatch", "eat_probe", b"eat_probe", "force_end", b"force_end", "hand_over", b"hand_over", "reclaim", b"reclaim", "template_strips_think", b"template_strips_think", "token_entropy", b"token_entropy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -874,6 +900,8 @@ class RequestOpened(_message.Message):
     MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     REMOTE_DECODE_FIELD_NUMBER: _builtins.int
+    HAND_OVER_CANDIDATE_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_REF_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -916,6 +944,14 @@ class RequestOpened(_message.Message):
     """Whether another engine continues the request from its KV blocks: the engine has a KV connector, and the request's
     kv_transfer_params set do_remote_decode. Its end on this engine is not the end of its answer.
     """
+    hand_over_candidate: _builtins.bool
+    """Whether a relay stands ready to continue the request on another engine (meridian_handover in the request's
+    kv_transfer_params), so that HandOver may be decided for it.
+    """
+    handed_over_ref: _builtins.str
+    """Reference of the HandOver decision that this request continues (meridian_handover in its vllm_xargs); empty for
+    every other request.
+    """
     def __init__(
         self,
         *,
@@ -936,10 +972,12 @@ class RequestOpened(_message.Message):
         min_think_tokens: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
         remote_decode: _builtins.bool = ...,
+        hand_over_candidate: _builtins.bool = ...,
+        handed_over_ref: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -960,19 +998,25 @@ class RequestClosed(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Slot that the request had."""
     reason: Global___FinishReason.ValueType
     """Reason why the request ended."""
+    handed_over: _builtins.bool
+    """Whether the request ended at the end of its thinking, because a HandOver was in force. Another engine gives the
+    answer.
+    """
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         reason: Global___FinishReason.ValueType = ...,
+        handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handed_over", b"handed_over", "reason", b"reason", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1179,6 +1223,44 @@ class RepeatColumns(_message.Message):
 Global___RepeatColumns: _TypeAlias = RepeatColumns  # noqa: Y015
 
 @_typing.final
+class ContinuedColumns(_message.Message):
+    """Requests that continue a request of another engine and have generated their first token. All columns have the same
+    length.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slot of the request."""
+
+    @_builtins.property
+    def transferred_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of the prompt's tokens whose KV came from the other engine; 0 if this engine computed all of it."""
+
+    @_builtins.property
+    def first_token_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Milliseconds from the request's arrival to its first token."""
+
+    def __init__(
+        self,
+        *,
+        slot: _abc.Iterable[_builtins.int] | None = ...,
+        transferred_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        first_token_ms: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_ms", b"first_token_ms", "slot", b"slot", "transferred_tokens", b"transferred_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContinuedColumns: _TypeAlias = ContinuedColumns  # noqa: Y015
+
+@_typing.final
 class StepColumns(_message.Message):
     """The steps of a report that merges several, one row per step, oldest first. Every column that is not empty has as many
     rows as StepReport.steps says.
@@ -1273,6 +1355,7 @@ class StepReport(_message.Message):
     MERGED_FIELD_NUMBER: _builtins.int
     LOOPS_FIELD_NUMBER: _builtins.int
     REPEATS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report."""
     steps: _builtins.int
@@ -1335,6 +1418,10 @@ class StepReport(_message.Message):
     def repeats(self) -> Global___RepeatColumns:
         """Requests that repeat at least Settings.repeats_from_tokens of their newest thinking tokens."""
 
+    @_builtins.property
+    def continued(self) -> Global___ContinuedColumns:
+        """Requests with a handed_over_ref that have generated their first token."""
+
     def __init__(
         self,
         *,
@@ -1357,10 +1444,11 @@ class StepReport(_message.Message):
         merged: Global___StepColumns | None = ...,
         loops: Global___LoopColumns | None = ...,
         repeats: Global___RepeatColumns | None = ...,
+        continued: Global___ContinuedColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "loops", b"loops", "merged", b"merged", "probes", b"probes", "repeats", b"repeats", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "loops", b"loops", "merged", b"merged", "probes", b"probes", "repeats", b"repeats", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "repeats", b"repeats", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "repeats", b"repeats", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1719,6 +1807,7 @@ class Directives(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
+    HAND_OVERS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the newest step report from which these decisions were taken. The agent ignores a decision about a slot
     that was opened after this report. The control plane always answers a report with probe results.
@@ -1743,6 +1832,10 @@ class Directives(_message.Message):
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatProbe]:
         """Probes to place."""
 
+    @_builtins.property
+    def hand_overs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOver]:
+        """Requests to hand over at the end of their thinking."""
+
     def __init__(
         self,
         *,
@@ -1752,10 +1845,11 @@ class Directives(_message.Message):
         plan: Global___DispatchPlan | None = ...,
         tiers: _abc.Iterable[Global___TierChange] | None = ...,
         probes: _abc.Iterable[Global___EatProbe] | None = ...,
+        hand_overs: _abc.Iterable[Global___HandOver] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "forces", b"forces", "plan", b"plan", "probes", b"probes", "step", b"step", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "forces", b"forces", "hand_overs", b"hand_overs", "plan", b"plan", "probes", b"probes", "step", b"step", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1987,3 +2081,43 @@ class EatProbe(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EatProbe: _TypeAlias = EatProbe  # noqa: Y015
+
+@_typing.final
+class HandOver(_message.Message):
+    """Hands a request over to another engine at the end of its thinking: the engine stops the request there and keeps its
+    KV blocks, and the relay continues the request on the other engine. In force until the next HandOver for the request.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_ID_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    decision_id: _builtins.int
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
+    slot: _builtins.int
+    """Slot of the request."""
+    shadow: _builtins.bool
+    """Whether the decision is only counted and not carried out."""
+    url: _builtins.str
+    """Base URL of the other engine's OpenAI server. Empty takes an earlier HandOver back."""
+    ref: _builtins.str
+    """Reference that the relay gives to the engine which continues the request; unique in the fleet."""
+    def __init__(
+        self,
+        *,
+        decision_id: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        shadow: _builtins.bool = ...,
+        url: _builtins.str = ...,
+        ref: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "ref", b"ref", "shadow", b"shadow", "slot", b"slot", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOver: _TypeAlias = HandOver  # noqa: Y015

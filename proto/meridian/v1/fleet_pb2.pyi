@@ -46,6 +46,34 @@ CONNECTION_STATE_DISCONNECTED: ConnectionState.ValueType  # 2
 """The engine has no stream, but it had one in the last 10 minutes."""
 Global___ConnectionState: _TypeAlias = ConnectionState  # noqa: Y015
 
+class _ContinuedState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ContinuedStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ContinuedState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONTINUED_STATE_UNSPECIFIED: _ContinuedState.ValueType  # 0
+    """The state is not set."""
+    CONTINUED_STATE_LIVE: _ContinuedState.ValueType  # 1
+    """The request lives."""
+    CONTINUED_STATE_FINISHED: _ContinuedState.ValueType  # 2
+    """The request has finished by itself or by its length."""
+    CONTINUED_STATE_GONE: _ContinuedState.ValueType  # 3
+    """The request was aborted, or the stream of its engine has ended."""
+
+class ContinuedState(_ContinuedState, metaclass=_ContinuedStateEnumTypeWrapper):
+    """State of a request that continues a request of another engine."""
+
+CONTINUED_STATE_UNSPECIFIED: ContinuedState.ValueType  # 0
+"""The state is not set."""
+CONTINUED_STATE_LIVE: ContinuedState.ValueType  # 1
+"""The request lives."""
+CONTINUED_STATE_FINISHED: ContinuedState.ValueType  # 2
+"""The request has finished by itself or by its length."""
+CONTINUED_STATE_GONE: ContinuedState.ValueType  # 3
+"""The request was aborted, or the stream of its engine has ended."""
+Global___ContinuedState: _TypeAlias = ContinuedState  # noqa: Y015
+
 class _EndThinkingState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -204,6 +232,47 @@ class Engine(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PromisedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___PromisedRequests: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___PromisedRequests | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class HandoversEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -247,6 +316,12 @@ class Engine(_message.Message):
     WITHDRAWN_FIELD_NUMBER: _builtins.int
     KV_CONNECTOR_FIELD_NUMBER: _builtins.int
     KV_ROLE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    NO_HAND_OVER_FIELD_NUMBER: _builtins.int
+    ANSWERING_ENGINE_FIELD_NUMBER: _builtins.int
+    PROMISED_FIELD_NUMBER: _builtins.int
+    HANDOVERS_FIELD_NUMBER: _builtins.int
+    SHADOW_HANDOVERS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
     incarnation: _builtins.str
@@ -311,6 +386,12 @@ class Engine(_message.Message):
     """Name of the engine's KV connector, as in Hello."""
     kv_role: _builtins.str
     """The engine's role among the engines that it exchanges KV with, as in Hello."""
+    pool: _builtins.str
+    """Pool of the engine under the policy's section `disagg`: thinking, answering or both; empty for none, and if the
+    section is off.
+    """
+    no_hand_over: _builtins.str
+    """Reason why the engine, if it is in the thinking pool, hands no request over; empty if it can."""
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the engine's stream began."""
@@ -381,6 +462,24 @@ class Engine(_message.Message):
         engine is restarted.
         """
 
+    @_builtins.property
+    def answering_engine(self) -> Global___AnsweringEngine:
+        """Facts about the engine that handovers from other engines depend on."""
+
+    @_builtins.property
+    def promised(self) -> _containers.MessageMap[_builtins.str, Global___PromisedRequests]:
+        """Requests that the engine is to hand over, by the id of the answering engine."""
+
+    @_builtins.property
+    def handovers(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number of requests that the engine was to hand over, by result: handed_over, finished_on_thinking_engine,
+        recomputed or client_gone. They count since the replica started or has forgotten the engine.
+        """
+
+    @_builtins.property
+    def shadow_handovers(self) -> Global___ShadowHandovers:
+        """Handovers in shadow that would have happened; absent if there are none."""
+
     def __init__(
         self,
         *,
@@ -427,14 +526,240 @@ class Engine(_message.Message):
         withdrawn: _builtins.str = ...,
         kv_connector: _builtins.str = ...,
         kv_role: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        no_hand_over: _builtins.str = ...,
+        answering_engine: Global___AnsweringEngine | None = ...,
+        promised: _abc.Mapping[_builtins.str, Global___PromisedRequests] | None = ...,
+        handovers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        shadow_handovers: Global___ShadowHandovers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "promised", b"promised", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
+
+@_typing.final
+class AnsweringEngine(_message.Message):
+    """An engine, as the decisions to hand requests over to it see it. A value that is not known yet is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VLLM_VERSION_FIELD_NUMBER: _builtins.int
+    KV_CONNECTOR_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    UNFIT_FIELD_NUMBER: _builtins.int
+    KV_USED_FIELD_NUMBER: _builtins.int
+    PROMISED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    TRANSFER_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Id of the engine, as in Hello."""
+    model: _builtins.str
+    """Name under which the engine serves the model."""
+    vllm_version: _builtins.str
+    """Version of vLLM, as in Hello."""
+    kv_connector: _builtins.str
+    """Name of the engine's KV connector, as in Hello."""
+    block_size_tokens: _builtins.int
+    """Number of tokens in one block of the KV cache."""
+    num_blocks: _builtins.int
+    """Number of blocks in the KV cache."""
+    url: _builtins.str
+    """Base URL of the engine's OpenAI server, as in Hello."""
+    unfit: _builtins.str
+    """Reason why no request can be handed over to the engine; empty if requests can be."""
+    kv_used: _builtins.float
+    """Fraction of the KV cache in use, from 0 to 1, as in the newest report."""
+    running: _builtins.int
+    """Number of requests that vLLM runs, as in the newest report."""
+    step_ms: _builtins.float
+    """Milliseconds of a step without sequences; 0 before enough steps are measured."""
+    sequence_ms: _builtins.float
+    """Milliseconds that each sequence adds to a step."""
+    prefill_token_ms: _builtins.float
+    """Milliseconds that each prompt token adds to a step."""
+    transfer_ms: _builtins.float
+    """Milliseconds from the arrival of a request that is handed over to its first token, without the part that grows
+    with its tokens.
+    """
+    transfer_token_ms: _builtins.float
+    """Milliseconds that each token whose KV is read adds to that time."""
+    answer_tokens: _builtins.float
+    """Mean number of answer tokens of recent requests."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels of the engine, as in Hello."""
+
+    @_builtins.property
+    def promised(self) -> Global___PromisedRequests:
+        """Requests that other engines are to hand over to this one."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        vllm_version: _builtins.str = ...,
+        kv_connector: _builtins.str = ...,
+        block_size_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        url: _builtins.str = ...,
+        unfit: _builtins.str = ...,
+        kv_used: _builtins.float = ...,
+        promised: Global___PromisedRequests | None = ...,
+        running: _builtins.int = ...,
+        step_ms: _builtins.float = ...,
+        sequence_ms: _builtins.float = ...,
+        prefill_token_ms: _builtins.float = ...,
+        transfer_ms: _builtins.float = ...,
+        transfer_token_ms: _builtins.float = ...,
+        answer_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["promised", b"promised"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "kv_connector", b"kv_connector", "kv_used", b"kv_used", "labels", b"labels", "model", b"model", "num_blocks", b"num_blocks", "prefill_token_ms", b"prefill_token_ms", "promised", b"promised", "running", b"running", "sequence_ms", b"sequence_ms", "step_ms", b"step_ms", "transfer_ms", b"transfer_ms", "transfer_token_ms", b"transfer_token_ms", "unfit", b"unfit", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnsweringEngine: _TypeAlias = AnsweringEngine  # noqa: Y015
+
+@_typing.final
+class PromisedRequests(_message.Message):
+    """Requests that are to be handed over to an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Number of these requests."""
+    blocks: _builtins.int
+    """Number of KV blocks that they hold."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromisedRequests: _TypeAlias = PromisedRequests  # noqa: Y015
+
+@_typing.final
+class ShadowHandovers(_message.Message):
+    """Sums over the handovers in shadow that would have happened, since the engine connected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    GAIN_MS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Number of these handovers."""
+    transfer_ms: _builtins.float
+    """Predicted milliseconds from the arrival on the answering engine to the first token, with the KV blocks transferred."""
+    recompute_ms: _builtins.float
+    """Predicted milliseconds to compute the same tokens on the answering engine, as without a transfer."""
+    gain_ms: _builtins.float
+    """Predicted milliseconds by which the answers would have been shorter, without the transfer."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        transfer_ms: _builtins.float = ...,
+        recompute_ms: _builtins.float = ...,
+        gain_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gain_ms", b"gain_ms", "recompute_ms", b"recompute_ms", "requests", b"requests", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShadowHandovers: _TypeAlias = ShadowHandovers  # noqa: Y015
+
+@_typing.final
+class ContinuedRequest(_message.Message):
+    """A request that continues a request of another engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    """Reference of the handover, as in RequestOpened."""
+    engine_id: _builtins.str
+    """Id of the engine that continues the request."""
+    request_id: _builtins.str
+    """Request id in this engine."""
+    state: Global___ContinuedState.ValueType
+    """What is known of the request."""
+    transferred_tokens: _builtins.int
+    """Number of the prompt's tokens whose KV came from the other engine; absent before the first token."""
+    first_token_ms: _builtins.float
+    """Milliseconds from the request's arrival to its first token; 0 before the first token."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        state: Global___ContinuedState.ValueType = ...,
+        transferred_tokens: _builtins.int | None = ...,
+        first_token_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_transferred_tokens", b"_transferred_tokens", "transferred_tokens", b"transferred_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_transferred_tokens", b"_transferred_tokens", "engine_id", b"engine_id", "first_token_ms", b"first_token_ms", "ref", b"ref", "request_id", b"request_id", "state", b"state", "transferred_tokens", b"transferred_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__transferred_tokens: _TypeAlias = _typing.Literal["transferred_tokens"]  # noqa: Y015
+    _WhichOneofArgType__transferred_tokens: _TypeAlias = _typing.Literal["_transferred_tokens", b"_transferred_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transferred_tokens) -> _WhichOneofReturnType__transferred_tokens | None: ...
+
+Global___ContinuedRequest: _TypeAlias = ContinuedRequest  # noqa: Y015
 
 @_typing.final
 class Histogram(_message.Message):
@@ -581,7 +906,7 @@ class LastDecision(_message.Message):
     decision_id: _builtins.int
     """Id of the decision; 0 if there is none."""
     kind: _builtins.str
-    """Kind of the decision: cap, force or tier."""
+    """Kind of the decision: cap, force, hand_over or tier."""
     reason: _builtins.str
     """Reason of the decision, as in LoggedDecision."""
     outcome: _agent_pb2.Outcome.ValueType
@@ -750,12 +1075,19 @@ class ListEnginesResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Token of the next page; empty on the last page."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """The engines, sorted by engine id."""
+
+    @_builtins.property
+    def continued(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContinuedRequest]:
+        """Requests of the asked replica's engines that continue a request of another engine, for two minutes after their
+        newest event; empty without `local_only`.
+        """
 
     @_builtins.property
     def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -766,11 +1098,12 @@ class ListEnginesResponse(_message.Message):
         *,
         engines: _abc.Iterable[Global___Engine] | None = ...,
         next_page_token: _builtins.str = ...,
+        continued: _abc.Iterable[Global___ContinuedRequest] | None = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_page_token", b"next_page_token", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "engines", b"engines", "next_page_token", b"next_page_token", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -977,6 +1310,7 @@ class TraceRecord(_message.Message):
     DOWN_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     END_THINKING_FIELD_NUMBER: _builtins.int
+    ANSWERING_POOL_FIELD_NUMBER: _builtins.int
     JOINED_LATE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the session's engine."""
@@ -1006,6 +1340,10 @@ class TraceRecord(_message.Message):
     def end_thinking(self) -> Global___TracedEnd:
         """An operator's call to end thinking that the control plane gave to the session; the session's directives follow."""
 
+    @_builtins.property
+    def answering_pool(self) -> Global___TracedPool:
+        """The answering engines that the control plane gave to the session, sent whenever they change."""
+
     def __init__(
         self,
         *,
@@ -1016,13 +1354,14 @@ class TraceRecord(_message.Message):
         down: _agent_pb2.ConnectResponse | None = ...,
         policy: Global___TracedPolicy | None = ...,
         end_thinking: Global___TracedEnd | None = ...,
+        answering_pool: Global___TracedPool | None = ...,
         joined_late: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "end_thinking", b"end_thinking", "message", b"message", "policy", b"policy", "time", b"time", "up", b"up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "down", b"down", "end_thinking", b"end_thinking", "message", b"message", "policy", b"policy", "time", b"time", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "end_thinking", b"end_thinking", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "down", b"down", "end_thinking", b"end_thinking", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy", "end_thinking"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy", "end_thinking", "answering_pool"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1079,6 +1418,30 @@ class TracedEnd(_message.Message):
 Global___TracedEnd: _TypeAlias = TracedEnd  # noqa: Y015
 
 @_typing.final
+class TracedPool(_message.Message):
+    """The engines to which the session may hand requests over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnsweringEngine]:
+        """The engines, sorted by engine id."""
+
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___AnsweringEngine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedPool: _TypeAlias = TracedPool  # noqa: Y015
+
+@_typing.final
 class ExplainRequestRequest(_message.Message):
     """Selects a request."""
 
@@ -1086,6 +1449,7 @@ class ExplainRequestRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_REFS_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request id in the engine, or the client's id without the parts that vLLM adds to it. If several requests match, the
@@ -1095,16 +1459,23 @@ class ExplainRequestRequest(_message.Message):
     """Id of the request's engine; empty for all engines."""
     local_only: _builtins.bool
     """Whether to return only what the asked replica itself knows."""
+    @_builtins.property
+    def handed_over_refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """References of handovers. If there are any, the answer has only `related`, for these references; replicas ask each
+        other with them.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         engine_id: _builtins.str = ...,
+        handed_over_refs: _abc.Iterable[_builtins.str] | None = ...,
         local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "local_only", b"local_only", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "handed_over_refs", b"handed_over_refs", "local_only", b"local_only", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1118,6 +1489,7 @@ class ExplainRequestResponse(_message.Message):
 
     LIFE_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    RELATED_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def life(self) -> Global___RequestLife:
@@ -1128,6 +1500,10 @@ class ExplainRequestResponse(_message.Message):
         """Present state of the request; absent if it has finished."""
 
     @_builtins.property
+    def related(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestLife]:
+        """Histories of the same client's request on other engines, before and after it was handed over, oldest first."""
+
+    @_builtins.property
     def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the replicas that did not answer; what they know is missing."""
 
@@ -1136,11 +1512,12 @@ class ExplainRequestResponse(_message.Message):
         *,
         life: Global___RequestLife | None = ...,
         live: Global___LiveRequest | None = ...,
+        related: _abc.Iterable[Global___RequestLife] | None = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live", "related", b"related", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1170,6 +1547,7 @@ class RequestLife(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     EVENTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_REF_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine that ran the request."""
     incarnation: _builtins.str
@@ -1200,6 +1578,8 @@ class RequestLife(_message.Message):
     """Number of answer tokens generated."""
     events_left_out: _builtins.int
     """Number of events that are missing because there was no room for them; these were the oldest events."""
+    handed_over_ref: _builtins.str
+    """Reference of the handover that the request continues, as in RequestOpened; empty for every other request."""
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the control plane first received the request."""
@@ -1233,10 +1613,11 @@ class RequestLife(_message.Message):
         output_tokens: _builtins.int = ...,
         events: _abc.Iterable[Global___RequestEvent] | None = ...,
         events_left_out: _builtins.int = ...,
+        handed_over_ref: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "handed_over_ref", b"handed_over_ref", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -1273,8 +1654,8 @@ class RequestEvent(_message.Message):
     output_tokens: _builtins.int
     """Answer tokens of the request when the control plane received the event."""
     detail: _builtins.str
-    """For think_end: natural, hard_cap, answer_reserve or a force's reason. For closed: stop, length, abort, error or
-    unknown.
+    """For think_end: natural, hard_cap, answer_reserve or a force's reason. For closed: stop, length, abort, error,
+    handed_over or unknown.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
@@ -1329,6 +1710,7 @@ class LoggedDecision(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     MEASURED_EAT_NATS_FIELD_NUMBER: _builtins.int
     OPERATOR_REASON_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision, unique within its session."""
     session_id: _builtins.str
@@ -1346,10 +1728,11 @@ class LoggedDecision(_message.Message):
     revision: _builtins.int
     """Policy revision that was in force when the decision was made."""
     kind: _builtins.str
-    """Kind of the decision: cap, force, probe or tier."""
+    """Kind of the decision: cap, force, hand_over, probe or tier."""
     reason: _builtins.str
     """Reason of the decision. For a force: a ForceReason without its prefix, in lower case. For a cap: hard_cap,
-    empty_answer or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable.
+    empty_answer or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable. For a hand_over:
+    kv_pressure, preempted_answers or step_gain, or taken_back.
     """
     shadow: _builtins.bool
     """Whether the decision is only counted and not carried out."""
@@ -1379,6 +1762,10 @@ class LoggedDecision(_message.Message):
     def outcome_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the control plane received the outcome; absent until then."""
 
+    @_builtins.property
+    def hand_over(self) -> Global___LoggedHandover:
+        """The handover, for the kind hand_over."""
+
     def __init__(
         self,
         *,
@@ -1402,16 +1789,73 @@ class LoggedDecision(_message.Message):
         detail: _builtins.str = ...,
         measured_eat_nats: _builtins.float | None = ...,
         operator_reason: _builtins.str = ...,
+        hand_over: Global___LoggedHandover | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "signals", b"signals", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "hand_over", b"hand_over", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "signals", b"signals", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_eat_nats: _TypeAlias = _typing.Literal["measured_eat_nats"]  # noqa: Y015
     _WhichOneofArgType__measured_eat_nats: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_eat_nats) -> _WhichOneofReturnType__measured_eat_nats | None: ...
 
 Global___LoggedDecision: _TypeAlias = LoggedDecision  # noqa: Y015
+
+@_typing.final
+class LoggedHandover(_message.Message):
+    """A handover that was decided, and what became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    GAIN_MS_FIELD_NUMBER: _builtins.int
+    KV_USED_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    RESULT_DETAIL_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    """Reference of the decision, as in HandOver; empty for the reason taken_back."""
+    engine_id: _builtins.str
+    """Id of the engine that is to answer."""
+    blocks: _builtins.int
+    """Number of KV blocks that the request held."""
+    transfer_ms: _builtins.float
+    """Predicted milliseconds from the arrival on the answering engine to the first token there."""
+    recompute_ms: _builtins.float
+    """Predicted milliseconds to compute the same tokens on the answering engine."""
+    gain_ms: _builtins.float
+    """Predicted milliseconds by which the answer is shorter on the answering engine, without the transfer."""
+    kv_used: _builtins.float
+    """Fraction of the answering engine's KV cache that was in use or promised."""
+    result: _builtins.str
+    """Result for the request: handed_over, finished_on_thinking_engine, recomputed or client_gone; empty while it is not
+    known, in shadow, and if a later decision for the request has it.
+    """
+    result_detail: _builtins.str
+    """Note on the result, for example "512 tokens transferred to engine-b, first token after 31 ms"."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        transfer_ms: _builtins.float = ...,
+        recompute_ms: _builtins.float = ...,
+        gain_ms: _builtins.float = ...,
+        kv_used: _builtins.float = ...,
+        result: _builtins.str = ...,
+        result_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "engine_id", b"engine_id", "gain_ms", b"gain_ms", "kv_used", b"kv_used", "recompute_ms", b"recompute_ms", "ref", b"ref", "result", b"result", "result_detail", b"result_detail", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoggedHandover: _TypeAlias = LoggedHandover  # noqa: Y015
 
 @_typing.final
 class Signals(_message.Message):
@@ -1741,6 +2185,9 @@ class Savings(_message.Message):
     SPILLS_FIELD_NUMBER: _builtins.int
     EAT_SAMPLES_FIELD_NUMBER: _builtins.int
     DRIFT_EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
+    RANK_SAMPLES_FIELD_NUMBER: _builtins.int
+    MARGIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    RPDI_SAMPLES_FIELD_NUMBER: _builtins.int
     rules: _builtins.str
     """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
     since_revision: _builtins.int
@@ -1763,7 +2210,7 @@ class Savings(_message.Message):
     """
     evidence_ratio: _builtins.float
     """Evidence that the harm exceeds max_loss, as a fraction of the evidence at which the rules are put into shadow.
-    Absent on all replicas but the one that leads.
+    Absent if the replica that leads did not answer.
     """
     judged_stops: _builtins.int
     """Number of judged requests that a rule would have ended."""
@@ -1772,8 +2219,8 @@ class Savings(_message.Message):
     so many tokens. Absent while a side has too few ends.
     """
     drift_evidence_ratio: _builtins.float
-    """Evidence that the live samples have left the calibrated distribution, as a fraction of the evidence at which the
-    rules are put into shadow. Absent without `eat_samples`, and on all replicas but the one that leads.
+    """Evidence that the live samples have left the calibrated distributions, as a fraction of the evidence at which the
+    rules are put into shadow. Absent if the policy describes no signal, or if the replica that leads did not answer.
     """
     @_builtins.property
     def treated(self) -> Global___ArmCounts:
@@ -1825,6 +2272,22 @@ class Savings(_message.Message):
         has no entropy.eat_reference.
         """
 
+    @_builtins.property
+    def rank_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSamples]:
+        """First ranks of the end marker at a sentence end, as `eat_samples`; empty if the policy has no
+        entropy.rank_reference.
+        """
+
+    @_builtins.property
+    def margin_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSamples]:
+        """First margins of the end marker at a sentence end, in nats, as `eat_samples`; empty if the policy has no
+        entropy.margin_reference.
+        """
+
+    @_builtins.property
+    def rpdi_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSamples]:
+        """First RPDI at a sentence end, as `eat_samples`; empty if the policy has no entropy.rpdi_reference."""
+
     def __init__(
         self,
         *,
@@ -1850,10 +2313,13 @@ class Savings(_message.Message):
         spills: Global___Range | None = ...,
         eat_samples: _abc.Iterable[Global___EatSamples] | None = ...,
         drift_evidence_ratio: _builtins.float | None = ...,
+        rank_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
+        margin_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
+        rpdi_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "margin_samples", b"margin_samples", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015
@@ -1945,6 +2411,38 @@ class EatSamples(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EatSamples: _TypeAlias = EatSamples  # noqa: Y015
+
+@_typing.final
+class SignalSamples(_message.Message):
+    """Requests whose value at the first sentence end at which a rule may end thinking lies in a bin of the policy's
+    description of the signal.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_VALUE_FIELD_NUMBER: _builtins.int
+    CALIBRATED_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
+    max_value: _builtins.float
+    """Largest value of the bin, as in the policy."""
+    calibrated: _builtins.int
+    """Number of requests of the calibration."""
+    seen: _builtins.int
+    """Number of live requests."""
+    def __init__(
+        self,
+        *,
+        max_value: _builtins.float = ...,
+        calibrated: _builtins.int = ...,
+        seen: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated", b"calibrated", "max_value", b"max_value", "seen", b"seen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignalSamples: _TypeAlias = SignalSamples  # noqa: Y015
 
 @_typing.final
 class ArmCounts(_message.Message):

@@ -56,6 +56,7 @@ class Policy(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     OVERRIDE_FIELD_NUMBER: _builtins.int
     LOOP_FIELD_NUMBER: _builtins.int
+    DISAGG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -88,6 +89,10 @@ class Policy(_message.Message):
     def loop(self) -> Global___LoopPolicy:
         """The rule that ends thinking which repeats itself."""
 
+    @_builtins.property
+    def disagg(self) -> Global___DisaggPolicy:
+        """Handovers of requests to other engines at the end of their thinking."""
+
     def __init__(
         self,
         *,
@@ -99,10 +104,11 @@ class Policy(_message.Message):
         model: _abc.Mapping[_builtins.str, Global___ModelPolicy] | None = ...,
         override: _abc.Iterable[Global___Override] | None = ...,
         loop: Global___LoopPolicy | None = ...,
+        disagg: Global___DisaggPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -682,6 +688,9 @@ class EntropyPolicy(_message.Message):
     GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
     EAT_REFERENCE_FIELD_NUMBER: _builtins.int
+    RANK_REFERENCE_FIELD_NUMBER: _builtins.int
+    MARGIN_REFERENCE_FIELD_NUMBER: _builtins.int
+    RPDI_REFERENCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Evaluate the EAT, rank, margin, RPDI, same-answer and give-up rules; false switches all of them off."""
     shadow: _builtins.bool
@@ -760,6 +769,26 @@ class EntropyPolicy(_message.Message):
         If live requests leave it, the control plane puts the section into shadow; empty switches this off.
         """
 
+    @_builtins.property
+    def rank_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
+        """Distribution of the end marker's rank on the requests of the calibration: of each request, the value at the first
+        sentence end from the floor on. If live requests leave it, the control plane puts the section into shadow; empty
+        switches this off.
+        """
+
+    @_builtins.property
+    def margin_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
+        """Distribution of the end marker's margin, in nats, on the requests of the calibration: of each request, the value at
+        the first sentence end from the floor on. If live requests leave it, the control plane puts the section into
+        shadow; empty switches this off.
+        """
+
+    @_builtins.property
+    def rpdi_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
+        """Distribution of RPDI on the requests of the calibration: of each request, the value at the first sentence end from
+        the floor on. If live requests leave it, the control plane puts the section into shadow; empty switches this off.
+        """
+
     def __init__(
         self,
         *,
@@ -787,10 +816,13 @@ class EntropyPolicy(_message.Message):
         give_up_eat_nats: _builtins.float | None = ...,
         give_up_shadow: _builtins.bool | None = ...,
         eat_reference: _abc.Iterable[Global___EatBin] | None = ...,
+        rank_reference: _abc.Iterable[Global___SignalBin] | None = ...,
+        margin_reference: _abc.Iterable[Global___SignalBin] | None = ...,
+        rpdi_reference: _abc.Iterable[Global___SignalBin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_reference", b"margin_reference", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -919,6 +951,39 @@ class EatBin(_message.Message):
 Global___EatBin: _TypeAlias = EatBin  # noqa: Y015
 
 @_typing.final
+class SignalBin(_message.Message):
+    """Requests of a calibration by a signal's value at the first sentence end at which a rule may end thinking."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_VALUE_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    max_value: _builtins.float
+    """Largest value of the bin; above the previous bin's. Larger values than the last bin's belong to the last bin."""
+    requests: _builtins.int
+    """Requests of the calibration whose value lies in the bin."""
+    def __init__(
+        self,
+        *,
+        max_value: _builtins.float | None = ...,
+        requests: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_value", b"_max_value", "_requests", b"_requests", "max_value", b"max_value", "requests", b"requests"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_value", b"_max_value", "_requests", b"_requests", "max_value", b"max_value", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_value: _TypeAlias = _typing.Literal["max_value"]  # noqa: Y015
+    _WhichOneofArgType__max_value: _TypeAlias = _typing.Literal["_max_value", b"_max_value"]  # noqa: Y015
+    _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
+    _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_value) -> _WhichOneofReturnType__max_value | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests) -> _WhichOneofReturnType__requests | None: ...
+
+Global___SignalBin: _TypeAlias = SignalBin  # noqa: Y015
+
+@_typing.final
 class RankCondition(_message.Message):
     """A condition of the rank rule. It holds if, for every k, the end marker's rank was at most max_ranks[k] at the k-th
     newest sentence end.
@@ -1020,6 +1085,117 @@ class LoopPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
 Global___LoopPolicy: _TypeAlias = LoopPolicy  # noqa: Y015
+
+@_typing.final
+class DisaggPolicy(_message.Message):
+    """Hands requests over at the end of their thinking to other engines, which answer them with the same KV blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ThinkingPoolEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class AnsweringPoolEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    FABRIC_FIELD_NUMBER: _builtins.int
+    OFFLOAD_THRESHOLD_BLOCKS_FIELD_NUMBER: _builtins.int
+    THINKING_POOL_FIELD_NUMBER: _builtins.int
+    ANSWERING_POOL_FIELD_NUMBER: _builtins.int
+    MAX_POOL_KV_USED_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    """Decide handovers; false leaves each request on its engine."""
+    shadow: _builtins.bool
+    """Make and count decisions, but hand no request over."""
+    fabric: _builtins.str
+    """Transport of the KV blocks: nixl."""
+    offload_threshold_blocks: _builtins.int
+    """Smallest number of KV blocks that a request must hold to be handed over."""
+    max_pool_kv_used: _builtins.float
+    """Share of the KV cache in use, a fraction, above which an engine is full: a thinking engine then hands requests
+    over, and an answering engine gets none.
+    """
+    @_builtins.property
+    def thinking_pool(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels of the engines that hand requests over, by label name; empty means every engine."""
+
+    @_builtins.property
+    def answering_pool(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels of the engines that requests are handed over to, by label name; empty means every engine."""
+
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool | None = ...,
+        shadow: _builtins.bool | None = ...,
+        fabric: _builtins.str | None = ...,
+        offload_threshold_blocks: _builtins.int | None = ...,
+        thinking_pool: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        answering_pool: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        max_pool_kv_used: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_fabric", b"_fabric", "_max_pool_kv_used", b"_max_pool_kv_used", "_offload_threshold_blocks", b"_offload_threshold_blocks", "_shadow", b"_shadow", "enabled", b"enabled", "fabric", b"fabric", "max_pool_kv_used", b"max_pool_kv_used", "offload_threshold_blocks", b"offload_threshold_blocks", "shadow", b"shadow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_fabric", b"_fabric", "_max_pool_kv_used", b"_max_pool_kv_used", "_offload_threshold_blocks", b"_offload_threshold_blocks", "_shadow", b"_shadow", "answering_pool", b"answering_pool", "enabled", b"enabled", "fabric", b"fabric", "max_pool_kv_used", b"max_pool_kv_used", "offload_threshold_blocks", b"offload_threshold_blocks", "shadow", b"shadow", "thinking_pool", b"thinking_pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__fabric: _TypeAlias = _typing.Literal["fabric"]  # noqa: Y015
+    _WhichOneofArgType__fabric: _TypeAlias = _typing.Literal["_fabric", b"_fabric"]  # noqa: Y015
+    _WhichOneofReturnType__max_pool_kv_used: _TypeAlias = _typing.Literal["max_pool_kv_used"]  # noqa: Y015
+    _WhichOneofArgType__max_pool_kv_used: _TypeAlias = _typing.Literal["_max_pool_kv_used", b"_max_pool_kv_used"]  # noqa: Y015
+    _WhichOneofReturnType__offload_threshold_blocks: _TypeAlias = _typing.Literal["offload_threshold_blocks"]  # noqa: Y015
+    _WhichOneofArgType__offload_threshold_blocks: _TypeAlias = _typing.Literal["_offload_threshold_blocks", b"_offload_threshold_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fabric) -> _WhichOneofReturnType__fabric | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_pool_kv_used) -> _WhichOneofReturnType__max_pool_kv_used | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offload_threshold_blocks) -> _WhichOneofReturnType__offload_threshold_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+
+Global___DisaggPolicy: _TypeAlias = DisaggPolicy  # noqa: Y015
 
 @_typing.final
 class KvMemoryPolicy(_message.Message):

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from tests.engine.matrix import FEATURES, Feature
-from tests.engine.matrix.features import asked, connectors, forces, groups, markers, parallel, scheduling, signals
+from tests.engine.matrix.features import (
+    asked,
+    connectors,
+    forces,
+    groups,
+    handovers,
+    markers,
+    parallel,
+    scheduling,
+    signals,
+)
 
-MODULES = (signals, forces, asked, scheduling, markers, parallel, groups, connectors)
+MODULES = (signals, forces, asked, scheduling, markers, parallel, groups, connectors, handovers)
 
 
 def all_of_them() -> dict[str, Feature]:

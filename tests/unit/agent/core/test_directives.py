@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import MAX_HOLD_MS, MAX_SKIP_STEPS, NOT_KNOWN, Outcome
+from meridian_agent.core.directives import MAX_SKIP_STEPS
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
+from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from meridian_agent.core.reclaim import Tier
+from meridian_agent.core.step_record import NOT_KNOWN, Outcome
 from tests.fakes.engine import END, MARKERS, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan, text_until_end
 
@@ -43,7 +45,7 @@ def test_a_decision_for_an_unknown_slot_or_an_older_request_of_that_slot() -> No
     engine.accept(message(caps=[cap(6, 9, 5)]))
     engine.take()
     assert engine.outcomes == {i: [Outcome.REQUEST_GONE] for i in (1, 2, 3, 4, 6)}
-    assert (tr.cap, tr.ending, tr.tier, tr.rank, engine.directives.probes) == (None, None, None, None, [])
+    assert (tr.cap, tr.ending, tr.tier, tr.rank, list(engine.directives.probes)) == (None, None, None, None, [])
     opened_at = engine.records[-1].step
     engine.accept(message(opened_at, caps=[cap(7, 0, 5)]))
     assert tr.cap is not None

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.directives import Outcome
 from meridian_agent.core.phases import Markers, Phase
+from meridian_agent.core.step_record import Outcome
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, text_until_end
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES, Outcome
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES
+from meridian_agent.core.step_record import Outcome
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan
 
@@ -30,7 +31,7 @@ def test_past_the_lease_only_caps_are_kept() -> None:
     engine.take()
     assert engine.outcomes == {i: [Outcome.AGENT_OFF] for i in (2, 3, 4, 5)}
     assert engine.directives.active_plan() is None
-    assert (a.rank, b.rank, a.tier, b.ending, engine.directives.probes) == (None, None, None, None, [])
+    assert (a.rank, b.rank, a.tier, b.ending, list(engine.directives.probes)) == (None, None, None, None, [])
     for _ in range(5):
         engine.run({"a": TEXT, "b": TEXT})
     assert (a.state.think_tokens, engine.thinking("a"), engine.thinking("b")) == (4, False, True)

@@ -42,7 +42,7 @@ def test_a_number_too_long_to_print() -> None:
 
 @pytest.mark.parametrize("extra", [None, {}])
 def test_nothing_said(extra: dict[str, object] | None) -> None:
-    assert read(extra) == ("", "", "", None, None, "")
+    assert read(extra) == ("", "", "", None, None, MAX_TOKENS, "")
 
 
 # ------------------------------------------------------------------------------------------------- vLLM's own budget
@@ -138,7 +138,7 @@ def test_another_engine_continues_what_a_connector_keeps_for_it(connector: Any, 
     )
 )
 def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
-    tenant, slo_class, effort, floor, cap, _ = read(extra)
+    tenant, slo_class, effort, floor, cap, repeated, _ = read(extra)
     info = SimpleNamespace(
         request_id="r",
         model="m",
@@ -151,7 +151,10 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         min_think_tokens=floor,
         traceparent="",
         remote_decode=False,
+        hand_over_candidate=False,
+        handed_over_ref=tenant,
     )
+    assert 0 <= repeated <= MAX_TOKENS
     message = opened_message((0, info, 1, 0, 0, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
     assert max(len(tenant), len(slo_class), len(effort)) <= MAX_TEXT

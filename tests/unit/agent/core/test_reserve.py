@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.directives import CAPS, Outcome
+from meridian_agent.core.directives import CAPS
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, Markers, Phase, PhaseState, Work, begin
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.think_limit import ending_tokens
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, message, text_until_end

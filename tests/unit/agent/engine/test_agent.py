@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import CAPS, ORDER, Outcome
+from meridian_agent.core.directives import CAPS, ORDER
 from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.link.control_stream import Link
@@ -86,8 +87,8 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler_of(), MARKERS, link, FACTS)
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
-        agent._hear_backend(backend)
-        assert (agent.backend, len(restarts)) == (backend, said)
+        agent.measuring._hear_backend(backend)
+        assert (agent.measuring.backend, len(restarts)) == (backend, said)
 
 
 @pytest.mark.parametrize(

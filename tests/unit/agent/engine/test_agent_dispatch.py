@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Phase, PhaseState
-from meridian_agent.engine.left_out import left_out
+from meridian_agent.engine.queue_order import left_out
 
 
 def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> LiveRequest:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meridian_agent.core.directives import Directives, Outcome
+from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Ending, LiveRequest, RequestInfo
 from meridian_agent.core.phases import Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.engine.capabilities import capabilities
+from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import request_api
 from tests.fakes.engine import MARKERS
@@ -129,7 +129,7 @@ def test_the_probes_of_a_step_share_its_room(
     probing = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True)
     for n in range(5):
         live = tracked(all_token_ids=[9] * 41)
-        directives.probes.append((n + 1, live, 0, 0))
+        directives.probes.put_back((n + 1, live, 0, 0))
     assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
 
@@ -139,7 +139,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
     probing = ProbeRunner(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
-    directives.probes.append((1, tracked(all_token_ids=[9] * 41), 0, 0))
+    directives.probes.put_back((1, tracked(all_token_ids=[9] * 41), 0, 0))
     assert probing.place(FakeScheduler(10_000, 10_000), observes=True) == []
     ((_, outcome, _, detail),) = tracker.record.outcomes
     assert (outcome, detail) == (Outcome.REFUSED, "HiSparseConnector moves the KV of every request")
@@ -148,7 +148,8 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     scheduler = SimpleNamespace(
         kv_cache_manager=SimpleNamespace(enable_caching=True), kv_cache_config=cache, vllm_config=config
     )
-    assert [capabilities(scheduler, False, True, why).eat_probe for why in ("", "it moves it")] == [True, False]
+    facts = [EngineFacts("m", b"", True, None, lambda *_: None, ("cpu", ""), why) for why in ("", "it moves it")]
+    assert [capabilities(scheduler, False, True, one).eat_probe for one in facts] == [True, False]
 
 
 def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:

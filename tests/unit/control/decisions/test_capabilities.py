@@ -114,3 +114,24 @@ def test_overrides_ask_where_they_may_hold(match: dict[str, Any], asks: bool) ->
     asked = policy(override=[{**match, "entropy": IN_FORCE}])
     said = missing(asked, hello(capabilities=NONE, labels={"zone": "a"}))
     assert bool(said) == asks
+
+
+POOLS = {"enabled": True, "shadow": False, "thinking_pool": {"pool": "think"}, "answering_pool": {"pool": "answer"}}
+
+
+@pytest.mark.parametrize(
+    ("pool", "capability", "path", "reason"),
+    [
+        ("think", "hand_over", "disagg.thinking_pool", "no_hand_over"),
+        ("answer", "answer_handed_over", "disagg.answering_pool", "no_answer_handed_over"),
+    ],
+)
+def test_an_engine_in_a_pool_needs_what_the_pool_does(pool: str, capability: str, path: str, reason: str) -> None:
+    own: dict[str, Any] = {"labels": {"pool": pool}, reason: "the end marker has several tokens"}
+    lacks = hello(capabilities=NONE, **own)
+    text = f"the engine lacks {capability}, needed for {path}: the end marker has several tokens"
+    assert missing(policy(disagg=POOLS), lacks) == text
+    assert missing(policy(disagg=POOLS), hello(capabilities=agent_pb2.Capabilities(**{capability: True}), **own)) == ""
+    assert missing(policy(disagg=POOLS), hello(capabilities=NONE, labels={"pool": "other"})) == ""
+    for off in ({"shadow": True}, {"enabled": False}):
+        assert missing(policy(disagg=POOLS | off), lacks) == ""

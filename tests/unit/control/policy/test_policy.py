@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 from meridian_control.common.errors import PolicyError
-from meridian_control.policy.drift_schema import EatBin
+from meridian_control.policy.disagg_schema import CONNECTORS
+from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.model_section import ModelPolicy
@@ -167,14 +168,18 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
         # An override's field is absent, or has a value that the section itself allows.
         inner = FieldInfo.from_annotation(get_args(field.annotation)[0])
         return values(inner).filter(lambda value: value != [])
-    if EatBin in models_in(field.annotation):
+    nested = list(models_in(field.annotation))
+    if bins := [kind for kind in (EatBin, SignalBin) if kind in nested]:
+        edge_name = "max_nats" if EatBin in bins else "max_value"
         edges = st.lists(st.floats(0, 1e9), min_size=1, max_size=4, unique=True).map(sorted)
         counts = st.integers(1, INT32_MAX)
         return edges.flatmap(lambda found: st.tuples(*(st.tuples(st.just(edge), counts) for edge in found))).map(
-            lambda bins: [{"max_nats": edge, "requests": count} for edge, count in bins]
+            lambda found: [{edge_name: edge, "requests": count} for edge, count in found]
         )
     if any(isinstance(c, AfterValidator) for c in field.metadata):
-        return st.just(0) | st.integers(MIN_LEASE_MS, MAX_LEASE_MS)
+        # Texts with a check of their own are fabrics, and numbers are leases.
+        leases = st.just(0) | st.integers(MIN_LEASE_MS, MAX_LEASE_MS)
+        return st.sampled_from(sorted(CONNECTORS)) if field.annotation is str else leases
     limits = {name: getattr(c, name) for c in field.metadata for name in ("gt", "ge", "le") if hasattr(c, name)}
     if field.annotation is int:
         return st.integers(limits["ge"], limits["le"])

@@ -106,6 +106,10 @@ class Engine:
         made = list(self.log.decisions(lambda d: d.kind == "force", None))
         return sorted((d.life.opened.request_id, d.reason, d.shadow, repr(d.signals), repr(compared(d))) for d in made)
 
+    def samples(self) -> dict[str, list[int]]:
+        """Return the number of first values of each described signal in each bin."""
+        return self.session._groups._experiments.newest()[0].samples
+
     def probed(self) -> list[tuple[Any, ...]]:
         made = list(self.log.decisions(lambda d: d.kind == "probe", None))
         return sorted((d.life.opened.request_id, d.reason, d.signals.think_tokens, repr(compared(d))) for d in made)
@@ -167,13 +171,20 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+# Descriptions of each signal at sentence ends, so that first values are counted while the rules are in force.
+REFERENCES = {
+    name: [{"max_value": edge, "requests": 9} for edge in (0.5, 1.0, 5.0)]
+    for name in ("rank_reference", "margin_reference", "rpdi_reference")
+}
+
+
 def with_rule(name: str, shadow: bool, floor: int, **scheduler: Any) -> Policy:
     sections = RULES[name]
     return policy(
         scheduler={"min_think_tokens": floor, "max_think_tokens": 12, "shadow": shadow}
         | sections.get("scheduler", {})
         | scheduler,
-        entropy={"shadow": shadow, **sections["entropy"]},
+        entropy={"shadow": shadow, **sections["entropy"], **REFERENCES},
     )
 
 
@@ -229,6 +240,7 @@ def same(held: Policy, steps: Sequence[Step], lengths: Sequence[int]) -> Engine:
     single, merged = told(held, [[step] for step in steps]), told(held, cuts(steps, lengths))
     assert merged.fired() == single.fired()
     assert merged.lives() == single.lives()
+    assert merged.samples() == single.samples()
     assert [(m.section, m.reason, m.requests, m.think_tokens) for m in merged.shadow.messages() if not m.reason] == [
         (m.section, m.reason, m.requests, m.think_tokens) for m in single.shadow.messages() if not m.reason
     ]

@@ -1,0 +1,93 @@
+"""Handovers over real streams: one engine thinks, another one answers, and the control plane tells both stories."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+
+from tests.contract.control.fleet.test_record import replayed
+from tests.fakes.linked import until
+from tests.unit.control.handover.engines import ANSWERING, disagg, hello
+
+if TYPE_CHECKING:
+    from tests.contract.streams import Control
+
+STOP, APPLIED = agent_pb2.FINISH_REASON_STOP, agent_pb2.OUTCOME_APPLIED
+
+
+class RawEngine:
+    """An engine whose stream has only the messages that a test sends."""
+
+    def __init__(self, channel: grpc.aio.Channel, said: agent_pb2.Hello) -> None:
+        self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+        self.said, self.step = said, 0
+
+    async def connect(self) -> None:
+        """Open the stream and apply the policy."""
+        await self.send(hello=self.said)
+        await self.send(snapshot=agent_pb2.Snapshot())
+        while not (settings := (await self.call.read()).settings).revision:
+            pass
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
+        await self.send(settings_status=status)
+        await self.report()
+
+    async def send(self, **message: Any) -> None:
+        await self.call.write(agent_pb2.ConnectRequest(**message))
+
+    async def report(self, **fields: Any) -> None:
+        self.step += 1
+        await self.send(step=agent_pb2.StepReport(step=self.step, steps=1, **fields))
+
+    async def hand_over(self) -> agent_pb2.HandOver:
+        """Return the next handover that the control plane decides."""
+        while not (made := list((await self.call.read()).directives.hand_overs)):
+            pass
+        first: agent_pb2.HandOver = made[0]
+        return first
+
+
+def opened(request_id: str, phase: agent_pb2.Phase.ValueType, **fields: Any) -> list[agent_pb2.RequestOpened]:
+    return [agent_pb2.RequestOpened(request_id=request_id, model="m", prompt_tokens=160, phase=phase, **fields)]
+
+
+async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Control) -> None:
+    stored = await control.set_policy(disagg())
+    recording = control.fleet.record("")
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        a, b = RawEngine(channel, hello("a")), RawEngine(channel, hello("b", ANSWERING))
+        for engine in (a, b):
+            await engine.connect()
+        await until(lambda: [e.acked_revision for e in control.fleet.engines()] == [stored.revision] * 2)
+        await until(lambda: all(c.session.last_report is not None for c in control.fleet.connections))
+        control.fleet.share_pool()
+        thinks = opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True)
+        await a.report(opened=thinks, kv_used=0.95)
+        move = await a.hand_over()
+        assert (move.slot, move.url, move.shadow) == (0, "http://b:8000", False)
+        applied = agent_pb2.DecisionOutcome(decision_id=move.decision_id, outcome=APPLIED, detail="10 blocks")
+        await a.report(outcomes=[applied], closed=[agent_pb2.RequestClosed(reason=STOP, handed_over=True)])
+        await b.report(opened=opened("on-b", agent_pb2.PHASE_OUTPUT, handed_over_ref=move.ref))
+        told = agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[160], first_token_ms=[31.0])
+        await b.report(continued=told)
+        await until(lambda: control.fleet.handovers.total() == {"handed_over": 1})
+        await until(lambda: control.fleet.handovers.pending() == 0)
+        for request_id, other in (("on-a", "on-b"), ("on-b", "on-a")):
+            answer = await fleet.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id))
+            assert [life.request_id for life in answer.related] == [other]
+            lives = {life.request_id: life for life in (answer.life, *answer.related)}
+            (decision,) = [e.decision for e in lives["on-a"].events if e.decision.kind == "hand_over"]
+            assert (decision.hand_over.result, decision.detail) == ("handed_over", "10 blocks")
+        listed = {e.engine_id: e for e in (await fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines}
+        assert (listed["a"].pool, listed["b"].pool) == ("thinking", "answering")
+        assert dict(listed["a"].handovers) == {"handed_over": 1}
+        local = await fleet.ListEngines(fleet_pb2.ListEnginesRequest(local_only=True))
+        assert [(c.ref, c.engine_id, c.transferred_tokens) for c in local.continued] == [(move.ref, "b", 160)]
+        records = [record for record in recording._waiting if record.engine_id == "a"]
+        again = [move for response in replayed(records) for move in response.directives.hand_overs]
+        assert [(m.decision_id, m.slot, m.url, m.ref) for m in again] == [(move.decision_id, 0, move.url, move.ref)]
+        b.call.cancel()
+        await until(lambda: [c.session.handovers.pool for c in control.fleet.connections] == [()])

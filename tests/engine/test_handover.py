@@ -1,0 +1,222 @@
+"""Requests think on engine A and answer on engine B, behind the relay, over NIXL: for the client it is one engine.
+
+Control plane, engines, NIXL and relay are real, and each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from meridian.v1 import agent_pb2
+
+from tests.data import maze
+from tests.engine.pools import POLICY, Pools
+from tests.needed import NIXL
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+if not NIXL.found():
+    pytest.skip(NIXL.reason, allow_module_level=True)
+
+PROMPTS = maze.prompts(8, seed=91)
+Said = tuple[str, str, str, int, int]
+
+
+async def stream(port: int, prompt: str, **more: Any) -> Said:
+    """Return the reasoning, the content, the finish reason and both token counts of one streamed request."""
+    reasoning, content, finish, counted = "", "", "", (0, 0)
+    url = f"http://127.0.0.1:{port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
+        chunks = await client.chat.completions.create(
+            model="maze",
+            messages=[{"role": "user", "content": prompt}],
+            stream=True,
+            stream_options={"include_usage": True},
+            temperature=0.0,
+            **{"max_tokens": 700, **more},
+        )
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
+                content += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+            if chunk.usage is not None:
+                counted = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+    return reasoning, content, finish, *counted
+
+
+def all_of(port: int, **more: Any) -> list[Said]:
+    async def together() -> list[Said]:
+        return list(await asyncio.gather(*(stream(port, prompt, **more) for prompt in PROMPTS)))
+
+    return asyncio.run(together())
+
+
+# Answers that go on to the last token, so that a fault finds them under way.
+LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}, "max_tokens": 700}
+
+
+def words(said: list[Said]) -> list[Said]:
+    """Return what was said without spaces and without the ends of turns.
+
+    vLLM's chat stream shows such a token if it comes in a chunk of its own, and loses it, or the space after it, if it
+    comes with others.
+    """
+    return [(one[0], one[1].replace("<|im_end|>", "").replace(" ", ""), *one[2:]) for one in said]
+
+
+@contextlib.contextmanager
+def under_way(port: int, **more: Any) -> Iterator[Future[list[Said]]]:
+    """Yield the result of all requests, which are under way."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(all_of, port, **more)
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    with Pools(tmp_path_factory.mktemp("pools")) as pools:
+        yield pools
+
+
+@pytest.fixture(scope="module")
+def expected(pools: Pools) -> list[Said]:
+    """Return what one engine says to each prompt; without the relay no request is handed over."""
+    return all_of(pools["A"].port)
+
+
+@pytest.fixture(scope="module")
+def expected_long(pools: Pools) -> list[Said]:
+    return words(all_of(pools["A"].port, **LONG))
+
+
+def results(pools: Pools) -> dict[str, float]:
+    """Return the number of requests of the relay by result."""
+    found = pools.metrics("relay", "meridian_relay_requests_total{")
+    return {key.partition('result="')[2].partition('"')[0]: value for key, value in found.items()}
+
+
+def more(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in after.items() if value > before.get(name, 0)}
+
+
+def no_block_is_left(pools: Pools) -> None:
+    """Wait until both engines hold no KV block; a thinking engine's are free once they have been read."""
+    pools.until(lambda engine: engine.kv_used == 0 and engine.running == 0, "free blocks")
+
+
+def test_the_client_sees_one_engine(pools: Pools, expected: list[Said]) -> None:
+    pools.apply(POLICY)
+    before = results(pools)
+    assert all_of(pools.relay_port) == expected
+    told = more(results(pools), before)
+    assert sum(told.values()) == len(PROMPTS)
+    assert told["handed_over"] >= len(PROMPTS) / 2
+    counted = pools.metrics("control", "meridian_handovers_total{")
+    assert sum(value for key, value in counted.items() if 'result="handed_over"' in key) == told["handed_over"], counted
+    no_block_is_left(pools)
+
+
+def test_in_shadow_nothing_is_handed_over(pools: Pools, expected: list[Said]) -> None:
+    pools.apply({**POLICY, "disagg": {**POLICY["disagg"], "shadow": True}})
+    before = results(pools)
+    assert all_of(pools.relay_port) == expected
+    assert more(results(pools), before) == {"one_engine": len(PROMPTS)}
+    no_block_is_left(pools)
+
+
+def test_answers_that_end_early(pools: Pools, expected: list[Said]) -> None:
+    """The budget of tokens counts over both engines."""
+    pools.apply(POLICY)
+    thinking = max(said[4] for said in expected) - 2
+    whole = all_of(pools["A"].port, max_tokens=thinking)
+    assert all_of(pools.relay_port, max_tokens=thinking) == whole
+    no_block_is_left(pools)
+
+
+def test_a_frozen_engine_hands_nothing_over(pools: Pools, expected: list[Said]) -> None:
+    pools.apply(POLICY)
+    pools.control.freeze()
+    try:
+        pools.until(lambda engine: engine.freeze.confirmed, "the freeze")
+        before = results(pools)
+        assert all_of(pools.relay_port) == expected
+        assert more(results(pools), before) == {"one_engine": len(PROMPTS)}
+    finally:
+        pools.control.thaw()
+    pools.until(lambda engine: not engine.HasField("freeze"), "the thaw")
+    no_block_is_left(pools)
+
+
+def answering(pools: Pools, engine: str, at_least: int = 2) -> None:
+    """Wait until some requests answer on an engine."""
+
+    def answers() -> bool:
+        found = [r for r in pools.control.requests() if r.engine_id == engine and r.phase == agent_pb2.PHASE_OUTPUT]
+        return len(found) >= at_least
+
+    wait_for(answers, 60, f"answers on {engine}")
+
+
+def test_the_answering_engine_is_killed_and_comes_back(pools: Pools, expected_long: list[Said]) -> None:
+    """Answers go on at the thinking engine, and no token is missing or repeated."""
+    pools.apply(POLICY)
+    before = results(pools)
+    with under_way(pools.relay_port, **LONG) as said:
+        answering(pools, "B")
+        pools["B"].process.kill()
+    assert words(said.result()) == expected_long
+    told = more(results(pools), before)
+    assert sum(told.values()) == len(PROMPTS)
+    assert told.keys() <= {"one_engine", "handed_over", "recomputed", "finished_on_thinking_engine"}
+    pools.start("B")
+    pools.wait_for_engines()
+    pools.apply(POLICY)
+    before = results(pools)
+    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    assert more(results(pools), before)["handed_over"] >= 1
+    no_block_is_left(pools)
+
+
+def test_the_control_plane_is_killed(pools: Pools, expected_long: list[Said]) -> None:
+    """Requests that were to be handed over answer where they are after the lease; nothing is lost."""
+    with under_way(pools.relay_port, **LONG) as said:
+        answering(pools, "B", at_least=1)
+        pools.control.process.kill()
+    assert words(said.result()) == expected_long
+    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    pools.control.start()
+    no_block_is_left(pools)
+
+
+def test_the_relay_is_killed(pools: Pools, expected_long: list[Said]) -> None:
+    """The clients see the end of their streams; both engines free the blocks."""
+    with under_way(pools.relay_port, **LONG) as said:
+        answering(pools, "B", at_least=1)
+        pools.relay.kill()
+        with pytest.raises(openai.APIError):
+            said.result()
+    pools.start_relay()
+    no_block_is_left(pools)
+    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+
+
+def test_the_thinking_engine_is_killed(pools: Pools, expected_long: list[Said]) -> None:
+    """Requests that think or answer there go on at the answering engine."""
+    pools.apply(POLICY)
+    # The relay knows the answering engine from a handover.
+    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    before = results(pools)
+    with under_way(pools.relay_port, **LONG) as said:
+        answering(pools, "B", at_least=1)
+        pools["A"].process.kill()
+    assert words(said.result()) == expected_long
+    assert sum(more(results(pools), before).values()) == len(PROMPTS)
+    assert "failed" not in more(results(pools), before)

@@ -1,0 +1,195 @@
+"""What became of requests that were to be handed over: one result each, whatever the order of the reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.handover.results import (
+    CLIENT_GONE,
+    FINISHED,
+    HANDED_OVER,
+    KEEP,
+    RECOMPUTED,
+    RESULTS,
+    WAIT,
+    Handover,
+    Handovers,
+)
+from meridian_control.handover.rule import Move
+from tests.unit.control.handover.engines import NOW, answering
+
+A, B, C = ("a", "1", "on-a"), ("b", "1", "on-b"), ("c", "1", "on-c")
+STOP, ABORT = agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_ABORT
+LATE = NOW + WAIT
+
+
+def decided(ref: str = "r", engine_id: str = "b") -> tuple[Handovers, Handover]:
+    made, results = Handover(ref, Move(0, 9, "kv_pressure", answering(engine_id))), Handovers()
+    results.decided(A, made)
+    return results, made
+
+
+def stop(results: Handovers) -> None:
+    results.closed(A, agent_pb2.RequestClosed(reason=STOP, handed_over=True), NOW)
+
+
+@pytest.mark.parametrize("stopped_first", [True, False])
+@pytest.mark.parametrize(("tokens", "result"), [(160, HANDED_OVER), (0, RECOMPUTED)])
+def test_the_answering_engine_continues_the_request(tokens: int, result: str, stopped_first: bool) -> None:
+    results, made = decided()
+    if stopped_first:
+        stop(results)
+    results.opened("r", B, NOW)
+    assert (made.result, results.pending()) == ("", 1)
+    results.first_token("r", B, tokens, 31.4, NOW)
+    if not stopped_first:
+        stop(results)
+    assert (made.result, made.detail) == (result, f"{tokens} tokens transferred to b, first token after 31 ms")
+    results.continuation_closed("r", B, STOP, NOW)
+    results.expire(LATE)
+    assert (results.total(), results.pending()) == (Counter({result: 1}), 0)
+
+
+@pytest.mark.parametrize("key", [A, C])
+def test_a_thinking_engine_continues_the_request(key: tuple[str, str, str]) -> None:
+    results, made = decided()
+    stop(results)
+    results.opened("r", key, NOW)
+    assert (made.result, made.detail) == (FINISHED, f"continued on {key[0]}")
+
+
+@pytest.mark.parametrize(("reason", "result"), [(STOP, FINISHED), (ABORT, CLIENT_GONE)])
+def test_a_request_that_is_never_stopped(reason: agent_pb2.FinishReason.ValueType, result: str) -> None:
+    results, made = decided()
+    results.closed(A, agent_pb2.RequestClosed(reason=reason), NOW)
+    assert made.result == result
+
+
+def test_a_request_that_nobody_continues() -> None:
+    results, made = decided()
+    stop(results)
+    results.expire(LATE - timedelta(milliseconds=1))
+    assert made.result == ""
+    results.expire(LATE)
+    assert (made.result, results.total()) == (CLIENT_GONE, Counter({CLIENT_GONE: 1}))
+
+
+def test_an_engine_that_dies_before_the_first_token_leaves_the_request_to_the_thinking_engine() -> None:
+    results, made = decided()
+    stop(results)
+    results.opened("r", B, NOW)
+    results.lost(B[:2], NOW)
+    results.opened("r", ("a", "1", "again"), NOW)
+    assert made.result == FINISHED
+
+
+def test_a_stream_that_comes_back_goes_on_with_its_requests() -> None:
+    results, made = decided()
+    results.lost(A[:2], NOW)
+    results.relisted(A[:2], {A[2]}, NOW)
+    results.expire(LATE)
+    assert made.result == ""
+    results.closed(A, agent_pb2.RequestClosed(reason=STOP), LATE)
+    assert made.result == FINISHED
+
+
+def test_the_result_belongs_to_the_decision_that_the_relay_obeyed() -> None:
+    results, first = decided("old")
+    second = Handover("new", Move(0, 9, "kv_pressure", answering("c")))
+    results.decided(A, second)
+    stop(results)
+    results.opened("old", B, NOW)
+    results.first_token("old", B, 160, 30.0, NOW)
+    assert (first.result, second.result) == (HANDED_OVER, "")
+
+
+def test_results_outlive_their_engines() -> None:
+    results, _ = decided()
+    results.closed(A, agent_pb2.RequestClosed(reason=STOP), NOW)
+    assert results.results == {"a": Counter({FINISHED: 1})}
+    results.forget(["a", "unknown"])
+    assert (results.results, results.total()) == ({"": Counter({FINISHED: 1})}, Counter({FINISHED: 1}))
+
+
+def test_other_replicas_hear_of_continued_requests_for_a_while() -> None:
+    here, there = Handovers(), decided()
+    here.opened("r", B, NOW)
+    here.first_token("r", B, 160, 30.0, NOW)
+    here.continuation_closed("r", B, STOP, NOW)
+    (told,) = here.continued()
+    for _ in range(2):
+        there[0].heard(fleet_pb2.ContinuedRequest.FromString(told.SerializeToString()), NOW)
+    assert there[1].result == HANDED_OVER
+    here.expire(NOW + KEEP)
+    assert here.continued()
+    here.expire(NOW + KEEP + timedelta(seconds=1))
+    assert here.continued() == []
+
+
+# Events of a request on its thinking engine, on its answering engine and on another engine, and the passing of time.
+EVENTS = (
+    *("stopped", "finished", "aborted", "lost a", "back a", "again", "expire", "later"),
+    *(
+        f"{event} {engine}"
+        for event in ("open", "token", "empty", "finish", "abort", "lost", "listed")
+        for engine in "bc"
+    ),
+)
+
+
+def happen(results: Handovers, event: str, now: timedelta) -> None:
+    """Let one event happen; reports of another replica come as its messages."""
+    kind, _, name = event.partition(" ")
+    key, at = {"b": B, "c": C}.get(name, A), NOW + now
+    if kind in ("stopped", "finished", "aborted"):
+        reason = ABORT if kind == "aborted" else STOP
+        results.closed(A, agent_pb2.RequestClosed(reason=reason, handed_over=kind == "stopped"), at)
+    elif kind == "lost":
+        results.lost(key[:2], at)
+    elif kind in ("back", "listed"):
+        results.relisted(key[:2], {key[2]}, at)
+    elif kind == "again":
+        results.decided(A, Handover("r2", Move(0, 9, "kv_pressure", answering("c"))))
+    elif kind == "expire":
+        results.expire(at)
+    elif kind == "open":
+        results.opened("r", key, at)
+    elif kind in ("token", "empty"):
+        results.first_token("r", key, 160 * (kind == "token"), 30.0, at)
+    elif kind in ("finish", "abort"):
+        results.continuation_closed("r", key, STOP if kind == "finish" else ABORT, at)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(st.sampled_from(EVENTS), max_size=12))
+def test_every_request_has_exactly_one_result(events: list[str]) -> None:
+    results, _ = decided()
+    now, closed = timedelta(), False
+    for event in events:
+        if event == "later":
+            now += WAIT / 2
+        elif event == "again" and (closed or not results.pending()):
+            # A decision is made only about a request that lives.
+            continue
+        elif event in ("stopped", "finished", "aborted", "back a") and closed:
+            # A request closes once, and does not live again.
+            continue
+        else:
+            happen(results, event, now)
+        closed |= event in ("stopped", "finished", "aborted")
+        assert sum(results.total().values()) + results.pending() == 1
+    # Both engines go away in the end.
+    for event in ("lost a", "lost b", "lost c"):
+        happen(results, event, now)
+    results.expire(NOW + now + 2 * WAIT)
+    assert sum(results.total().values()) == 1
+    assert results.pending() == 0
+    assert set(results.total()) <= set(RESULTS)
+    assert not results._requests
+    assert not results._by_ref
