@@ -181,9 +181,10 @@ class Agent:
             self.mailbox.begin()
             self.take_arrived(scheduler)
         info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
+        self.hand_over.opened(info)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
-            self.hand_over.opened(self.tracker.enter(info, state, scheduler.current_step, request))
+            self.tracker.enter(info, state, scheduler.current_step, request)
             return
         self._adoption = self._adoption or CatchUp()
         self._adoption.add(request)
@@ -305,7 +306,7 @@ class Agent:
             output.pending_structured_output_tokens = True
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
-        self.hand_over.scheduled(scheduled)
+        self.hand_over.scheduled(scheduled, scheduler.requests)
 
     def _settled(self) -> bool:
         """Return whether the output of all steps before the one that was scheduled last has been processed."""

@@ -14,8 +14,10 @@ from meridian_agent.core.hand_overs import stops
 from meridian_agent.vllm_adapter import hand_over
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
     from meridian_agent.core.hand_overs import HandOvers
-    from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.live_request import LiveRequest, RequestInfo
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
 
@@ -54,14 +56,15 @@ class HandOverRunner:
         if reason := hand_over.drop_unfit_blocks(request, self._able_to_answer, block_size):
             logger.warning("meridian: request %s is computed anew: %s", request.request_id, reason)
 
-    def opened(self, live: LiveRequest) -> None:
-        if live.info.handed_over_ref:
-            self._computed[live.info.request_id] = 0
+    def opened(self, info: RequestInfo) -> None:
+        if info.handed_over_ref:
+            self._computed[info.request_id] = 0
 
-    def scheduled(self, tokens: dict[str, int]) -> None:
-        """Count the tokens of a step. tokens: number of scheduled tokens by request id."""
-        for request_id in self._computed:
-            self._computed[request_id] += tokens.get(request_id, 0)
+    def scheduled(self, tokens: Mapping[str, int], requests: Container[str]) -> None:
+        """Count the tokens of a step, and forget requests that have left before their first token. tokens: number of
+        scheduled tokens by request id. requests: the engine's requests."""
+        if self._computed:
+            self._computed = {r: n + tokens.get(r, 0) for r, n in self._computed.items() if r in requests}
 
     def generated(self, live: LiveRequest, output: Any) -> None:
         """Report how much KV came from the other engine, once a request has generated its first token. output: vLLM's

@@ -153,7 +153,7 @@ class Exchange:
         tokens = self._count(choice, bool(reasoning or content))
         if "token_ids" in choice:
             choice["token_ids"] = None
-        if finish_reason is not None and (continuation := continuation_of(choice.get("stop_reason"))):
+        if finish_reason is not None and (continuation := await self._instruction(choice, bool(content))):
             self._hand_over(continuation)
             choice["finish_reason"] = None
             del choice["stop_reason"]
@@ -166,6 +166,20 @@ class Exchange:
         if (delta and not again) or choice["finish_reason"] is not None:
             await self._reply.send(chunk | self._form)
         return finish_reason is not None
+
+    async def _instruction(self, choice: dict[str, Any], answers: bool) -> HandoverTarget | None:
+        """Return where the request goes on, as the engine's final chunk says; None if the request has ended.
+
+        If the engine's agent has failed after it had the request stopped, the chunk names the end marker alone.
+        """
+        reason, model = choice.get("stop_reason"), self._request.body.get("model")
+        own = self._request.body.get("stop_token_ids", ())
+        if not isinstance(reason, int) or reason in own or answers or self._text.content:
+            return continuation_of(reason)
+        with suppress(EngineFailed):
+            text = await self._engines.text(self._home, model, [reason], self._headers)
+            return HandoverTarget() if text is not None and text.strip() == self._text.marker.strip() else None
+        return None
 
     async def _last_thought(self, reasoning: str, tokens: list[int]) -> str:
         """Return the reasoning of the chunk that ends thinking.

@@ -51,7 +51,7 @@ def watch() -> None:
 
 
 def _ids(directives: agent_pb2.Directives) -> list[int]:
-    each = (directives.forces, directives.caps, directives.tiers, directives.probes)
+    each = (directives.forces, directives.caps, directives.tiers, directives.probes, directives.hand_overs)
     return [directives.plan.decision_id, *(decision.decision_id for kind in each for decision in kind)]
 
 

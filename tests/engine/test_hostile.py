@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent.core import directives
+from meridian_agent.core import directives, probe_admission
 from tests.engine import Run, cases
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
@@ -29,7 +29,7 @@ def messages() -> itertools.chain[agent_pb2.ConnectResponse]:
 @pytest.mark.usefixtures("rebuilt")
 def test_a_hostile_control_plane(llm: Any, agent: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directives, "MAX_SKIP_STEPS", 3)
-    monkeypatch.setattr(directives, "MAX_HOLD_MS", 10)
+    monkeypatch.setattr(probe_admission, "MAX_HOLD_MS", 10)
     link = agent.link
     link.stop()
     link._thread.join(10)

@@ -77,7 +77,7 @@ def assert_empty(agent: Any) -> None:
     probing = agent.probing
     for table in (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held):
         assert not table
-    assert (tracker.thinking, tracker.answering, agent.directives.probes) == (0, 0, [])
+    assert (tracker.thinking, tracker.answering, list(agent.directives.probes)) == (0, 0, [])
 
 
 def counted(agent: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -91,20 +91,20 @@ class Delta:
     tokens: list[int]
     text: str
     finish_reason: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass
 class Plan:
     """The course of one generation. sizes: numbers of tokens per chunk, again and again. breaks_after: the connection
     closes after so many tokens, None for never. aborts: the engine then ends the request itself, as at a shutdown.
-    handover: the instruction with which thinking ends, None to go on. waits_after: the engine pauses after so many
+    handover: the stop_reason with which thinking ends, None to go on. waits_after: the engine pauses after so many
     tokens until `World.go`. status: an error status instead of a stream."""
 
     sizes: Sequence[int] = (1,)
     breaks_after: int | None = None
     aborts: bool = False
-    handover: str | None = None
+    handover: str | int | None = None
     waits_after: int | None = None
     status: int | None = None
 
@@ -227,7 +227,7 @@ class FakeVllm:
                     yield Delta(held, text.delta(plan.aborts), "abort" if plan.aborts else None)
                 return
             held.append(token)
-            ending: tuple[str, str | None] | None = None
+            ending: tuple[str, str | int | None] | None = None
             if token == EOS:
                 ending = "stop", None
             elif token == END and wants and plan.handover is not None:

@@ -115,7 +115,7 @@ async def test_no_token_is_left() -> None:
         assert (answering.seen, relayed.results()) == ([], {"one_engine": 1})
 
 
-@pytest.mark.parametrize("fault", ["refused", "status", "unreadable"])
+@pytest.mark.parametrize("fault", ["refused", "status", "unreadable", "unsaid"])
 async def test_the_thinking_engine_finishes_what_nobody_else_continues(fault: str) -> None:
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
         url = f"http://127.0.0.1:{free_port()}" if fault == "refused" else answering.url
@@ -123,10 +123,13 @@ async def test_the_thinking_engine_finishes_what_nobody_else_continues(fault: st
         answering.usual = Plan(status=500)
         if fault == "unreadable":
             home.usual = Plan(handover="meridian-handover:{")
+        if fault == "unsaid":
+            # The engine's agent failed after it had the request stopped.
+            home.usual = Plan(handover=END)
         assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
         path, body = home.seen[1]
         assert (path, "kv_transfer_params" in body) == ("/v1/completions", False)
-        assert body["vllm_xargs"].get("meridian_handover") == (None if fault == "unreadable" else "ref-1")
+        assert body["vllm_xargs"].get("meridian_handover") == (None if fault.startswith("un") else "ref-1")
         assert relayed.results() == {"finished_on_thinking_engine": 1}
 
 
