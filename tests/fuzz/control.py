@@ -75,9 +75,9 @@ def _message(rng: random.Random, hostile: Hostile) -> agent_pb2.ConnectRequest:
 
 def _policy(rng: random.Random, extreme: float = 0.1) -> fleet_pb2.TraceRecord:
     calibrated = {"shadow": False, "eat_warmup_samples": 1} if rng.random() < 0.5 else {}
-    return fleet_pb2.TraceRecord(
-        policy=fleet_pb2.TracedPolicy(revision=1, policy=forms.to_proto(draw(rng, extreme, entropy=calibrated)))
-    )
+    # The engine beside cannot hand requests over, so it would refuse a policy that puts it into a pool.
+    drawn = draw(rng, extreme, entropy=calibrated, disagg={"enabled": False})
+    return fleet_pb2.TraceRecord(policy=fleet_pb2.TracedPolicy(revision=1, policy=forms.to_proto(drawn)))
 
 
 def _up(stream: str, message: agent_pb2.ConnectRequest) -> fleet_pb2.TraceRecord:
