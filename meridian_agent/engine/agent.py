@@ -306,7 +306,7 @@ class Agent:
             output.pending_structured_output_tokens = True
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
-        self.hand_over.scheduled(scheduled, scheduler.requests)
+        self.hand_over.scheduled(scheduled, scheduler)
 
     def _settled(self) -> bool:
         """Return whether the output of all steps before the one that was scheduled last has been processed."""

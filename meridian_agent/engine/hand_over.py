@@ -14,7 +14,7 @@ from meridian_agent.core.hand_overs import stops
 from meridian_agent.vllm_adapter import hand_over
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Mapping
 
     from meridian_agent.core.hand_overs import HandOvers
     from meridian_agent.core.live_request import LiveRequest, RequestInfo
@@ -60,11 +60,11 @@ class HandOverRunner:
         if info.handed_over_ref:
             self._computed[info.request_id] = 0
 
-    def scheduled(self, tokens: Mapping[str, int], requests: Container[str]) -> None:
+    def scheduled(self, tokens: Mapping[str, int], scheduler: Any) -> None:
         """Count the tokens of a step, and forget requests that have left before their first token. tokens: number of
-        scheduled tokens by request id. requests: the engine's requests."""
+        scheduled tokens by request id. scheduler: vLLM's, which has the engine's requests."""
         if self._computed:
-            self._computed = {r: n + tokens.get(r, 0) for r, n in self._computed.items() if r in requests}
+            self._computed = {r: n + tokens.get(r, 0) for r, n in self._computed.items() if r in scheduler.requests}
 
     def generated(self, live: LiveRequest, output: Any) -> None:
         """Report how much KV came from the other engine, once a request has generated its first token. output: vLLM's
