@@ -9,12 +9,12 @@ import sys
 from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
+from prometheus_client import REGISTRY
 
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
-from meridian_control.common.addresses import split_address
 from meridian_control.common.errors import MeridianError, StoreUnavailable
+from meridian_control.common.metrics_listener import serve_metrics
 from meridian_control.decision_log.jsonl_file import decision_file
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.status_page.server import StatusPage
@@ -54,16 +54,8 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
         tracing.stop()
 
 
-def serve_metrics(address: str, parts: Parts) -> None:
-    """Serve /metrics on a thread of its own, unless the address is empty. Raises OSError or ValueError."""
-    if not address:
-        return
-    host, port = split_address(address)
-    try:
-        start_http_server(port, host or "0.0.0.0")
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}: {error.strerror}") from error
-    disable_created_metrics()  # type: ignore[no-untyped-call]
+def register(parts: Parts) -> None:
+    """Let /metrics show the fleet."""
     loop = asyncio.get_running_loop()
     whole, rollouts, faults = parts.whole, parts.rollouts, parts.gate.faults.counts
     guard = parts.guard
@@ -77,7 +69,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     address, tls = listener(args)
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
-        serve_metrics(args.metrics_listen, parts)
+        serve_metrics(args.metrics_listen)
+        register(parts)
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:

@@ -9,11 +9,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
+from prometheus_client import REGISTRY
 from yarl import URL
 
 from meridian_control import __version__
 from meridian_control.common.addresses import split_address
+from meridian_control.common.metrics_listener import serve_metrics
 from meridian_control.relay.server import Relay
 
 if TYPE_CHECKING:
@@ -69,18 +70,6 @@ def relay_of(args: argparse.Namespace) -> Relay:
     if not 0 <= args.drain_s < float("inf"):
         raise ValueError(f"--drain-s must be a number of seconds, at least 0; got {args.drain_s}")
     return Relay(list(dict.fromkeys(map(engine_url, args.thinking))), args.think_end, REGISTRY, args.drain_s)
-
-
-def serve_metrics(listen: str) -> None:
-    """Serve /metrics on a thread of its own, unless the address is empty. Raises OSError or ValueError."""
-    if not listen:
-        return
-    host, port = address("--metrics-listen", listen)
-    disable_created_metrics()  # type: ignore[no-untyped-call]
-    try:
-        start_http_server(port, host or "0.0.0.0")
-    except OSError as error:
-        raise OSError(f"--metrics-listen: cannot listen on {listen}: {error.strerror}") from error
 
 
 async def serve(args: argparse.Namespace) -> None:

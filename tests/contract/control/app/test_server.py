@@ -301,13 +301,13 @@ async def test_a_policy_file_that_is_not_there(own: Process) -> None:
     assert await complaint_of(own) == f"meridian-control: {path}: is not a file"
 
 
-@pytest.mark.parametrize("which", ["port", "metrics_port"])
-async def test_a_busy_port(own: Process, which: str) -> None:
+@pytest.mark.parametrize(("which", "flag"), [("port", ""), ("metrics_port", "--metrics-listen: ")])
+async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", getattr(own, which)))
         taken.listen()
         line = await complaint_of(own)
-    assert line.startswith(f"meridian-control: cannot listen on 127.0.0.1:{getattr(own, which)}")
+    assert line.startswith(f"meridian-control: {flag}cannot listen on 127.0.0.1:{getattr(own, which)}")
 
 
 async def test_an_address_without_a_port(own: Process) -> None:
