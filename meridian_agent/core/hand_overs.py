@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.phases import Markers
     from meridian_agent.core.step_record import Report
 
+# Reason why an engine without a KV connector neither hands requests over nor answers those of other engines.
+NO_CONNECTOR = "the engine has no KV connector"
 # Finish reasons of vLLM after which nobody waits for the rest of a request.
 GONE = ("abort", "error")
 
@@ -50,7 +52,7 @@ class HandOvers:
         # Requests whose decision has changed since the engine last looked.
         self._changed: dict[LiveRequest, None] = {}
         # Why no request of this engine can be handed over; empty if requests can be.
-        self.refusal = "the engine has no KV connector"
+        self.refusal = NO_CONNECTOR
 
     def accept(self, message: agent_pb2.HandOver, live: LiveRequest, markers: Markers) -> None:
         """Take in a decision; an empty URL takes the one before back."""
@@ -88,6 +90,8 @@ class HandOvers:
 
     def take_changed(self) -> list[LiveRequest]:
         """Return the live requests whose decision has changed since the last call."""
+        if not self._changed:
+            return []
         changed, self._changed = list(self._changed), {}
         return changed
 

@@ -74,8 +74,11 @@ class PendingProbes:
     def drop(self, outcome: Outcome | None, live: LiveRequest | None = None, detail: str = "") -> None:
         """Drop the probes of one request, or of all requests if `live` is None, with this outcome; None reports no
         outcome."""
-        dropped = [asked for asked in self._asked if live in (None, asked[1])]
-        self._asked = [asked for asked in self._asked if asked not in dropped]
+        asked, self._asked = self._asked, []
+        dropped = asked
+        if live is not None:
+            self._asked = [each for each in asked if each[1] is not live]
+            dropped = [each for each in asked if each[1] is live]
         if outcome is not None:
             for decision_id, target, *_ in dropped:
                 self._report(decision_id, outcome, target, detail)

@@ -49,6 +49,7 @@ def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> Reque
     adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
     caps = own.max_think_tokens, budget_of(request.sampling_params, request.prompt_token_ids or (), markers)
+    ref = handed_over_ref(request)
     if own.complaint:
         logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
     return RequestInfo(
@@ -65,8 +66,8 @@ def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> Reque
         context_tokens=scheduler.max_model_len - request.num_prompt_tokens,
         remote_decode=scheduler.connector is not None and _has(request.kv_transfer_params, "do_remote_decode"),
         hand_over_candidate=_has(request.kv_transfer_params, HAND_OVER),
-        handed_over_ref=handed_over_ref(request),
-        repeated_tokens=own.repeated_tokens if handed_over_ref(request) else request.num_prompt_tokens,
+        handed_over_ref=ref,
+        repeated_tokens=own.repeated_tokens if ref else request.num_prompt_tokens,
     )
 
 

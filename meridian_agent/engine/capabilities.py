@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.guard import cause_name
+from meridian_agent.core.hand_overs import NO_CONNECTOR
 from meridian_agent.core.step_signals import BACKEND, RESULT
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
 
 logger = logging.getLogger("vllm.meridian")
-
-# Why an engine without a KV connector neither hands requests over nor answers those of other engines.
-NO_CONNECTOR = "the engine has no KV connector"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meridian_agent.core.hand_overs import NO_CONNECTOR
 from meridian_agent.core.request_info import handed_over_ref
 from meridian_agent.vllm_adapter import request_api, required_api
 from meridian_agent.vllm_adapter.version import vllm_version
@@ -81,7 +82,7 @@ def no_answer_handed_over(scheduler: Any) -> str:
 
 def _no_reading(scheduler: Any, able: str, role: str) -> str:
     if scheduler.connector is None:
-        return "the engine has no KV connector"
+        return NO_CONNECTOR
     names = [owner.__name__ for owner in type(scheduler.connector).__mro__]
     transfer, parallel = scheduler.vllm_config.kv_transfer_config, scheduler.vllm_config.parallel_config
     ranks = max(parallel.decode_context_parallel_size, parallel.pipeline_parallel_size)

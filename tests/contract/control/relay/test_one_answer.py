@@ -21,7 +21,7 @@ STOPS = ["ab", "aba", " end", "b a", "€", "\n\n", "a\nb"]
 
 
 class Course(NamedTuple):
-    """What the engines do. home, other, answering: where their streams break, None for not at all."""
+    """A course of events. `home`, `other` and `answering` say where these engines' streams break; None for nowhere."""
 
     script: Script
     hands_over: bool
