@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,19 +52,29 @@ def test_a_short_soak(summary: dict[str, Any]) -> None:
     assert summary["equal_to_stock"]["compared"] > 0
 
 
+def settled_in(folder: Path) -> tuple[list[fleet_pb2.TraceRecord], fleet_pb2.TraceRecord, fleet_pb2.TraceRecord]:
+    """Return the records of a trace, one with decisions, and a later one with an outcome of these."""
+    for path in folder.glob("*.trace"):
+        records = list(read(path))
+        made = {(r.session_id, number): r for r in records for number in trace._ids(r.down.directives)}
+        for record in records:
+            for outcome in record.up.step.outcomes:
+                if decided := made.get((record.session_id, outcome.decision_id)):
+                    return records, decided, record
+    raise AssertionError("no trace has a decision and its outcome")
+
+
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("harm", ["a decision", "an outcome twice"])
 def test_what_is_wrong_in_a_trace_is_found(summary: dict[str, Any], folder: Path, tmp_path: Path, harm: str) -> None:
     """The trace is that of the short soak, with one record repeated or left out."""
     assert not summary["violations"]
-    records = list(read(max(folder.glob("*.trace"), key=lambda path: path.stat().st_size)))
-    decided = [record for record in records if record.down.HasField("directives")]
-    settled = [record for record in records if record.up.step.outcomes]
+    records, made, settled = settled_in(folder)
     if harm == "a decision":
-        records.remove(next(d for d, later in pairwise(decided) if d.session_id == later.session_id))
+        records.remove(made)
     else:
-        settled[-1].up.step.outcomes.append(settled[-1].up.step.outcomes[0])
+        settled.up.step.outcomes.append(settled.up.step.outcomes[0])
     with TraceWriter(tmp_path / "harmed.trace") as out:
         for record in records:
             out.write(record)
