@@ -7,6 +7,7 @@ equal to stock's mean that none was.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -150,9 +151,11 @@ def test_absent_at_start(world: World) -> None:
 
     reports = world.collect(enough, 60, "capped requests")
     for case, tokens in differing(reports).items():
-        assert len(tokens) <= 1, "a case had two different outputs"
-        world.capped[case] = next(iter(tokens), world.stock[case])
+        # After the end of a lease a cap may come late; the cap that was there in time ended thinking first.
+        stock = world.stock[case]
+        world.capped[case] = min(tokens, key=functools.partial(_common, stock), default=stock)
     assert set(world.capped) == set(range(len(world.stock)))
+    assert all(world.explained(done) for done in finished(reports))
     world.governed()
 
 
