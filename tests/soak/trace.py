@@ -89,10 +89,12 @@ class _File:
         audit.decisions += len(made)
         audit.reports += record.up.HasField("step")
         for outcome in record.up.step.outcomes:
-            # An outcome of a decision made before the recording began cannot be matched.
             if (name, outcome.decision_id) in self._made:
                 audit.outcomes[Outcome(outcome.outcome).name.lower()] += 1
                 self._open.discard((name, outcome.decision_id))
+            elif isinstance(self._sessions.get(name), Replayed):
+                # Only a session that the recording joined late has outcomes of decisions that it does not show.
+                audit.violations.append(f"session {name[:8]}: an outcome of decision {outcome.decision_id}, not made")
         if record.up.HasField("hello"):
             self._begin(record)
         elif name in self._sessions and name not in self._broken:
