@@ -85,6 +85,7 @@ class World:
 
     def governed(self) -> list[Report]:
         """Wait until decisions are applied again: each case of the requests that begin from now on was capped."""
+        assert len(self.capped) == len(self.stock), "test_absent_at_start has not found the capped tokens"
         since_s = time.monotonic()
 
         def capped(reports: list[Report]) -> bool:
