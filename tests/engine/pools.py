@@ -15,7 +15,7 @@ from tests.engine.test_served import Served
 from tests.processes import Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 # As in tests.demo.pace, which imports vLLM.
@@ -25,6 +25,8 @@ RELAY = "from meridian_control.relay.main import main; raise SystemExit(main())"
 # engine never is.
 BLOCKS = {"A": 160, "B": 4096}
 FULL = 0.05
+# Requests that each engine runs at once.
+PLACES = 16
 # Seconds for which the thinking engine keeps the blocks of a request that was handed over.
 LEASE_S = 30
 POLICY: dict[str, Any] = {
@@ -42,10 +44,12 @@ POLICY: dict[str, Any] = {
 
 class Pools:
     """The control plane, the engines and the relay. step_ms: least duration of a step in milliseconds. options: more of
-    vLLM's own options."""
+    vLLM's own options. blocks: blocks of each engine's KV cache."""
 
-    def __init__(self, folder: Path, step_ms: float = 5.0, options: Sequence[str] = ()) -> None:
-        self.folder, self._step_ms, self._options = folder, step_ms, options
+    def __init__(
+        self, folder: Path, step_ms: float = 5.0, options: Sequence[str] = (), blocks: Mapping[str, int] = BLOCKS
+    ) -> None:
+        self.folder, self._step_ms, self._options, self._blocks = folder, step_ms, options, blocks
         self._engines: dict[str, Served] = {}
         self._listening = {name: f"127.0.0.1:{free_port()}" for name in ("control", "relay")}
         self.relay_port = free_port()
@@ -80,7 +84,7 @@ class Pools:
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S, **extra},
         }
         options = ["--kv-transfer-config", json.dumps(config), "--worker-cls", "tests.engine.nixl_worker.Worker"]
-        options += ["--num-gpu-blocks-override", str(BLOCKS[name]), "--max-num-seqs", "16", *self._options]
+        options += ["--num-gpu-blocks-override", str(self._blocks[name]), "--max-num-seqs", str(PLACES), *self._options]
         more = {
             **NIXL,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,15 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from tests.data import maze
-from tests.engine.pools import POLICY, Pools
+from tests.engine.pools import PLACES, POLICY, Pools
 from tests.needed import NIXL
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
+
+    from meridian.v1 import fleet_pb2
 
 if not NIXL.found():
     pytest.skip(NIXL.reason, allow_module_level=True)
@@ -107,6 +110,11 @@ def more(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     return {name: value - before.get(name, 0) for name, value in after.items() if value > before.get(name, 0)}
 
 
+def engine_of(pools: Pools, name: str) -> fleet_pb2.Engine:
+    (found,) = (engine for engine in pools.control.engines() if engine.engine_id == name)
+    return found
+
+
 def no_block_is_left(pools: Pools) -> None:
     """Wait until both engines hold no KV block; a thinking engine's are free once they have been read."""
     pools.until(lambda engine: engine.kv_used == 0 and engine.running == 0, "free blocks")
@@ -163,6 +171,76 @@ def answering(pools: Pools, engine: str, at_least: int = 2) -> None:
         return len(found) >= at_least
 
     wait_for(answers, 60, f"answers on {engine}")
+
+
+def test_a_freeze_while_requests_are_handed_over(pools: Pools, expected_long: list[Said]) -> None:
+    """Answers that have begun on the other engine go on there; requests that still think answer where they are."""
+    pools.apply(POLICY)
+    before = results(pools)
+    with under_way(pools.relay_port, **LONG) as said:
+        answering(pools, "B", at_least=1)
+        pools.control.freeze()
+    assert words(said.result()) == expected_long
+    told = more(results(pools), before)
+    assert sum(told.values()) == len(PROMPTS)
+    assert "failed" not in told
+    pools.control.thaw()
+    pools.until(lambda engine: not engine.HasField("freeze"), "the thaw")
+    no_block_is_left(pools)
+
+
+def test_the_clients_leave(pools: Pools) -> None:
+    """Both engines abort the requests and free the blocks, also those that nobody reads any more."""
+    pools.apply(POLICY)
+    before = results(pools)
+
+    async def leave() -> None:
+        tasks = [asyncio.create_task(stream(pools.relay_port, prompt, **LONG)) for prompt in PROMPTS]
+        await asyncio.to_thread(answering, pools, "B", 1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(leave())
+    wait_for(lambda: sum(more(results(pools), before).values()) == len(PROMPTS), 30, "a result of each request")
+    assert more(results(pools), before)["client_gone"] >= 1
+    no_block_is_left(pools)
+
+
+def test_the_answering_engine_fills_up(pools: Pools, expected_long: list[Said]) -> None:
+    """Requests of other clients take every place of the answering engine while requests are on their way to it."""
+    pools.apply(POLICY)
+    before = results(pools)
+    with under_way(pools.relay_port, **LONG) as said, contextlib.ExitStack() as others:
+        wait_for(lambda: engine_of(pools, "A").running > 0, 60, "requests on A")
+        crowd = [others.enter_context(under_way(pools["B"].port, **LONG)) for _ in range(PLACES // len(PROMPTS))]
+    assert words(said.result()) == expected_long
+    assert [words(other.result()) for other in crowd] == [expected_long] * len(crowd)
+    told = more(results(pools), before)
+    assert sum(told.values()) == len(PROMPTS)
+    assert "failed" not in told
+    no_block_is_left(pools)
+
+
+def test_the_lease_ends_while_the_answering_engine_stands_still(pools: Pools, expected_long: list[Said]) -> None:
+    """The thinking engine gives the blocks to others; the answering engine must not read them, and computes again."""
+    pools.apply(POLICY)
+    before = results(pools)
+    with under_way(pools.relay_port, **LONG) as said:
+        answering(pools, "B", at_least=1)
+        pools["B"].process.signal(signal.SIGSTOP)
+        try:
+            wait_for(lambda: engine_of(pools, "A").running == 0, 60, "the end of all requests on A")
+            wait_for(lambda: engine_of(pools, "A").kv_used == 0, 60, "the end of the lease")
+            # Other requests write over the blocks.
+            assert words(all_of(pools["A"].port, **LONG)) == expected_long
+        finally:
+            pools["B"].process.signal(signal.SIGCONT)
+    assert words(said.result()) == expected_long
+    told = more(results(pools), before)
+    assert sum(told.values()) == len(PROMPTS)
+    assert "failed" not in told
+    no_block_is_left(pools)
 
 
 def test_the_answering_engine_is_killed_and_comes_back(pools: Pools, expected_long: list[Said]) -> None:
