@@ -197,7 +197,21 @@ def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: dat
         "kv_used": round(engine.kv_used, 3),
         "step_time_ms": round(engine.step_time_ms, 1),
         "ends": dict(engine.ends),
+        "handovers": handovers_text(engine),
     }
+
+
+def handovers_text(engine: fleet_pb2.Engine) -> str:
+    """Return the engine's pool, why the engine has no part in handovers, and what became of its requests; empty for an
+    engine without a pool."""
+    if not engine.pool:
+        return ""
+    counted = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(engine.handovers.items())]
+    if engine.HasField("shadow_handovers"):
+        counted.append(f"in shadow {engine.shadow_handovers.requests}")
+    refusals = list(filter(None, (engine.no_hand_over, engine.answering_engine.unfit)))
+    where = "both pools" if engine.pool == "both" else f"{engine.pool} pool"
+    return f"{where}: {', '.join([*refusals, *counted]) or 'none yet'}"
 
 
 def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetime) -> dict[str, Any]:

@@ -70,12 +70,14 @@ function condition(e) {
 function showEngines(state) {
   const replicas = new Set(state.engines.map((e) => e.replica));
   $("engines").classList.toggle("one-replica", replicas.size < 2);
+  $("engines").classList.toggle("no-pools", !state.engines.some((e) => e.handovers));
   table("engines", state.engines, (e) => `${e.id} ${e.incarnation}`, (e) => [
     e.id, condition(e), e.model,
     e.acked_revision === e.revision ? String(e.revision) : [`${e.acked_revision}, wanted ${e.revision}`, "warn"],
     [number.format(e.thinking), "num think"], [number.format(e.answering), "num output"],
     [number.format(e.waiting), "num"], [`${Math.round(e.kv_used * 100)} %`, "num"],
     [e.step_time_ms ? e.step_time_ms.toFixed(1) : "", "num"], [byCount(e.ends), "wrap"], e.replica,
+    [e.handovers, "wrap"],
   ], "No engine has connected.");
   leftOut("engines-more", state.engines_left_out, "engine");
 }

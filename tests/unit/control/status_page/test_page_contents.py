@@ -12,6 +12,7 @@ from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.status_page.contents import (
     condition,
     freeze_row,
+    handovers_text,
     lasting,
     match_text,
     phases,
@@ -110,6 +111,20 @@ def test_phases_have_requests_that_begin_go_on_and_wait() -> None:
         "think": nobody | {"new": 1, "generating": 1},
         "output": nobody | {"preempted": 1},
     }
+
+
+def test_an_engine_of_a_pool_says_what_became_of_its_requests() -> None:
+    assert handovers_text(engine(handovers={"handed_over": 3})) == "", "the section is off"
+    assert handovers_text(engine(pool="thinking")) == "thinking pool: none yet"
+    told = handovers_text(engine(pool="thinking", handovers={"recomputed": 2, "handed_over": 31}))
+    assert told == "thinking pool: handed over 31, recomputed 2"
+    shadowed = fleet_pb2.ShadowHandovers(requests=4)
+    assert handovers_text(engine(pool="thinking", shadow_handovers=shadowed)) == "thinking pool: in shadow 4"
+    refused = handovers_text(engine(pool="both", no_hand_over="no connector", answering_engine={"unfit": "frozen"}))
+    assert refused == "both pools: no connector, frozen"
+    page = ROOT / "meridian_control" / "status_page" / "static"
+    assert 'Replica</th>\n      <th scope="col">Handovers</th>' in (page / "index.html").read_text()
+    assert "e.replica,\n    [e.handovers" in (page / "page.js").read_text()
 
 
 def test_zero_was_measured_and_nan_was_not() -> None:
