@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import openai
 
-from tests.bench import random_model
+from tests.bench import handover_pools, random_model
+from tests.bench.handover_pools import Load
 from tests.engine.pools import POLICY, Pools
 from tests.needed import NIXL
 
@@ -25,6 +26,10 @@ from tests.needed import NIXL
 THINKING, ANSWER = 34, 20
 LENGTHS = (300, 1000, 2000, 4000)
 CONTEXT = 4096
+# The load of the scheduling benchmark, and one whose answers are as long as its thinking. Shares of the mixed pool's
+# capacity.
+LOADS = Load("thinking is long", 40), Load("answers are as long", 100)
+SHARES = 0.7, 1.0
 
 
 class Said(NamedTuple):
@@ -128,6 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    parser.add_argument("--counted", type=int, default=96, help="requests of a run under load")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     if not NIXL.found():
@@ -135,7 +142,11 @@ def main() -> None:
     model = random_model.make(Path(tempfile.gettempdir()) / "meridian-random-29m")
     options = ["--model", str(model), "--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CONTEXT)]
     chance, names = random.Random(5), words_of(model)
-    with tempfile.TemporaryDirectory() as folder, Pools(Path(folder), step_ms=0.0, options=options) as pools:
+    blocks = handover_pools.BLOCKS
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Pools(Path(folder), step_ms=0.0, options=options, blocks=blocks) as pools,
+    ):
         pools.apply(POLICY)
         # The first handover of a pair of engines also takes their handshake.
         asyncio.run(measure(pools, 100, 2, chance, names))
@@ -143,14 +154,16 @@ def main() -> None:
         for length in args.lengths:
             rows.append(asyncio.run(measure(pools, min(length, CONTEXT - 96), args.repetitions, chance, names)))
             print(rows[-1], flush=True)
+        loaded = handover_pools.compare(pools, lambda token: names[token % len(names)], LOADS, args.shares, args)
         results = pools.metrics("relay", "meridian_relay_requests_total{")
         pools.until(lambda engine: engine.kv_used == 0, "free blocks")
-    report = table(rows, results)
+    report = table(rows, results) + "\n".join(loaded.lines())
     print(report)
     if args.save:
         (Path(__file__).parent / "results" / "handover.md").write_text(report)
     failed = sum(value for key, value in results.items() if '"failed"' in key)
-    print(json.dumps(summary(rows, int(failed))))
+    pools_of = {load.name: loaded.ratios(load.name, args.shares[-1]) for load in LOADS} if args.shares else {}
+    print(json.dumps({**summary(rows, int(failed)), "pools": pools_of.get(LOADS[0].name, {})}))
 
 
 def table(rows: list[Row], results: dict[str, float]) -> str:
