@@ -64,10 +64,11 @@ async def ended(target: str, request_id: str, **fields: Any) -> list[fleet_pb2.E
 
 
 async def thinking(linked: LinkedEngine, control: Control, *names: str) -> None:
-    """Open requests, and wait until the control plane knows that they think."""
+    """Open requests, and wait until the control plane knows that they think, and the engine has applied the policy."""
     for name in names:
         linked.open(name)
     await linked.steps_until(lambda: sum(live.think_tokens > 0 for live in control.fleet.requests("")) == len(names))
+    await linked.steps_until(lambda: control.engine(linked.engine_id).acked_revision == control.fleet.revision)
 
 
 async def test_one_decision_whoever_asks_how_often(control: Control) -> None:
