@@ -236,7 +236,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--requests", type=int, default=400, help="per seed")
     add("--seeds", type=int, default=3)
     add("--calibration", type=int, default=800, help="requests per task for the calibration")
-    add("--step-ms", type=float, default=10.0, help="least duration of a step in ms; 0 for no least duration")
+    add("--step-ms", type=float, default=20.0, help="least duration of a step in ms; 0 for no least duration")
     add("--repetitions", type=int, default=6, help="repetitions of the probe cost measurement; 0 leaves it out")
     add("--output", type=Path, default=ROOT / "build" / "bench-termination")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
