@@ -35,6 +35,10 @@ LONGEST_TOKENS = 65_536
 PLACE_STEPS = 256
 # Whatever the control plane decides, no probed request waits longer than this many milliseconds.
 MAX_HOLD_MS = 10_000
+# Number of steps that a probed request sits out for its decision even if they last longer than its hold: under
+# asynchronous scheduling the probe's own step, the step begun before its result is known, and the step during which
+# the control plane decides; one more for a decision that takes longer than that step.
+HOLD_STEPS = 4
 # Flags that a request's newest token must have before its probe is placed.
 PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 

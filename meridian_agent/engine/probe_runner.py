@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import probe_admission
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.probe_admission import MAX_HOLD_MS
+from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.engine import prefill_limits, stock_restore
 from meridian_agent.engine.queue_order import skip_step
@@ -39,8 +39,9 @@ class ProbeRunner:
         self._tracker, self._directives, self._never = tracker, directives, never
         self._block_size, self._shares_blocks = block_size, shares_blocks
         self.placed: dict[str, probe_admission.Placed] = {}
-        # Thinking requests that wait for a decision from their probe, in order of arrival.
-        self.held: dict[LiveRequest, None] = {}
+        # Thinking requests that wait for a decision from their probe, in order of arrival, each with the step up to
+        # which it waits even if its hold is over.
+        self.held: dict[LiveRequest, int] = {}
         self.tokens = 0
         self._number = 0
         self._keep_places_until = 0
@@ -85,7 +86,7 @@ class ProbeRunner:
         self.placed[probe.request_id] = placed
         if hold_ms:
             live.hold_until(time.monotonic() + hold_ms / 1e3)
-            self.held[live] = None
+            self.held[live] = scheduler.current_step + HOLD_STEPS
         scheduler.add_request(probe)
         scheduler.waiting.remove_requests([probe])
         scheduler.waiting.prepend_request(probe)
@@ -123,12 +124,12 @@ class ProbeRunner:
 
     def hold(self, scheduler: Any, answered_step: int) -> None:
         """Leave held requests out of the coming step, until the report with the probe's result is answered or the hold
-        is over."""
+        and HOLD_STEPS steps are over."""
         now = time.monotonic()
-        for live in list(self.held):
+        for live, last_step in list(self.held.items()):
             answered = live.asked_in and live.asked_in <= answered_step
             # If the clock were set back, the request would wait for as long; so a wait above the maximum ends too.
-            waits = 0 <= live.held_until - now <= MAX_HOLD_MS / 1e3
+            waits = scheduler.current_step < last_step or 0 <= live.held_until - now <= MAX_HOLD_MS / 1e3
             if answered or not waits or live.state.phase is not Phase.THINK or live.preempted:
                 self.held.pop(live, None)
             else:

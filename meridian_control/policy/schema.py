@@ -243,8 +243,9 @@ class EntropyPolicy(Section):
         50,
         ge=0,
         le=10_000,
-        description="Milliseconds for which a probed request waits at most for the decision from its probe, so that "
-        "thinking ends where EAT was measured; 0 lets the request think on. In shadow no request waits.",
+        description="Milliseconds for which a probed request waits at most for the decision from its probe, or four "
+        "steps if those take longer, so that thinking ends where EAT was measured; 0 lets the request think on. In "
+        "shadow no request waits.",
         json_schema_extra=advice(
             "Raise it above the round trip of reports; set it to 0 if ending a few tokens late does no harm."
         ),

@@ -161,6 +161,14 @@ BROKEN: tuple[Broken, ...] = (
     ),
     _new(
         HELD,
+        "slow steps end the wait",
+        PROBING,
+        "            waits = scheduler.current_step < last_step or 0 <= live",
+        "            waits = 0 <= live",
+        "tests/sim/test_holds.py::test_slow_steps_do_not_end_the_wait",
+    ),
+    _new(
+        HELD,
         "held until the step of the probe only",
         PROBING,
         "            answered = live.asked_in and live.asked_in <= answered_step\n",

@@ -2063,8 +2063,8 @@ class EatProbe(_message.Message):
     """Moment at which the probe is placed."""
     hold_ms: _builtins.int
     """Largest number of milliseconds for which the request joins no step while it waits for the answer to the report with
-    the probe's result, so that a decision from the probe applies where EAT was measured; 0 if the request does not
-    wait.
+    the probe's result, or four steps if those take longer, so that a decision from the probe applies where EAT was
+    measured; 0 if the request does not wait.
     """
     def __init__(
         self,

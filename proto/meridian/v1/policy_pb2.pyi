@@ -720,8 +720,8 @@ class EntropyPolicy(_message.Message):
     placed at once; 0 switches the gate off.
     """
     eat_hold_ms: _builtins.int
-    """Milliseconds for which a probed request waits at most for the decision from its probe, so that thinking ends where
-    EAT was measured; 0 lets the request think on. In shadow no request waits.
+    """Milliseconds for which a probed request waits at most for the decision from its probe, or four steps if those take
+    longer, so that thinking ends where EAT was measured; 0 lets the request think on. In shadow no request waits.
     """
     lease_ms: _builtins.int
     """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an

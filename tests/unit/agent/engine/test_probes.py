@@ -90,7 +90,7 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False)])
     probing.sent(measured)
     assert not measured.presses
-    probing.held[held] = None
+    probing.held[held] = 0
     probing.sent(StepRecord(step=8))
     assert held.asked_in == 0
     probing.sent(measured)
