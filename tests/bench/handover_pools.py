@@ -196,7 +196,10 @@ def compare(
     pools: Pools, word: Callable[[int], str], loads: Sequence[Load], shares: Sequence[float], args: Any
 ) -> Table:
     """Return the runs of both arms by load and share of the mixed pool's capacity."""
-    comparison, table = Comparison(pools, word, args.counted), Table({}, {})
+    table = Table({}, {})
+    if not shares:
+        return table
+    comparison = Comparison(pools, word, args.counted)
     try:
         for load in loads:
             # The first closed loop also takes the handshakes and fills the engines' caches.
@@ -229,7 +232,9 @@ class Table(NamedTuple):
         return {name: round(statistics.median(values), 3) for name, values in each.items()}
 
     def lines(self) -> list[str]:
-        """Return the lines of the report."""
+        """Return the lines of the report; none if nothing was compared."""
+        if not self.runs:
+            return []
         said = ["", "## Two pools against a mixed pool under load", ""]
         said += ["| load | of the mixed pool's capacity | arm | answer gap P99, ms | TTOT P99, ms | output tokens/s |"]
         said += ["|---|---|---|---|---|---|"]
