@@ -41,8 +41,6 @@ class Proxy:
     async def end(self) -> None:
         """Close for good, so that no task is left."""
         await self.close()
-        # The task of a connection that has just been accepted begins in the loop's next round.
-        await asyncio.sleep(0)
         await asyncio.gather(*filter(None, self._serving), return_exceptions=True)
 
     def cut(self) -> None:
@@ -68,11 +66,6 @@ class Proxy:
             writer.transport.abort()
             return
         both = {writer, onward}
-        if self._server is None:
-            # The port was closed while the connection was being passed on.
-            for one in both:
-                one.transport.abort()
-            return
         self._writers |= both
         try:
             pumps = {asyncio.create_task(self._pump(*way)) for way in ((reader, onward), (onward_reader, writer))}
