@@ -7,3 +7,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"an address must be host:port or :port; got {address!r}")
     return host.strip("[]"), int(port)
+
+
+def flag_address(flag: str, address: str) -> tuple[str, int]:
+    """Split the address that a flag gives into host and port. Raises ValueError, which names the flag."""
+    try:
+        return split_address(address)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error

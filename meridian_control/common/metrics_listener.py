@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import disable_created_metrics, start_http_server
 
-from meridian_control.common.addresses import split_address
+from meridian_control.common.addresses import flag_address
 
 
 def serve_metrics(address: str) -> None:
@@ -13,10 +13,8 @@ def serve_metrics(address: str) -> None:
     if not address:
         return
     disable_created_metrics()  # type: ignore[no-untyped-call]
+    host, port = flag_address("--metrics-listen", address)
     try:
-        host, port = split_address(address)
         start_http_server(port, host or "0.0.0.0")
-    except ValueError as error:
-        raise ValueError(f"--metrics-listen: {error}") from error
     except OSError as error:
         raise OSError(f"--metrics-listen: cannot listen on {address}: {error.strerror}") from error

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from yarl import URL
 
 from meridian_control import __version__
-from meridian_control.common.addresses import split_address
+from meridian_control.common.addresses import flag_address
 from meridian_control.common.metrics_listener import serve_metrics
 from meridian_control.relay.server import Relay
 
@@ -55,14 +55,6 @@ def engine_url(value: str) -> str:
     return value.rstrip("/")
 
 
-def address(flag: str, value: str) -> tuple[str, int]:
-    """Split the address that a flag gives into host and port. Raises ValueError, which names the flag."""
-    try:
-        return split_address(value)
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from error
-
-
 def relay_of(args: argparse.Namespace) -> Relay:
     """Return the relay that the flags describe. Raises ValueError."""
     if not args.think_end:
@@ -77,7 +69,7 @@ async def serve(args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    host, port = address("--listen", args.listen)
+    host, port = flag_address("--listen", args.listen)
     relay = relay_of(args)
     serve_metrics(args.metrics_listen)
     try:
