@@ -33,7 +33,8 @@ PLACE_SHARE = 32
 LONGEST_TOKENS = 65_536
 # Number of steps for which running places stay reserved after a probe was asked for.
 PLACE_STEPS = 256
-# Whatever the control plane decides, no probed request waits longer than this many milliseconds.
+# Whatever the control plane decides, no probed request waits longer than this many milliseconds, or HOLD_STEPS steps if
+# they last longer.
 MAX_HOLD_MS = 10_000
 # Number of steps that a probed request sits out for its decision even if they last longer than its hold: under
 # asynchronous scheduling the probe's own step, the step begun before its result is known, and the step during which

@@ -154,7 +154,7 @@ def main() -> None:
         for length in args.lengths:
             rows.append(asyncio.run(measure(pools, min(length, CONTEXT - 96), args.repetitions, chance, names)))
             print(rows[-1], flush=True)
-        loaded = handover_pools.compare(pools, lambda token: names[token % len(names)], LOADS, args.shares, args)
+        loaded = handover_pools.compare(pools, lambda token: names[token % len(names)], LOADS, args)
         results = pools.metrics("relay", "meridian_relay_requests_total{")
         pools.until(lambda engine: engine.kv_used == 0, "free blocks")
     report = table(rows, results) + "\n".join(loaded.lines())
@@ -162,8 +162,8 @@ def main() -> None:
     if args.save:
         (Path(__file__).parent / "results" / "handover.md").write_text(report)
     failed = sum(value for key, value in results.items() if '"failed"' in key)
-    pools_of = {load.name: loaded.ratios(load.name, args.shares[-1]) for load in LOADS} if args.shares else {}
-    print(json.dumps({**summary(rows, int(failed)), "pools": pools_of.get(LOADS[0].name, {})}))
+    ratios = loaded.ratios(LOADS[0].name, args.shares[-1]) if args.shares else {}
+    print(json.dumps({**summary(rows, int(failed)), "pools": ratios}))
 
 
 def table(rows: list[Row], results: dict[str, float]) -> str:

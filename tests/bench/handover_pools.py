@@ -62,14 +62,13 @@ class Load(NamedTuple):
 class Run(NamedTuple):
     """One run. figures: answer gaps and time to the first answer token in milliseconds, and output tokens a second."""
 
-    load: str
     arm: str
     seed: int
     figures: dict[str, float]
 
 
 class Client:
-    """Sends the requests to one relay. words: the words of the prompts, by their number in a prompt of the load."""
+    """Sends the requests to one relay. word: returns the word of a prompt for its token id."""
 
     def __init__(self, session: aiohttp.ClientSession, port: int, word: Callable[[int], str]) -> None:
         self._session, self._url, self._word = session, f"http://127.0.0.1:{port}/v1/chat/completions", word
@@ -130,7 +129,7 @@ def drawn(load: Load, seed: int, count: int) -> list[Request]:
 
 
 class Comparison:
-    """Both arms on the same two engines, one after the other. word: a word of the prompts by its token id."""
+    """Both arms on the same two engines, one after the other. word: as in Client."""
 
     def __init__(self, pools: Pools, word: Callable[[int], str], counted: int) -> None:
         self._pools, self._word, self._counted = pools, word, counted
@@ -187,17 +186,15 @@ class Comparison:
                 return await client.ask(request)
 
             timings = await asyncio.gather(*map(arrive, requests, due.tolist()))
-            return Run(load.name, arm, seed, figures(timings, began_s, time.perf_counter()))
+            return Run(arm, seed, figures(timings, began_s, time.perf_counter()))
 
         return await self._session(arm, open_loop)
 
 
-def compare(
-    pools: Pools, word: Callable[[int], str], loads: Sequence[Load], shares: Sequence[float], args: Any
-) -> Table:
-    """Return the runs of both arms by load and share of the mixed pool's capacity."""
+def compare(pools: Pools, word: Callable[[int], str], loads: Sequence[Load], args: Any) -> Table:
+    """Return the runs of both arms by load and share of the mixed pool's capacity. args: the command line."""
     table = Table({}, {})
-    if not shares:
+    if not args.shares:
         return table
     comparison = Comparison(pools, word, args.counted)
     try:
@@ -206,7 +203,7 @@ def compare(
             for arm in (SPLIT, MIXED):
                 table.capacity[load.name, arm] = asyncio.run(comparison.capacity(load, arm))
             print(table.capacity, flush=True)
-            for share in shares:
+            for share in args.shares:
                 rate = share * table.capacity[load.name, MIXED]
                 for seed in range(args.repetitions):
                     arms = (MIXED, SPLIT) if seed % 2 else (SPLIT, MIXED)

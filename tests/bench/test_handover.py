@@ -40,7 +40,7 @@ def test_figures_of_a_run() -> None:
 
 def test_ratios_are_medians_over_pairs() -> None:
     def run(arm: str, seed: int, value: float) -> Run:
-        return Run("l", arm, seed, dict.fromkeys(handover_pools.FIGURES, value))
+        return Run(arm, seed, dict.fromkeys(handover_pools.FIGURES, value))
 
     pairs = [(1.0, 0.5), (2.0, 0.2), (1.0, 3.0)]
     runs = [run(arm, seed, v) for seed, pair in enumerate(pairs) for arm, v in zip((MIXED, SPLIT), pair, strict=True)]

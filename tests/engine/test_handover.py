@@ -110,6 +110,13 @@ def more(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     return {name: value - before.get(name, 0) for name, value in after.items() if value > before.get(name, 0)}
 
 
+def none_failed(pools: Pools, before: dict[str, float]) -> None:
+    """Check that each request since then has one result, and that none has failed."""
+    told = more(results(pools), before)
+    assert sum(told.values()) == len(PROMPTS)
+    assert "failed" not in told
+
+
 def engine_of(pools: Pools, name: str) -> fleet_pb2.Engine:
     (found,) = (engine for engine in pools.control.engines() if engine.engine_id == name)
     return found
@@ -181,9 +188,7 @@ def test_a_freeze_while_requests_are_handed_over(pools: Pools, expected_long: li
         answering(pools, "B", at_least=1)
         pools.control.freeze()
     assert words(said.result()) == expected_long
-    told = more(results(pools), before)
-    assert sum(told.values()) == len(PROMPTS)
-    assert "failed" not in told
+    none_failed(pools, before)
     pools.control.thaw()
     pools.until(lambda engine: not engine.HasField("freeze"), "the thaw")
     no_block_is_left(pools)
@@ -216,9 +221,7 @@ def test_the_answering_engine_fills_up(pools: Pools, expected_long: list[Said]) 
         crowd = [others.enter_context(under_way(pools["B"].port, **LONG)) for _ in range(PLACES // len(PROMPTS))]
     assert words(said.result()) == expected_long
     assert [words(other.result()) for other in crowd] == [expected_long] * len(crowd)
-    told = more(results(pools), before)
-    assert sum(told.values()) == len(PROMPTS)
-    assert "failed" not in told
+    none_failed(pools, before)
     no_block_is_left(pools)
 
 
@@ -237,9 +240,7 @@ def test_the_lease_ends_while_the_answering_engine_stands_still(pools: Pools, ex
         finally:
             pools["B"].process.signal(signal.SIGCONT)
     assert words(said.result()) == expected_long
-    told = more(results(pools), before)
-    assert sum(told.values()) == len(PROMPTS)
-    assert "failed" not in told
+    none_failed(pools, before)
     no_block_is_left(pools)
 
 
