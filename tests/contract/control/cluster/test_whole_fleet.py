@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from meridian.v1 import fleet_pb2, policy_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
+from meridian_control.policy import formats
 from tests.contract.control.cluster.test_replicas import leased
+from tests.contract.control.fleet.test_handovers import APPLIED, STOP, RawEngine, opened
 from tests.fakes.linked import LinkedEngine, until
+from tests.processes import BUSY
 from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
+from tests.unit.control.handover.engines import ANSWERING, disagg, hello
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -137,6 +141,41 @@ async def test_a_recording_has_the_engines_of_all(replicated: Replicated) -> Non
                     pass
             assert response.record.engine_id in {"first", "third"}, "only live replicas are recorded"
             recording.cancel()
+
+
+async def test_a_request_moves_between_engines_of_two_replicas(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    async with client(one) as asked, client(two) as other:
+        await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=formats.to_proto(disagg())))
+        async with grpc.aio.insecure_channel(one.target) as first, grpc.aio.insecure_channel(two.target) as second:
+            a, b = RawEngine(first, hello("a")), RawEngine(second, hello("b", ANSWERING))
+            for engine in (a, b):
+                await engine.connect(revision=2)
+            await a.report(opened=opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True), kv_used=0.95)
+            decided = asyncio.create_task(a.hand_over())
+            # The replica of the thinking engine hears of the answering engine within a second.
+            async with asyncio.timeout(20 * BUSY):
+                while not decided.done():
+                    await a.report(kv_used=0.95)
+                    await asyncio.sleep(0.05)
+            move = decided.result()
+            assert move.url == "http://b:8000"
+            applied = agent_pb2.DecisionOutcome(decision_id=move.decision_id, outcome=APPLIED, detail="10 blocks")
+            await a.report(outcomes=[applied], closed=[agent_pb2.RequestClosed(reason=STOP, handed_over=True)])
+            await b.report(opened=opened("on-b", agent_pb2.PHASE_OUTPUT, handed_over_ref=move.ref))
+            told = agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[160], first_token_ms=[31.0])
+            await b.report(continued=told)
+            for each in (asked, other):
+                await until_answer(lambda each=each: _handed_over(each, "on-a"), ("handed_over", ["on-b"]))
+            listed = {e.engine_id: dict(e.handovers) for e in (await other.engines()).engines}
+            assert listed == {"a": {"handed_over": 1}, "b": {}}
+
+
+async def _handed_over(asked: Client, request_id: str) -> tuple[str, list[str]]:
+    """Return the result of a request's handover, and the other lives of the request."""
+    told = await asked.fleet.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id))
+    (made,) = [event.decision for event in told.life.events if event.decision.kind == "hand_over"]
+    return made.hand_over.result, [life.request_id for life in told.related]
 
 
 async def test_a_dead_replica_is_named_and_then_forgotten(replicated: Replicated) -> None:

@@ -24,11 +24,11 @@ class RawEngine:
         self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
         self.said, self.step = said, 0
 
-    async def connect(self) -> None:
-        """Open the stream and apply the policy."""
+    async def connect(self, revision: int = 1) -> None:
+        """Open the stream, and apply the policy as soon as it has this revision or a later one."""
         await self.send(hello=self.said)
         await self.send(snapshot=agent_pb2.Snapshot())
-        while not (settings := (await self.call.read()).settings).revision:
+        while (settings := (await self.call.read()).settings).revision < revision:
             pass
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
         await self.send(settings_status=status)
