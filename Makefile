@@ -48,6 +48,11 @@ parsers: $(VENV)/ready ## list the thinking markers that the agent finds for eac
 test-vllm: $(VENV)/ready ## run vLLM's own scheduler tests with the agent and without it
 	$(BIN)/python -m tests.vllm_suite $(ARGS)
 
+# `make test` skips these tests and features where NIXL, 70 MB, is not installed.
+.PHONY: test-handover
+test-handover: $(VENV)/nixl ## install NIXL, and test handovers and other features on pairs of real engines
+	$(BIN)/python -m pytest tests/engine/test_handover.py tests/engine/test_matrix.py -k "handover or nixl"
+
 # ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready ## run random requests, faults and policy changes for 20 minutes
 	$(BIN)/python -m tests.soak $(ARGS)
@@ -71,6 +76,11 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM' 2>/dev/null || \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM'
+	touch $@
+
+# NIXL is installed without its dependencies, because one of them is a build of NIXL for another CUDA version.
+$(VENV)/nixl: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl nixl-cu12
 	touch $@
 
 proto: $(VENV)/ready ## generate the protobuf code again
@@ -111,8 +121,8 @@ clean: ## remove environments and build folders
 bench-scheduling: $(VENV)/ready ## measure how answers stream under load, with Meridian and without
 	$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
-# ARGS: --lengths, --repetitions, --save. Needs NIXL (make doctor).
-bench-handover: $(VENV)/ready ## measure the gap between thinking and answer if another engine answers
+# ARGS: --lengths, --repetitions, --save.
+bench-handover: $(VENV)/nixl ## measure the gap between thinking and answer if another engine answers
 	$(BIN)/python -m tests.bench.handover $(ARGS)
 
 bench-cache: $(VENV)/ready ## measure what eviction tiers save

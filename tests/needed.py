@@ -126,11 +126,10 @@ NETWORK = Need(
     " container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun",
     "tests/chaos",
 )
-# NIXL is installed without its dependencies, because one of them is another build of NIXL for another CUDA version.
 NIXL = Need(
     "NIXL",
     module("nixl_cu12"),
-    "pip install --no-deps nixl nixl-cu12 (70 MB)",
+    "make .venv/nixl (70 MB)",
     "tests/engine/test_handover.py; tests/engine/test_matrix.py, builds with NixlConnector",
 )
 GPU = Need(
