@@ -11,6 +11,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 from meridian.v1 import agent_pb2
@@ -262,6 +263,55 @@ def test_the_answering_engine_is_killed_and_comes_back(pools: Pools, expected_lo
     assert words(all_of(pools.relay_port, **LONG)) == expected_long
     assert more(results(pools), before)["handed_over"] >= 1
     no_block_is_left(pools)
+
+
+def test_a_prefill_and_decode_pair(pools: Pools) -> None:
+    """B computes the prompts, and A reads their KV and generates; after B is killed, A computes the prompts itself."""
+    pools.apply(POLICY)
+    # A has not seen these prompts, so it needs B or has to compute them.
+    prompts = maze.prompts(8, seed=92)
+
+    async def said(port: int, some: list[str], kept: list[dict[str, Any]]) -> list[Said]:
+        asked = [stream(port, prompt, extra_body=more) for prompt, more in zip(some, kept, strict=True)]
+        return list(await asyncio.gather(*asked))
+
+    expected = asyncio.run(said(pools["B"].port, prompts, [{}] * 8))
+    kept = [{"kv_transfer_params": params} for params in asyncio.run(computed(pools["B"].port, prompts))]
+    before = read_tokens(pools["A"].port)
+    assert asyncio.run(said(pools["A"].port, prompts[:4], kept[:4])) == expected[:4]
+    assert read_tokens(pools["A"].port) > before
+    pools["B"].process.kill()
+    assert asyncio.run(said(pools["A"].port, prompts[4:], kept[4:])) == expected[4:]
+    pools.start("B")
+    pools.wait_for_engines()
+    no_block_is_left(pools)
+
+
+def read_tokens(port: int) -> float:
+    """Return the tokens whose KV an engine has read from another one."""
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:external_prefix_cache_hits_total"))
+
+
+async def computed(port: int, prompts: list[str]) -> list[dict[str, Any]]:
+    """Let an engine compute the prompts, and return for each the parameters by which its KV is read from there."""
+    remote = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    more = {"kv_transfer_params": {**remote, "remote_block_ids": None, "remote_host": None, "remote_port": None}}
+    url = f"http://127.0.0.1:{port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
+        answers = [
+            await client.chat.completions.create(
+                model="maze",
+                messages=[{"role": "user", "content": prompt}],
+                temperature=0.0,
+                max_tokens=1,
+                extra_body=more,
+            )
+            for prompt in prompts
+        ]
+    found = [(answer.model_extra or {})["kv_transfer_params"] for answer in answers]
+    assert all(params["do_remote_prefill"] for params in found)
+    return found
 
 
 def test_the_control_plane_is_killed(pools: Pools, expected_long: list[Said]) -> None:

@@ -107,8 +107,9 @@ def _connector(name: str, shown: str, connector: str, *, asynchronous: bool = Fa
     config |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     args: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
     if connector.startswith("Nixl"):
-        # A reader declines to read in the last 5 seconds of a lease.
-        config["kv_connector_extra_config"] = {"kv_lease_duration": 6}
+        # After the end of a lease an engine without the guard of handovers reads other requests' KV, so the lease is
+        # longer than any feature takes on a busy machine.
+        config["kv_connector_extra_config"] = {"kv_lease_duration": 60}
     else:
         args["disable_hybrid_kv_cache_manager"] = True
     if connector == "MultiConnector":

@@ -9,7 +9,7 @@ from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.policies import DENSE
+from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.recording import records
 from tests.processes import wait_for
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.engine.matrix.engine import Engine
+    from tests.engine.matrix.stock import Stock
 
 EXAMPLE = ("example", "example-async", "example-v2-async")
 NIXL = ("nixl", "nixl-async")
@@ -40,7 +41,7 @@ def _told(governed: bool) -> collections.Counter[str]:
 def _metrics(engine: Engine) -> dict[str, int]:
     """Return vLLM's counters of the tokens looked up in its prefix cache and at the connector."""
     cached = ("prefix_cache_queries", "prefix_cache_hits")
-    found = dict.fromkeys((*cached, *(f"external_{name}" for name in cached), "request_success"), 0)
+    found = dict.fromkeys((*cached, *(f"external_{name}" for name in cached), "request_success", "num_preemptions"), 0)
     for metric in engine.llm.get_metrics():
         if (name := metric.name.removeprefix("vllm:")) in found:
             found[name] += int(metric.value)
@@ -138,9 +139,7 @@ def read(engine: Engine) -> None:
     """Prompts that no cache has are computed by the stock engine, and the governed engine reads their KV from it."""
     params = {"temperature": 0.0, "max_tokens": 250}
     asks = [Ask(engine.chat(prompt), params) for prompt in maze.prompts(4, seed=77)]
-    first = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}
-    kept = [answer.kv for (answer,) in engine.stock.ask([Ask(ask.prompt, first) for ask in asks])]
-    assert all(kept)
+    kept = _computed_by(engine.stock, asks)
     engine.control.apply(DENSE)
     since, before = len(connectors.calls(governed=True)), _metrics(engine)
     with engine.watched() as seen:
@@ -153,17 +152,60 @@ def read(engine: Engine) -> None:
     _check_unnamed(engine, connectors.calls(governed=True)[since:])
 
 
+@feature("on KV that another engine has computed: caps exact, rules, KV pressure, aborts that leave nothing", *NIXL)
+def decoded(engine: Engine) -> None:
+    """The governed engine is the decode engine of a pair, and the stock engine computes the prompts."""
+    greedy = {"temperature": 0.0, "max_tokens": 250}
+    # An engine with every place taken refuses probes.
+    asks = [Ask(engine.chat(prompt), greedy) for prompt in maze.prompts(6, seed=82)]
+    free = [answer.tokens for (answer,) in engine.stock.ask(asks)]
+
+    def reading(params: Sequence[dict[str, Any]]) -> list[Ask]:
+        engine.llm.llm_engine.reset_prefix_cache()
+        wanted = [Ask(ask.prompt, each) for ask, each in zip(asks, params, strict=True)]
+        return _reading(wanted, _computed_by(engine.stock, wanted))
+
+    before = _metrics(engine)
+    caps = [7 + 5 * i for i in range(len(asks))]
+    own = [{**greedy, "extra_args": {"meridian_max_think_tokens": cap}} for cap in caps]
+    for tokens, capped, cap in zip(free, engine.tokens(reading(own)), caps, strict=True):
+        engine.check_ends_once(tokens, capped, cap)
+    engine.control.apply({"scheduler": {"max_think_tokens": 40}, "entropy": {"enabled": False}})
+    for tokens, capped in zip(free, engine.tokens(reading([greedy] * len(asks))), strict=True):
+        engine.check_ends_once(tokens, capped, 40)
+    engine.control.apply(CONVERGED)
+    sooner = 0
+    for tokens, ended in zip(free, engine.paced(reading([greedy] * len(asks))), strict=True):
+        at = ended.index(engine.end) if engine.end in ended else len(ended)
+        assert tokens[:at] == ended[:at]
+        sooner += tokens[: at + 1] != ended[: at + 1]
+    assert sooner >= len(asks) / 2
+    engine.control.apply(DENSE)
+    long = engine.endless(max_tokens=350)
+    assert engine.tokens(reading([long] * len(asks))) == [
+        answer.tokens for (answer,) in engine.stock.ask([Ask(ask.prompt, long) for ask in asks])
+    ]
+    found = _metrics(engine)
+    assert found["external_prefix_cache_hits"] > before["external_prefix_cache_hits"]
+    assert found["num_preemptions"] > before["num_preemptions"]
+    run = engine.run({f"leaves{i}": ask for i, ask in enumerate(reading([long] * len(asks)))})
+    # Some requests wait for their KV and others think when the clients leave.
+    run.until(lambda: any(run.tokens.values()))
+    for name in list(run.tokens):
+        run.abort(name)
+    engine.drain()
+    assert engine.scheduler.kv_cache_manager.usage == 0
+
+
 @feature("requests that another engine continues count neither as unended nor as empty answers", *NIXL)
 def continued(engine: Engine) -> None:
     """The governed engine computes prompts, and the stock engine reads their KV from it and answers."""
     params = {"temperature": 0.0, "max_tokens": 60}
     asks = [Ask(engine.chat(prompt), params) for prompt in maze.prompts(4, seed=78)]
-    first = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}
     # The first report of a stream is a snapshot, which leaves out requests that have ended.
     engine.tokens([Ask(engine.prompt(), params)])
     before = engine.control.settled()
-    kept = [answer.kv for (answer,) in engine.ask([Ask(ask.prompt, first) for ask in asks])]
-    assert all(kept)
+    kept = _computed_by(engine, asks)
     assert engine.scheduler.requests, "vLLM keeps the blocks until they are read"
     answers = engine.stock.ask(_reading(asks, kept))
     engine.drain()
@@ -212,10 +254,17 @@ def kept(engine: Engine) -> None:
     assert not engine.agent.tracker.unfreed
 
 
-def _reading(asks: list[Ask], kept: list[Any]) -> list[Ask]:
+def _computed_by(first: Engine | Stock, asks: list[Ask]) -> list[dict[str, Any]]:
+    """Let an engine compute the prompts, and return for each the parameters by which its KV is read from there."""
+    one = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}
+    kept = [answer.kv for (answer,) in first.ask([Ask(ask.prompt, one) for ask in asks])]
+    return [kv for kv in kept if kv is not None]
+
+
+def _reading(asks: list[Ask], kept: list[dict[str, Any]]) -> list[Ask]:
     """Return the requests with the parameters by which their KV is read from the engine that computed it."""
-    transfers = [{"extra_args": {"kv_transfer_params": kv}} for kv in kept]
-    return [Ask(ask.prompt, {**ask.params, **transfer}) for ask, transfer in zip(asks, transfers, strict=True)]
+    extra = [{**ask.params.get("extra_args", {}), "kv_transfer_params": kv} for ask, kv in zip(asks, kept, strict=True)]
+    return [Ask(ask.prompt, {**ask.params, "extra_args": each}) for ask, each in zip(asks, extra, strict=True)]
 
 
 def _read(engine: Engine) -> None:
