@@ -55,6 +55,12 @@ def _lines(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole if line.startswith('{"build": ')]
 
 
+def _builds(chosen: Sequence[str]) -> list[str]:
+    """Return the builds that can run here and have one of the chosen features, or any feature if none is chosen."""
+    here = [name for name, build in BUILDS.items() if build.runs_here()]
+    return [name for name in here if not chosen or any(f.name in chosen for f in features_of(name))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", action="append", choices=list(BUILDS))
@@ -67,7 +73,7 @@ def main() -> None:
     found = []
     if args.build or args.save or not args.write:
         with tempfile.TemporaryDirectory() as folder:
-            for build in args.build or [name for name, build in BUILDS.items() if build.runs_here()]:
+            for build in args.build or _builds(args.feature):
                 came = []
                 for line in run(build, Path(folder), args.feature):
                     print(json.dumps(line), flush=True)
