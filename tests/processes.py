@@ -120,11 +120,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
 
-    def stop(self, timeout_s: float = 20) -> int:
-        """Send SIGTERM, and SIGKILL after the timeout; return the exit status."""
+    def stop(self) -> int:
+        """Send SIGTERM, and SIGKILL if the program does not end; return the exit status."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(timeout_s)
+            self.popen.wait(20 * BUSY)
         return self.kill()
 
     def kill(self) -> int:
