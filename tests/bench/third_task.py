@@ -34,14 +34,16 @@ LOOP_TOKENS, LONGEST_PERIOD = 160, 64
 class Loops:
     """The effect of the loop breaker on the same requests that ended by themselves or looped without it.
 
-    of: requests that looped. ended: those whose thinking the loop breaker ended. false: requests that did not loop and
-    whose thinking the loop breaker ended. empty: ended requests without an answer. rounds, tokens: largest number of
-    rounds and of thinking tokens from the loop's begin to the end of thinking.
+    of: requests that looped until `max_tokens`. ended: those whose thinking the loop breaker ended. false: requests
+    that ended their thinking by themselves, and whose thinking the loop breaker ended. other: ended requests that
+    neither ended nor looped until `max_tokens`, because they left their loop before. empty: ended requests without an
+    answer. rounds, tokens: largest number of rounds and of thinking tokens from a loop's begin to the end of thinking.
     """
 
     ended: int
     of: int
     false: int
+    other: int
     empty: int
     rounds: float
     tokens: int
@@ -90,7 +92,7 @@ def _why_not(calibrated: Calibrated) -> dict[str, str]:
 
 def broken(natural: Sequence[Completion], batch: Batch) -> Loops:
     """Compare each request with itself under the loop breaker; whether it loops is found in its natural tokens."""
-    ended = false = empty = tokens = of = 0
+    ended = false = other = empty = tokens = of = 0
     rounds = 0.0
     for free, broken_off in zip(natural, batch.completions, strict=True):
         period, begin = loop_of(free.tokens)
@@ -102,8 +104,9 @@ def broken(natural: Sequence[Completion], batch: Batch) -> Loops:
             looped = max(0, broken_off.think_tokens - begin)
             rounds, tokens = max(rounds, looped / period), max(tokens, looped)
         elif stopped and broken_off.tokens[: broken_off.think_tokens] == free.tokens[: broken_off.think_tokens]:
-            false += 1
-    return Loops(ended, of, false, empty, round(rounds, 1), tokens)
+            false += free.ended
+            other += not free.ended
+    return Loops(ended, of, false, other, empty, round(rounds, 1), tokens)
 
 
 def loop_of(tokens: Sequence[int]) -> tuple[int, int]:
@@ -162,7 +165,7 @@ def lines(found: ThirdFindings) -> Iterator[str]:
     yield (
         f"The loop breaker ended {of.ended} of {of.of} loops, at most {of.tokens} tokens and {of.rounds:g} rounds "
         f"after a loop's begin; {of.empty} of the ended requests had no answer. It ended the thinking of {of.false} "
-        "requests that did not loop."
+        f"requests that end it by themselves, and of {of.other} others that never end it but leave their loop."
     )
     yield ""
     yield (

@@ -72,13 +72,18 @@ def test_no_loop_is_found_elsewhere() -> None:
 
 
 def completion(tokens: list[int], think_tokens: int, answer_tokens: int) -> Any:
-    return SimpleNamespace(tokens=tuple(tokens), think_tokens=think_tokens, answer_tokens=answer_tokens)
+    return SimpleNamespace(
+        tokens=tuple(tokens), think_tokens=think_tokens, answer_tokens=answer_tokens, ended=answer_tokens > 0
+    )
 
 
 def test_each_request_is_compared_with_itself() -> None:
-    """The first request's loop is ended, the second's is not, the third never looped and is cut all the same."""
+    """The first request's loop is ended, the second's is not, the third never looped and is cut all the same, and the
+    fourth, which leaves its loop and never ends, is cut too."""
     loop, plain = list(range(10)) * 40, list(range(100))
     natural = [completion(loop, 400, 0), completion(loop, 400, 0), completion(plain, 90, 5)]
+    natural.append(completion([*loop, *plain], 500, 0))
     now = [completion([*loop[:200], -1, 5, 5], 200, 2), natural[1], completion([*plain[:50], -1, 5], 50, 1)]
+    now.append(completion([*loop[:200], -1, 5, 5], 200, 2))
     found = third_task.broken(natural, SimpleNamespace(completions=now))  # type: ignore[arg-type]
-    assert found == third_task.Loops(ended=1, of=2, false=1, empty=0, rounds=20.0, tokens=200)
+    assert found == third_task.Loops(ended=1, of=2, false=1, other=1, empty=0, rounds=20.0, tokens=200)
