@@ -169,6 +169,6 @@ def lines(found: ThirdFindings) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"Of the requests with max_tokens = {SHORT_TOKENS}, {found.answered[NO_RESERVE]:.1%} had an answer without a "
+        f"{found.answered[NO_RESERVE]:.1%} of the requests with max_tokens = {SHORT_TOKENS} had an answer without a "
         f"reserve, and {found.answered[RESERVE]:.1%} with a reserve of {RESERVED_TOKENS} tokens."
     )

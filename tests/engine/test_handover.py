@@ -17,6 +17,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from tests.data import maze
+from tests.engine.matrix.features.connectors import REMOTE_DECODE
 from tests.engine.pools import PLACES, POLICY, Pools
 from tests.needed import NIXL
 from tests.processes import wait_for
@@ -295,8 +296,6 @@ def read_tokens(port: int) -> float:
 
 async def computed(port: int, prompts: list[str]) -> list[dict[str, Any]]:
     """Let an engine compute the prompts, and return for each the parameters by which its KV is read from there."""
-    remote = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
-    more = {"kv_transfer_params": {**remote, "remote_block_ids": None, "remote_host": None, "remote_port": None}}
     url = f"http://127.0.0.1:{port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
         answers = [
@@ -305,7 +304,7 @@ async def computed(port: int, prompts: list[str]) -> list[dict[str, Any]]:
                 messages=[{"role": "user", "content": prompt}],
                 temperature=0.0,
                 max_tokens=1,
-                extra_body=more,
+                extra_body={"kv_transfer_params": REMOTE_DECODE},
             )
             for prompt in prompts
         ]

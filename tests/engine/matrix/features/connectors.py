@@ -259,8 +259,9 @@ def kept(engine: Engine) -> None:
 def _computed_by(first: Engine | Stock, asks: list[Ask]) -> list[dict[str, Any]]:
     """Let an engine compute the prompts, and return for each the parameters by which its KV is read from there."""
     one = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}
-    kept = [answer.kv for (answer,) in first.ask([Ask(ask.prompt, one) for ask in asks])]
-    return [kv for kv in kept if kv is not None]
+    kept = [answer.kv or {} for (answer,) in first.ask([Ask(ask.prompt, one) for ask in asks])]
+    assert all(kept)
+    return kept
 
 
 def _reading(asks: list[Ask], kept: list[dict[str, Any]]) -> list[Ask]:
