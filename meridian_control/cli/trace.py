@@ -71,14 +71,11 @@ def calibrate(
         typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct", "group"}; see calibration.md.'),
     ] = None,
     max_loss: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest allowed loss of accuracy, as a fraction.")
+        float, typer.Option(min=0, max=1, help="Loss of accuracy, a fraction, that a rule provably does not exceed.")
     ] = 0.01,
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.")
     ] = 0.95,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Recommend only a rule whose loss is proved to be at most --max-loss.")
-    ] = False,
     delay_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens from a sentence end to the end forced there, unless its probe is held.")
     ] = 2,
@@ -90,7 +87,7 @@ def calibrate(
     plot: Annotated[Path | None, typer.Option(help="File to draw the frontier to, as PNG, SVG or PDF.")] = None,
     report: Annotated[Path | None, typer.Option(help="File to write all figures to, in JSON.")] = None,
 ) -> None:
-    """Replay traces, print the rules that save most thinking within a loss of accuracy, and write a policy."""
+    """Replay traces, print the rules that save most thinking for a proved loss of accuracy, and write a policy."""
     try:
         from meridian_control.offline import calibration, calibration_report, halves
 
@@ -100,7 +97,7 @@ def calibrate(
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
     with reported():
         replay = _replay(traces, labels, base, model, delay_tokens)
-    goal = calibration.Goal(max_loss, confidence, strict)
+    goal = calibration.Goal(max_loss, confidence)
     try:
         found = calibration.calibrate(replay, goal)
     except halves.TooFewRequests as error:
@@ -114,7 +111,7 @@ def calibrate(
     _write(out, lambda path: path.write_text(forms.to_toml(found.policy), encoding="utf-8"))
     _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
     _write(plot, lambda path: calibration_report.plot(found, replay, path))
-    if not found.confirmed and not (found.second and found.second.in_force):
+    if found.recommended is None and not (found.second and found.second.in_force):
         raise typer.Exit(FAILED)
 
 

@@ -8,7 +8,7 @@ module's functions are pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +73,11 @@ class Point:
 
 @dataclass(frozen=True)
 class SecondThreshold:
-    """The give-up rule that was chosen, alone and together with the recommended rule, if there is one.
+    """The give-up rule that was chosen, alone and together with the best rule, if there is one.
 
-    given_up: requests of the half not used for choosing that the give-up rule ends sooner than the recommended rule.
-    proved: the bound of the harm of both rules together is within the allowed loss on that half. in_force: the rule is
-    proved, and the recommended rule is in force.
+    given_up: requests of the half not used for choosing that the give-up rule ends sooner than the best rule. proved:
+    the bound of the harm of both rules together is within the allowed loss on that half. in_force: the rule is proved,
+    and the best rule is recommended.
     """
 
     rule: StoppingRule
@@ -89,7 +89,7 @@ class SecondThreshold:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result. confirmed: the recommended rule may be put into force. proved: on the half not used for choosing, the
+    """The result. best: the rule that was chosen on the first half. confirmed: on the half not used for choosing, the
     bound of its harm is within the allowed loss. groups: number of groups of requests, 0 if requests are independent.
     """
 
@@ -97,26 +97,26 @@ class Calibration:
     separations: list[Separation]
     # Each family's frontier, from the rule that saves least to the rule that saves most.
     fronts: dict[str, list[Point]]
-    recommended: Point | None
-    # The best fixed cap, chosen within the same allowed loss.
+    best: Point | None
+    # The best fixed cap, chosen in the same way.
     fixed_cap: Point | None
     second: SecondThreshold | None
     confirmed: bool
-    proved: bool
     groups: int
     policy: Policy
+
+    @property
+    def recommended(self) -> Point | None:
+        """The rule that may be put into force; None if no rule is proved to be within the allowed loss."""
+        return self.best if self.confirmed else None
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The accuracy that a rule may lose, a fraction, and the confidence of all intervals and bounds.
-
-    strict: recommend only a rule whose harm's upper bound is within max_loss on both halves.
-    """
+    """The accuracy that a rule may lose, a fraction, and the confidence of all intervals and bounds."""
 
     max_loss: float = 0.01
     confidence: float = 0.95
-    strict: bool = False
 
 
 def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
@@ -142,11 +142,10 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     if best is None or (single is not None and best.saved <= single.saved + PAIR_MUST_ADD):
         best = single
 
-    recommended = halves.point(best) if best is not None else None
-    cap = halves.best(tried[CAP])
-    proved = recommended is not None and recommended.held_out.harm_bound <= goal.max_loss
-    kept = recommended is not None and recommended.held_out.accuracy_change >= -goal.max_loss
-    confirmed = kept and (proved or not goal.strict)
+    point, cap = halves.point(best) if best is not None else None, halves.best(tried[CAP])
+    # The second half tests only this rule, so its bound needs no correction for the number of rules that were tried
+    # (Learn then Test, arXiv 2110.01052).
+    confirmed = point is not None and point.held_out.harm_bound <= goal.max_loss
     judged = np.concatenate([fit, held_out])
     second = _second(halves, best, confirmed)
     given_up = (second.rule, second.in_force) if second is not None else None
@@ -154,11 +153,10 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
         natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
         fronts={family: [halves.point(t) for t in pareto(found)] for family, found in (tried | pairs).items()},
-        recommended=recommended,
+        best=point,
         fixed_cap=halves.point(cap) if cap is not None else None,
         second=second,
         confirmed=confirmed,
-        proved=proved,
         groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
         policy=policy_of(
             replay, best.rule if best and confirmed else None, good, judged, unit[judged], second=given_up
@@ -169,17 +167,14 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
 def _second(halves: _Halves, first: _Tried | None, confirmed: bool) -> SecondThreshold | None:
     """Choose a give-up rule that acts together with the rule `first`; None if none is found.
 
-    It is chosen on the first half as with a strict goal, whatever the goal: the bound of the harm of both rules, with
-    loosened thresholds, is within the allowed loss. The second half then tests only the rule that was chosen, so its
-    bound needs no correction for the number of rules that were tried (Learn then Test, arXiv 2110.01052). The proxy
-    counts each answer that changes as harm, so it cannot judge the rule.
+    The harm is that of both rules. The proxy counts each answer that changes as harm, so it cannot judge the rule.
     """
     replay, fit = halves.replay, halves.fit
     if replay.judge.is_proxy:
         return None
     rules = give_ups(replay, fit, first.rule if first else None, floor_of(replay, first.rule, fit) if first else 0)
     tried = halves.tried([either(first.rule, rule) if first else rule for rule in rules])
-    chosen = replace(halves, goal=replace(halves.goal, strict=True)).best(tried)
+    chosen = halves.best(tried)
     if chosen is None or chosen.saved <= (first.saved if first else 0.0) + PAIR_MUST_ADD:
         return None
     together = halves.point(chosen)
@@ -260,20 +255,19 @@ class _Halves:
         return not judge.groups and bool(np.isin(judge.right, (0, 1)).all() and np.isin(natural, (0, 1)).all())
 
     def best(self, tried: Sequence[_Tried]) -> _Tried | None:
-        """Return the rule that saves most within half the allowed loss, and within all of it with loosened thresholds.
+        """Return the rule that saves most within half the allowed loss, and whose bound is within the allowed loss.
 
-        A threshold that the first half only just allows would often fail on the other half. Only harm counts as loss,
-        because requests that become right by being stopped do so by chance. If the goal is strict, the bound of the
-        harm with loosened thresholds has to be within the allowed loss, so that the other half is likely to prove it.
+        The bound is that of the harm with loosened thresholds, because a threshold that the first half only just allows
+        would often fail on the other half. Only harm counts as loss, because requests that become right by being
+        stopped do so by chance.
         """
-        goal = self.goal
+        allowed = self.goal.max_loss
         for one in sorted(tried, key=lambda t: -t.saved):
             if one.saved <= 0:
                 break
-            if one.harm > goal.max_loss / 2:
+            if one.harm > allowed / 2:
                 continue
-            laxer = self._try(loosened(one.rule))
-            if (self._bound(self._harm(laxer.stops, self.fit)) if goal.strict else laxer.harm) <= goal.max_loss:
+            if self._bound(self._harm(self._try(loosened(one.rule)).stops, self.fit)) <= allowed:
                 return one
         return None
 

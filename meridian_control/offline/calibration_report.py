@@ -50,7 +50,7 @@ def table(found: Calibration, goal: Goal) -> Table:
     for family, points in found.fronts.items():
         left_out = " (left out)" if points and points[0].rule.signals & useless else ""
         shown = _shown(points, goal)
-        if (best := found.recommended) is not None and best.rule.family == family and best not in shown:
+        if (best := found.best) is not None and best.rule.family == family and best not in shown:
             shown = sorted([*shown, best], key=lambda p: p.fit.saved)
         for index, point in enumerate(shown):
             figures = point.held_out
@@ -63,7 +63,7 @@ def table(found: Calibration, goal: Goal) -> Table:
                 percent(figures.harm_bound),
                 percent(figures.probe_share),
                 percent(figures.stopped / figures.requests),
-                style="bold" if point == found.recommended else None,
+                style="bold" if point == found.best else None,
             )
     return made
 
@@ -147,33 +147,29 @@ def _without_near_loops(episodes: Episodes) -> str:
 
 
 def recommendation(found: Calibration, goal: Goal) -> str:
-    best = found.recommended
+    best = found.best
     if best is None:
-        text = (
+        return (
             "Nothing is recommended: on the half on which rules are chosen, no rule whose signal separates saves "
-            f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss"
+            f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss, with an upper "
+            f"bound of at most {percent(goal.max_loss)}. {_needed_at_best(found, goal)} The policy stays in shadow."
         )
-        if goal.strict:
-            text += f", with an upper bound of at most {percent(goal.max_loss)}"
-        return text + ". The policy stays in shadow."
     figures = best.held_out
     text = (
         f"Best: {best.rule}. The rule saves {percent(figures.saved)} {_range(figures.saved_interval)} of the thinking, "
         f"less the probes' tokens, and changes accuracy by {points_of(figures.accuracy_change)} points "
         f"{_range(figures.accuracy_interval)}. "
         f"The stop made {figures.harmful} of {figures.requests} requests wrong. The rule costs at most "
-        f"{points_of(figures.harm_bound)[1:]} points of accuracy with {goal.confidence:.0%} confidence"
+        f"{_bound(figures)} points of accuracy with {goal.confidence:.0%} confidence"
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
-    text += f", which is within {allowed}." if found.proved else f", which exceeds {allowed}: {_unproved(found, goal)}"
+    if found.confirmed:
+        text += f", which is within {allowed}."
+    else:
+        text += f", which exceeds {allowed}, so the policy stays in shadow: {_unproved(found, goal)}"
     if found.fixed_cap is not None:
         cap = found.fixed_cap
         text += f" A fixed cap chosen in the same way, {cap.rule}, saves {percent(cap.held_out.saved)}."
-    if not found.confirmed:
-        text += (
-            f" The other half does not confirm the rule (allowed loss: {percent(goal.max_loss)}), so the policy stays "
-            "in shadow. A trace with more requests may confirm it."
-        )
     return text
 
 
@@ -185,10 +181,9 @@ def second_threshold(found: Calibration, replay: Replay, goal: Goal) -> str:
             return text + "without labels every answer that would still have changed counts as harm."
         return text + (
             f"on the half on which rules are chosen, none that saves more keeps the upper bound of the harm within "
-            f"{percent(goal.max_loss)} together with the best rule. Without any harm, the bound needs "
-            f"{_needed(found, goal)} in each half."
+            f"{percent(goal.max_loss)} together with the best rule. {_needed_at_best(found, goal)}"
         )
-    figures, first = second.together.held_out, found.recommended
+    figures, first = second.together.held_out, found.best
     text = f"Second threshold, for thinking that will not converge: {second.rule}. "
     if first is not None:
         text += f"Together with the best rule it saves {percent(figures.saved)} instead of "
@@ -197,14 +192,23 @@ def second_threshold(found: Calibration, replay: Replay, goal: Goal) -> str:
         text += f"It saves {percent(figures.saved)} of the thinking"
     text += (
         f" and gives up {second.given_up} of {figures.requests} requests. {'Both cost' if first else 'It costs'} at "
-        f"most {points_of(figures.harm_bound)[1:]} points of accuracy with {goal.confidence:.0%} confidence, "
+        f"most {_bound(figures)} points of accuracy with {goal.confidence:.0%} confidence, "
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
     if second.in_force:
         return text + f"which is within {allowed}."
     if second.proved:
-        return text + f"which is within {allowed}, but the best rule is not confirmed, so the second stays in shadow."
+        return text + f"which is within {allowed}, but the best rule is not recommended, so the second stays in shadow."
     return text + f"which exceeds {allowed}, so the second threshold stays in shadow: {_unproved(found, goal)}"
+
+
+def _bound(figures: Figures) -> str:
+    """Spell the upper bound of the harm in percentage points, with two digits to tell it from the allowed loss."""
+    return f"{100 * figures.harm_bound:.2f}"
+
+
+def _needed_at_best(found: Calibration, goal: Goal) -> str:
+    return f"Without any harm, the bound needs {_needed(found, goal)} in each half."
 
 
 def _unproved(found: Calibration, goal: Goal) -> str:
@@ -249,11 +253,10 @@ def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
         "natural": _plain(found.natural),
         "signals": [_signal(s) for s in found.separations],
         "families": {family: [_point(p) for p in points] for family, points in found.fronts.items()},
+        "best": _point(found.best) if found.best else None,
         "recommended": _point(found.recommended) if found.recommended else None,
         "fixed_cap": _point(found.fixed_cap) if found.fixed_cap else None,
         "second_threshold": _second(found.second) if found.second else None,
-        "confirmed": found.confirmed,
-        "proved": found.proved,
         "policy": found.policy.model_dump(mode="json", exclude_none=True),
     }
 
@@ -299,9 +302,9 @@ def plot(found: Calibration, replay: Replay, path: Path) -> None:
     _curves(axes, found)
     natural = found.natural
     axes.plot(natural.tokens, natural.accuracy, "o", color="black", ms=9, label="natural", zorder=4)
-    if found.recommended is not None:
-        figures = found.recommended.held_out
-        label = f"{'recommended' if found.confirmed else 'best, not confirmed'}: {found.recommended.rule}"
+    if found.best is not None:
+        figures = found.best.held_out
+        label = f"{'recommended' if found.confirmed else 'best, not proved'}: {found.best.rule}"
         interval = figures.accuracy_interval
         bars = [[figures.accuracy_change - interval.low], [interval.high - figures.accuracy_change]]
         axes.errorbar(

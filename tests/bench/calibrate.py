@@ -49,7 +49,7 @@ class Calibrated:
 
     @property
     def recommends(self) -> bool:
-        return bool(self.report["recommended"] and self.report["confirmed"])
+        return bool(self.report["recommended"])
 
     @property
     def rule(self) -> str:

@@ -75,13 +75,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What calibration recommends on one split: a rule with its figures on the half that did not choose it; "" for
-    none."""
+    """What calibration chooses on one split: a rule with its figures on the half that did not choose it, and whether it
+    recommends the rule; "" for none."""
 
     rule: str
     held_out: Figures | None
-    confirmed: bool
-    proved: bool
+    recommended: bool
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ def evaluate(recording: Recording, options: Options) -> Findings:
     except TooFewRequests as error:
         raise BenchError(f"{recording.name}: {error}") from error
     chosen = {kind: [_chosen(c) for c in calibrations] for kind, calibrations in found.items()}
-    in_force = {kind: [c.rule for c in choices if c.confirmed] for kind, choices in chosen.items()}
+    in_force = {kind: [c.rule for c in choices if c.recommended] for kind, choices in chosen.items()}
     first, made = next(iter(found)), Evaluation(recording, options)
     rows = [
         *made.caps(),
@@ -251,9 +250,9 @@ def evaluate(recording: Recording, options: Options) -> Findings:
 
 
 def _chosen(found: Calibration) -> Chosen:
-    if found.recommended is None:
-        return Chosen("", None, False, False)
-    return Chosen(str(found.recommended.rule), found.recommended.held_out, found.confirmed, found.proved)
+    if found.best is None:
+        return Chosen("", None, recommended=False)
+    return Chosen(str(found.best.rule), found.best.held_out, found.confirmed)
 
 
 def recordings(options: Options) -> Iterator[Recording]:

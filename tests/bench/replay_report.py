@@ -66,9 +66,8 @@ def _chosen(kind: str, chosen: Sequence[Chosen], max_loss: float) -> str:
         those = [c for c in chosen if c.rule == rule]
         worst = min(c.held_out.accuracy_change for c in those if c.held_out is not None)
         told.append(
-            f'chooses "{rule}" on {count}, which the other half confirms on {sum(c.confirmed for c in those)} and '
-            f"whose loss it proves to be small on {sum(c.proved for c in those)} (worst change on the other half: "
-            f"{100 * worst:+.1f} points)"
+            f'chooses "{rule}" on {count} and recommends it on {sum(c.recommended for c in those)}, where the other '
+            f"half proves that its loss is small (worst change on the other half: {100 * worst:+.1f} points)"
         )
     return f"`calibrate --max-loss {max_loss:g}`{what} {'; it '.join(told)}."
 

@@ -125,30 +125,28 @@ def test_siblings_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole", "first token"])
-@pytest.mark.parametrize("strict", [False, True])
-def test_what_harms_is_refused_on_every_split(tmp_path: Path, kind: str, strict: bool) -> None:
+def test_what_harms_is_refused_on_every_split(tmp_path: Path, kind: str) -> None:
     """Most samples repeat a wrong answer for longer than the right one, so that no number of equal answers is safe."""
     told = replay_data.public(write(tmp_path / "harm.json", problems(wrong=0.7))).replays[kind]
     assert told.stops(same_answer(8)).right.mean() < 0.5
     for split in range(SPLITS):
-        found = calibrate(told, Goal(0.01, strict=strict), split)
-        assert (found.recommended, found.confirmed, found.policy.entropy.shadow) == (None, False, True)
+        found = calibrate(told, Goal(0.01), split)
+        assert (found.best, found.confirmed, found.policy.entropy.shadow) == (None, False, True)
 
 
 def test_what_helps_is_recommended_on_every_split(tmp_path: Path) -> None:
     """If no wrong answer is ever repeated, the same rule saves much and harms nothing."""
     told = replay_data.public(write(tmp_path / "help.json", problems(wrong=0.0))).replays["whole"]
     for split in range(SPLITS):
-        found = calibrate(told, Goal(0.01), split)
-        assert found.confirmed
+        found = calibrate(told, Goal(0.25), split)
         assert found.recommended is not None
         assert found.recommended.held_out.saved > 0.2
-        assert not found.proved, "twelve problems prove no loss below one point"
+        assert calibrate(told, Goal(0.01), split).best is None, "twelve problems prove no loss below one point"
 
 
 def test_the_findings_say_what_is_in_force(tmp_path: Path) -> None:
     harm, helps = (
-        evaluate(replay_data.public(write(tmp_path / f"{wrong}.json", problems(wrong))), options())
+        evaluate(replay_data.public(write(tmp_path / f"{wrong}.json", problems(wrong))), options(max_loss=0.25))
         for wrong in (0.7, 0.0)
     )
     assert not any(row.recommended for row in harm.rows)

@@ -25,14 +25,12 @@ from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
+from tests.unit.control.offline.replays import GOAL
 from tests.unit.control.offline.test_rule_replay import sentence_ends
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-WIDE = Goal(max_loss=0.1)
-# The best rule leaves some of the allowed loss to the second threshold.
-STRICT = Goal(max_loss=0.1, strict=True)
 # Only EAT tells.
 ONLY_EAT = {"rank": "noise", "same": "noise"}
 
@@ -149,7 +147,7 @@ def test_a_loosened_give_up_rule_begins_sooner_at_a_lower_level() -> None:
 def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp_path: Path) -> None:
     requests = mixed(140, **ONLY_EAT)
     replayed = replay(tmp_path, requests)
-    found = calibrate(replayed, STRICT)
+    found = calibrate(replayed, GOAL)
     assert found.recommended is not None
     assert found.second is not None
     figures, first = found.second.together.held_out, found.recommended.held_out
@@ -163,10 +161,10 @@ def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp
     assert entropy.give_up_tokens == found.second.rule.entropy["give_up_tokens"] > 0
     assert entropy.give_up_eat_nats == found.second.rule.entropy["give_up_eat_nats"]
     assert found.policy.scheduler.min_think_tokens <= entropy.give_up_tokens
-    told = second_threshold(found, replayed, STRICT)
+    told = second_threshold(found, replayed, GOAL)
     assert f"gives up {found.second.given_up} of {figures.requests} requests. Both cost at most" in told
     assert told.endswith("which is within the allowed 10.0.")
-    written = json.loads(json.dumps(report(found, replayed, STRICT), allow_nan=False))["second_threshold"]
+    written = json.loads(json.dumps(report(found, replayed, GOAL), allow_nan=False))["second_threshold"]
     assert (written["proved"], written["rule"]) == (True, str(found.second.rule))
     assert written["together"]["held_out"]["harm_bound"] == figures.harm_bound
 
@@ -178,20 +176,20 @@ def test_what_is_not_proved_on_the_other_half_stays_in_shadow(tmp_path: Path) ->
         if not first_half(request.request_id) and is_hopeless(request):
             request.natural_right, request.settled_tokens = True, max(request.probes)
     replayed = replay(tmp_path, requests)
-    found = calibrate(replayed, STRICT)
+    found = calibrate(replayed, GOAL)
     assert found.second is not None
     assert found.second.together.held_out.harm_bound > 0.1 >= found.second.together.fit.harm_bound
     assert (found.second.proved, found.second.in_force) == (False, False)
     entropy = found.policy.entropy
     assert (entropy.shadow, entropy.give_up_shadow) == (not found.confirmed, True)
     assert entropy.give_up_tokens == found.second.rule.entropy["give_up_tokens"] > 0
-    told = second_threshold(found, replayed, STRICT)
+    told = second_threshold(found, replayed, GOAL)
     assert "which exceeds the allowed 10.0, so the second threshold stays in shadow: the loss is not proved" in told
 
 
 def test_alone_it_may_be_in_force_while_every_other_rule_is_off(tmp_path: Path) -> None:
     replayed = replay(tmp_path, mixed(140, eat="noise", rank="noise", same="noise"))
-    found = calibrate(replayed, WIDE)
+    found = calibrate(replayed, GOAL)
     assert (found.recommended, found.confirmed) == (None, False)
     assert found.second is not None
     assert found.second.in_force
@@ -200,7 +198,7 @@ def test_alone_it_may_be_in_force_while_every_other_rule_is_off(tmp_path: Path) 
     assert (entropy.shadow, entropy.give_up_shadow, entropy.eat_probe_interval_tokens) == (False, False, 1)
     assert (entropy.eat_level_threshold_nats, entropy.rpdi_threshold, entropy.rank_conditions) == (0, 0, ())
     assert found.policy.scheduler.soft_think_tokens == 0
-    told = second_threshold(found, replayed, WIDE)
+    told = second_threshold(found, replayed, GOAL)
     assert " of the thinking and gives up " in told
     assert ". It costs at most " in told
 
@@ -213,11 +211,11 @@ def test_requests_that_become_right_late_are_not_given_up(tmp_path: Path) -> Non
     base = schema.Policy(entropy=sections.EntropyPolicy(give_up_tokens=7, give_up_shadow=False))
     replayed = replay(tmp_path, requests)
     replayed.base = base
-    found = calibrate(replayed, WIDE)
+    found = calibrate(replayed, GOAL)
     assert found.second is None
     assert (found.policy.entropy.give_up_tokens, found.policy.entropy.give_up_shadow) == (0, True)
-    assert report(found, replayed, WIDE)["second_threshold"] is None
-    told = second_threshold(found, replayed, WIDE)
+    assert report(found, replayed, GOAL)["second_threshold"] is None
+    told = second_threshold(found, replayed, GOAL)
     assert "none that saves more keeps the upper bound of the harm within 10.0%" in told
     assert told.endswith("the bound needs at least 29 requests in each half.")
 
@@ -230,9 +228,9 @@ def test_too_few_requests_prove_nothing(tmp_path: Path) -> None:
 
 def test_the_proxy_cannot_judge_it(tmp_path: Path) -> None:
     replayed = replay(tmp_path, mixed(60), labelled=False)
-    found = calibrate(replayed, WIDE)
+    found = calibrate(replayed, GOAL)
     assert found.second is None
-    assert "without labels" in second_threshold(found, replayed, WIDE)
+    assert "without labels" in second_threshold(found, replayed, GOAL)
 
 
 def test_the_command(tmp_path: Path) -> None:

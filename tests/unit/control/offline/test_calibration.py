@@ -14,7 +14,7 @@ from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import loosened, paired, single_rules
 from meridian_control.offline.correctness import from_labels
 from meridian_control.offline.episodes import collect
-from meridian_control.offline.halves import TooFewRequests, halved
+from meridian_control.offline.halves import TooFewRequests, first_half, halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_NEAR,
@@ -32,7 +32,7 @@ from meridian_control.policy import model as schema
 from meridian_control.policy.section import INT32_MAX
 from tests.fakes import traces
 from tests.fakes.tables import policy
-from tests.unit.control.offline.replays import REQUESTS, made, replay, separating
+from tests.unit.control.offline.replays import GOAL, REQUESTS, made, replay, separating
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,15 +43,14 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
-    found = calibrate(replay(tmp_path, made(), labelled), Goal())
+    found = calibrate(replay(tmp_path, made(), labelled), GOAL)
     assert separating(found) == {"EAT", "rank"} | ({"same answer"} if labelled else set())
     assert found.recommended is not None
     assert found.confirmed
     figures = found.recommended.held_out
     assert figures.saved > 0.25
     assert figures.saved_interval.low < figures.saved < figures.saved_interval.high
-    assert figures.accuracy_change >= -0.01
-    assert 0 < figures.harm_bound < 0.1
+    assert 0 < figures.harm_bound <= 0.1
     assert found.fixed_cap is None or found.fixed_cap.held_out.saved < figures.saved
     entropy, scheduler = found.policy.entropy, found.policy.scheduler
     assert (entropy.enabled, entropy.shadow, entropy.rpdi_threshold) == (True, False, 0)
@@ -59,7 +58,7 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
 
 
 def test_a_margin_that_tells_is_found(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(60, eat="noise", rank="noise", margin="tells")), Goal(max_loss=0.05))
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", margin="tells")), GOAL)
     assert separating(found) - {"same answer"} == {"margin"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"margin"}
@@ -72,8 +71,8 @@ def test_a_margin_that_tells_is_found(tmp_path: Path) -> None:
 
 def test_a_margin_that_does_not_tell_is_switched_off(tmp_path: Path) -> None:
     base = policy(entropy={"margin_threshold_nats": 2.0, "eat_probe_max_margin_nats": 3.0, "confirm_sentence_ends": 3})
-    requests = made(60, rank="noise", margin="noise")
-    found = calibrate(replay(tmp_path, requests, base=base), Goal(max_loss=0.05))
+    requests = made(rank="noise", margin="noise")
+    found = calibrate(replay(tmp_path, requests, base=base), GOAL)
     assert separating(found) - {"same answer"} == {"EAT"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"EAT"}
@@ -86,7 +85,7 @@ def test_a_trace_of_an_older_agent_has_no_margin(tmp_path: Path) -> None:
     requests = made(40, margin="tells")
     for request in requests:
         request.margins = []
-    found = calibrate(replay(tmp_path, requests), Goal(max_loss=0.1))
+    found = calibrate(replay(tmp_path, requests), GOAL)
     assert {s.signal: s.why_not for s in found.separations}["margin"] == "it was not measured"
     assert not {MARGIN, EAT_NEAR} & set(found.fronts)
     assert separating(found) == {"EAT", "rank", "same answer"}
@@ -117,7 +116,7 @@ def test_a_loosened_margin_is_larger_and_needs_as_many_sentence_ends() -> None:
 def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
     """If EAT is near 0 from the first token on, whatever the answer, a level threshold alone would end every request at
     once."""
-    found = calibrate(replay(tmp_path, made(eat="blind", same="noise")), Goal())
+    found = calibrate(replay(tmp_path, made(eat="blind", same="noise")), GOAL)
     assert separating(found) == {"rank"}
     assert found.recommended is not None
     assert "EAT" not in found.recommended.rule.signals
@@ -129,7 +128,7 @@ def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
 
 
 def test_eat_alone(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(rank="noise", same="noise")), Goal())
+    found = calibrate(replay(tmp_path, made(rank="noise", same="noise")), GOAL)
     assert separating(found) == {"EAT"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"EAT"}
@@ -141,7 +140,7 @@ def test_eat_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_nothing_is_found_in_noise(tmp_path: Path, labelled: bool) -> None:
-    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", same="noise"), labelled), Goal())
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", same="noise"), labelled), GOAL)
     assert separating(found) == set()
     assert (found.recommended, found.confirmed) == (None, False)
     entropy = found.policy.entropy
@@ -150,17 +149,17 @@ def test_nothing_is_found_in_noise(tmp_path: Path, labelled: bool) -> None:
 
 
 def test_signals_that_were_not_measured(tmp_path: Path) -> None:
-    requests = made(40)
+    requests = made()
     for request in requests:
         request.probes = dict.fromkeys(request.probes, (float("nan"), 0))
         request.rows = [(phase, flags, float("nan"), rank) for phase, flags, _, rank in request.rows]
-    found = calibrate(replay(tmp_path, requests), Goal(max_loss=0.1))
+    found = calibrate(replay(tmp_path, requests), GOAL)
     why = {s.signal: s.why_not for s in found.separations}
     assert why["EAT"] == why["RPDI"] == why["entropy"] == why["same answer"] == "it was not measured"
     assert not why["rank"]
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"rank"}
-    told = frontier.report(found, replay(tmp_path / "again", requests), Goal())
+    told = frontier.report(found, replay(tmp_path / "again", requests), GOAL)
     assert json.loads(json.dumps(told, allow_nan=False))["signals"][0]["auroc"] is None
 
 
@@ -171,7 +170,7 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
     for request in requests:
         values = request.probes.items()
         request.probes = {at: (eat, number) for number, (at, (eat, _)) in enumerate(values, 1)}
-    found = calibrate(replay(tmp_path, requests, labelled=False), Goal())
+    found = calibrate(replay(tmp_path, requests, labelled=False), GOAL)
     why = {s.why_not for s in found.separations if s.signal not in ("margin", "same answer")}
     assert why == {"every stop is right: there is nothing to tell apart"}
     assert found.recommended is None
@@ -179,14 +178,14 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
 
 def test_it_is_the_same_every_time(tmp_path: Path) -> None:
     requests = made(60)
-    first = calibrate(replay(tmp_path / "1", requests), Goal())
-    second = calibrate(replay(tmp_path / "2", requests), Goal())
+    first = calibrate(replay(tmp_path / "1", requests), GOAL)
+    second = calibrate(replay(tmp_path / "2", requests), GOAL)
     assert first == second
 
 
 def test_too_few_requests(tmp_path: Path) -> None:
     with pytest.raises(TooFewRequests, match="10 requests are needed in each half"):
-        calibrate(replay(tmp_path, made(12)), Goal())
+        calibrate(replay(tmp_path, made(12)), GOAL)
 
 
 def test_the_policy_keeps_what_is_not_calibrated(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_the_policy_keeps_what_is_not_calibrated(tmp_path: Path) -> None:
         fallback={"lease_ms": 500},
         entropy={"rpdi_threshold": 3.0, "rank_conditions": [{"max_ranks": [5000]}]},
     )
-    found = calibrate(replay(tmp_path, made(rank="noise"), base=base), Goal())
+    found = calibrate(replay(tmp_path, made(rank="noise"), base=base), GOAL)
     made_of = found.policy
     assert (made_of.scheduler.max_think_tokens, made_of.fallback, made_of.model) == (300, base.fallback, base.model)
     assert (made_of.scheduler.soft_think_tokens, made_of.entropy.rank_conditions) == (0, ())
@@ -234,8 +233,8 @@ def test_intervals_and_bounds_count_groups_and_not_requests(tmp_path: Path) -> N
     few, copies = made(30), 6
     many = [replace(request, request_id=f"{request.request_id}-{n}") for request in few for n in range(copies)]
     names = [f"problem {n // copies}" for n in range(len(many))]
-    together = calibrate(grouped(tmp_path / "groups", many, names), Goal())
-    apart = calibrate(replay(tmp_path / "single", many), Goal())
+    together = calibrate(grouped(tmp_path / "groups", many, names), GOAL)
+    apart = calibrate(replay(tmp_path / "single", many), GOAL)
     assert (together.groups, apart.groups) == (30, 0)
     wide, narrow = together.natural, apart.natural
     assert wide.harm_bound == pytest.approx(1 - 0.05 ** (1 / 15))
@@ -251,7 +250,7 @@ def test_intervals_and_bounds_count_groups_and_not_requests(tmp_path: Path) -> N
 def test_too_few_groups(tmp_path: Path) -> None:
     replayed = grouped(tmp_path, made(), [f"problem {n % 9}" for n in range(REQUESTS)])
     with pytest.raises(TooFewRequests, match="5 groups of requests are needed in each half; there are 4, 5"):
-        calibrate(replayed, Goal())
+        calibrate(replayed, GOAL)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_a_request_without_a_group_among_others_with_one(tmp_path: Path) -> None
 
 
 def test_the_harm_bound_is_exact_for_single_requests_that_are_right_or_wrong(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made()), Goal())
+    found = calibrate(replay(tmp_path, made()), GOAL)
     assert found.recommended is not None
     figures = found.recommended.held_out
     assert figures.harm == pytest.approx(figures.harmful / figures.requests)
@@ -301,7 +300,7 @@ def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> Non
     path = tmp_path / "labels.jsonl"
     rows = [row | {"correct": 0.9 * row["correct"]} for request in requests for row in request.labels()]
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = calibrate(Replay(episodes, from_labels(path, episodes), schema.Policy(), delay_tokens=2), Goal())
+    found = calibrate(Replay(episodes, from_labels(path, episodes), schema.Policy(), delay_tokens=2), GOAL)
     harmful = [p.held_out for points in found.fronts.values() for p in points if p.held_out.harm > 0]
     assert harmful
     for figures in harmful:
@@ -309,17 +308,34 @@ def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> Non
         assert figures.harm_bound == mean_bound(figures.harm, figures.requests, 0.95)
 
 
-def test_a_strict_goal_recommends_only_what_is_proved(tmp_path: Path) -> None:
+def test_only_what_is_proved_is_recommended(tmp_path: Path) -> None:
     """With 60 requests in a half no rule can be proved to lose less than one per cent, but less than ten per cent."""
     replayed = replay(tmp_path, made())
-    loose = calibrate(replayed, Goal(max_loss=0.01))
-    assert (loose.confirmed, loose.proved) == (True, False)
-    strict = calibrate(replayed, Goal(max_loss=0.01, strict=True))
-    assert (strict.recommended, strict.confirmed, strict.policy.entropy.shadow) == (None, False, True)
-    wide = calibrate(replayed, Goal(max_loss=0.1, strict=True))
+    found = calibrate(replayed, Goal(max_loss=0.01))
+    assert (found.best, found.recommended, found.policy.entropy.shadow) == (None, None, True)
+    wide = calibrate(replayed, GOAL)
     assert wide.recommended is not None
-    assert (wide.confirmed, wide.proved, wide.policy.entropy.shadow) == (True, True, False)
+    assert (wide.confirmed, wide.policy.entropy.shadow) == (True, False)
     assert max(wide.recommended.fit.harm_bound, wide.recommended.held_out.harm_bound) <= 0.1
+
+
+def test_a_rule_that_the_other_half_does_not_prove_stays_in_shadow(tmp_path: Path) -> None:
+    """In the second half answers become right only at the end of the thinking, which the first half cannot tell."""
+    requests = made()
+    for request in requests:
+        if not first_half(request.request_id):
+            request.settled_tokens = max(request.probes)
+    replayed = replay(tmp_path, requests)
+    found = calibrate(replayed, GOAL)
+    assert found.best is not None
+    assert found.best.fit.harm_bound <= 0.1 < found.best.held_out.harm_bound
+    assert (found.confirmed, found.recommended, found.policy.entropy.shadow) == (False, None, True)
+    told = frontier.recommendation(found, GOAL)
+    bound = f"The rule costs at most {100 * found.best.held_out.harm_bound:.2f} points of accuracy"
+    assert bound in told
+    assert "which exceeds the allowed 10.0, so the policy stays in shadow: the loss is not proved to be small" in told
+    written = frontier.report(found, replayed, GOAL)
+    assert (written["recommended"], written["best"]["rule"]) == (None, str(found.best.rule))
 
 
 def test_the_numbers_that_a_proof_needs() -> None:

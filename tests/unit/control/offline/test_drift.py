@@ -19,7 +19,7 @@ from meridian_control.common.inference import ShiftTest
 from meridian_control.decisions.control_group import held_out
 from meridian_control.fleet import savings
 from meridian_control.offline.calibrated_policy import policy_of
-from meridian_control.offline.calibration import Goal, calibrate
+from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import give_ups, single_rules
 from meridian_control.offline.rule_replay import EAT_NEAR, EAT_SENTENCE, MARGIN, RANK, RPDI, SOFT, either
 from meridian_control.policy.drift_schema import SIGNALS, EatBin, SignalBin, bin_of
@@ -28,8 +28,8 @@ from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
+from tests.unit.control.offline.replays import GOAL, replay
 from tests.unit.control.offline.replays import made as requests_that_separate
-from tests.unit.control.offline.replays import replay
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:
@@ -305,9 +305,8 @@ def test_samples_of_replicas_add_and_the_reason_names_the_bin_that_gained() -> N
 
 def test_calibration_describes_the_samples_that_its_rule_could_read(tmp_path: Path) -> None:
     replayed = replay(tmp_path, requests_that_separate(rank="noise"))
-    found = calibrate(replayed, Goal(max_loss=0.05))
+    found = calibrate(replayed, GOAL)
     assert found.recommended is not None
-    assert found.confirmed
     assert found.recommended.rule.signals == {"EAT"}
     bins = found.policy.entropy.eat_reference
     assert len(bins) == BINS

@@ -9,7 +9,7 @@ import pytest
 
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.decisions.signals import add_eat_sample
-from meridian_control.offline.calibration import Goal, calibrate
+from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import same_answer
 from meridian_control.offline.rule_replay import (
     CAP,
@@ -28,7 +28,7 @@ from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
-from tests.unit.control.offline.replays import made, replay, separating
+from tests.unit.control.offline.replays import GOAL, made, replay, separating
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -219,10 +219,9 @@ def test_a_same_answer_rule_that_helps_is_found_and_its_policy_ends_thinking_now
     for request in requests:
         runs = ((at, eat, run if at >= request.settled_tokens else 1) for at, (eat, run) in request.probes.items())
         request.probes = {at: (eat, run) for at, eat, run in runs}
-    found = calibrate(replay(tmp_path, requests), Goal())
+    found = calibrate(replay(tmp_path, requests), GOAL)
     assert separating(found) == {"same answer"}
     assert found.recommended is not None
-    assert found.confirmed
     entropy = found.policy.entropy
     assert entropy.same_answer_samples == found.recommended.rule.entropy["same_answer_samples"] > 0
     assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, 1)
@@ -231,14 +230,14 @@ def test_a_same_answer_rule_that_helps_is_found_and_its_policy_ends_thinking_now
 
 
 def test_without_labels_the_trial_answers_do_not_judge_themselves(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise"), labelled=False), Goal(max_loss=0.05))
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise"), labelled=False), GOAL)
     (same,) = (s for s in found.separations if s.signal == "same answer")
     assert same.why_not == "without labels the same trial answers judge it"
     assert found.recommended is None
 
 
 def test_two_rules_on_probes_are_not_paired(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(rank="noise")), Goal(max_loss=0.05))
+    found = calibrate(replay(tmp_path, made(rank="noise")), GOAL)
     assert separating(found) == {"EAT", "same answer"}
     assert not any(points[0].rule.either for points in found.fronts.values() if points)
 
