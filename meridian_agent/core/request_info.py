@@ -23,9 +23,9 @@ MAX_TEXT = 128
 # Largest number of characters of a request id, which a client may choose too (X-Request-Id).
 MAX_ID = 256
 MAX_TOKENS = 2**31 - 1
-# Name in the kv_transfer_params of a request that a relay can continue on another engine, and in the vllm_xargs of a
-# request that continues another engine's.
-HAND_OVER = "meridian_handover"
+# Names in the vllm_xargs: of a request that a relay can continue on another engine, with the value 1, and of a request
+# that continues another engine's, with the reference of the decision.
+CANDIDATE, HAND_OVER = "meridian_handover_candidate", "meridian_handover"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
 
@@ -64,22 +64,26 @@ def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> Reque
         max_think_tokens=min((cap for cap in caps if cap is not None), default=None),
         traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
         context_tokens=scheduler.max_model_len - request.num_prompt_tokens,
-        remote_decode=scheduler.connector is not None and _has(request.kv_transfer_params, "do_remote_decode"),
-        hand_over_candidate=_has(request.kv_transfer_params, HAND_OVER),
+        remote_decode=scheduler.connector is not None and _is_remote_decode(request.kv_transfer_params),
+        hand_over_candidate=_extra(request, CANDIDATE) == 1,
         handed_over_ref=ref,
         repeated_tokens=own.repeated_tokens if ref else request.num_prompt_tokens,
     )
 
 
-def _has(kv_transfer_params: object, name: str) -> bool:
-    return isinstance(kv_transfer_params, dict) and kv_transfer_params.get(name) is True
+def _is_remote_decode(kv_transfer_params: object) -> bool:
+    return isinstance(kv_transfer_params, dict) and kv_transfer_params.get("do_remote_decode") is True
+
+
+def _extra(request: Any, name: str) -> object:
+    params = request.sampling_params
+    return (params.extra_args or {}).get(name, "") if params is not None else ""
 
 
 def handed_over_ref(request: Any) -> str:
     """Return the reference of the decision that a request continues, from its `vllm_xargs`; empty for every other
     request."""
-    params = request.sampling_params
-    return clean((params.extra_args or {}).get(HAND_OVER, "")) if params is not None else ""
+    return clean(_extra(request, HAND_OVER))
 
 
 def read(extra_args: Mapping[str, object] | None) -> Overrides:

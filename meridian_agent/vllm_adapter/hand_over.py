@@ -153,7 +153,7 @@ class HandOverPort:
         _stop_after(request, [*(own or ()), *stops])
         if request.request_id not in self._registered:
             self._registered.add(request.request_id)
-            request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_decode": True}
+            request.kv_transfer_params = {**(request.kv_transfer_params or {}), "do_remote_decode": True}
             held = self._scheduler.kv_cache_manager.get_blocks(request.request_id)
             self._scheduler.connector.update_state_after_alloc(request, held, 0)
 

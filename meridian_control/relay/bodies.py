@@ -67,6 +67,8 @@ NEUTRAL: dict[str, Any] = {
 }
 COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 THINK_LIMITS = ("meridian_max_think_tokens", "meridian_min_think_tokens")
+# Marks a request that the relay can continue on another engine; the agent reads it.
+CANDIDATE = "meridian_handover_candidate"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class CarriedRequest:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "kv_transfer_params": {"meridian_handover": True},
+            "vllm_xargs": {**self.body.get("vllm_xargs", {}), CANDIDATE: 1},
         }
 
 
@@ -218,7 +220,7 @@ def next_body(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    xargs = {name: value for name, value in own.get("vllm_xargs", {}).items() if name not in THINK_LIMITS}
+    xargs = {name: value for name, value in own.get("vllm_xargs", {}).items() if name not in {*THINK_LIMITS, CANDIDATE}}
     xargs["meridian_prompt_tokens"] = len(progress.prompt)
     if ref:
         xargs["meridian_handover"] = ref

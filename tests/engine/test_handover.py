@@ -16,6 +16,7 @@ import openai
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.relay.bodies import CarriedRequest
 from tests.data import maze
 from tests.engine.matrix.features.connectors import REMOTE_DECODE
 from tests.engine.pools import PLACES, POLICY, Pools
@@ -138,6 +139,16 @@ def test_the_client_sees_one_engine(pools: Pools, expected: list[Said]) -> None:
     assert told["handed_over"] >= len(PROMPTS) / 2
     counted = pools.metrics("control", "meridian_handovers_total{")
     assert sum(value for key, value in counted.items() if 'result="handed_over"' in key) == told["handed_over"], counted
+
+
+def test_the_answering_engine_may_think_too(pools: Pools, expected: list[Said]) -> None:
+    """Engine B serves requests that the relay could continue, as it does in both pools, and keeps none of their
+    blocks."""
+    asked = CarriedRequest({}, ()).first_body()
+    marked = {name: asked[name] for name in ("vllm_xargs", "kv_transfer_params") if name in asked}
+    assert marked
+    assert all_of(pools["B"].port, extra_body=marked) == expected
+    no_block_is_left(pools)
     no_block_is_left(pools)
 
 

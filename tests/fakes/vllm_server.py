@@ -220,7 +220,7 @@ class FakeVllm:
     ) -> Iterator[Delta]:
         """Yield the chunks of a generation until its end or until the plan breaks it."""
         text, held, sizes = Detokenizer(self.script, prompt, body), list[int](), 0
-        wants = body.get("kv_transfer_params") == {"meridian_handover": True}
+        wants = body.get("vllm_xargs", {}).get("meridian_handover_candidate") == 1
         for done, token in enumerate(left):
             if plan.breaks_after == done:
                 if held or plan.aborts:

@@ -42,7 +42,9 @@ async def test_a_handover() -> None:
             assert response.headers["X-Request-Id"] == "mine"
         assert "meridian" not in text
         (_, first), (path, second) = home.seen[0], answering.seen[0]
-        assert (first["kv_transfer_params"], first["return_token_ids"]) == ({"meridian_handover": True}, True)
+        assert (first["vllm_xargs"], first["return_token_ids"]) == (own | {"meridian_handover_candidate": 1}, True)
+        # An engine that reads KV keeps the blocks of a request with parameters for ever unless it transfers them.
+        assert "kv_transfer_params" not in first
         assert path == "/v1/completions"
         assert second.pop("prompt") == PROMPT + SCRIPT.tokens[:KNOWN]
         assert second.pop("vllm_xargs") == {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.request_info import HAND_OVER
+from meridian_agent.core.request_info import CANDIDATE
 from meridian_agent.vllm_adapter.hand_over import SIGN
 from tests.data import maze
 from tests.engine.matrix import feature
@@ -27,7 +27,7 @@ EARLY = 8
 
 def _candidate(engine: Engine, text: str, cap: int | None = None, **params: Any) -> Ask:
     """Return a greedy request that a relay could continue. cap: the request's own cap in thinking tokens."""
-    extra: dict[str, Any] = {"kv_transfer_params": {HAND_OVER: True}}
+    extra: dict[str, Any] = {CANDIDATE: 1}
     if cap is not None:
         extra["meridian_max_think_tokens"] = cap
     return Ask(engine.chat(text), {"temperature": 0.0, "max_tokens": 250, **params, "extra_args": extra})

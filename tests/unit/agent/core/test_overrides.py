@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import NO_MARKERS, Markers
-from meridian_agent.core.request_info import MAX_TEXT, MAX_TOKENS, OPEN_TAIL_TOKENS, budget_of, info_of, read
+from meridian_agent.core.request_info import CANDIDATE, MAX_TEXT, MAX_TOKENS, OPEN_TAIL_TOKENS, budget_of, info_of, read
 from meridian_agent.link.messages import opened_message
 
 if TYPE_CHECKING:
@@ -119,6 +119,12 @@ def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | 
 def test_another_engine_continues_what_a_connector_keeps_for_it(connector: Any, transfer: Any, remote: bool) -> None:
     """Without a connector vLLM ignores what a client says of KV transfers."""
     assert told(params(None), connector, transfer).remote_decode is remote
+
+
+@pytest.mark.parametrize(("mark", "candidate"), [(1, True), (0, False), ("1", False), ([1], False), (None, False)])
+def test_a_relay_marks_the_requests_that_it_can_continue(mark: object, candidate: bool) -> None:
+    own = {} if mark is None else {CANDIDATE: mark}
+    assert told(params(None, **own)).hand_over_candidate is candidate
 
 
 # -------------------------------------------------------------------------------------------------------- on the wire
