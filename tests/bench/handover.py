@@ -147,6 +147,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         Pools(Path(folder), step_ms=0.0, options=options, blocks=blocks) as pools,
     ):
+        handover_pools.bind(pools)
         pools.apply(POLICY)
         # The first handover of a pair of engines also takes their handshake.
         asyncio.run(measure(pools, 100, 2, chance, names))

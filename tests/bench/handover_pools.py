@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import statistics
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -65,6 +67,19 @@ class Run(NamedTuple):
     arm: str
     seed: int
     figures: dict[str, float]
+
+
+def bind(pools: Pools) -> None:
+    """Give each engine core its own half of the machine's cores, as two engines on GPUs do not share one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    for name, own in (("A", cores[:half]), ("B", cores[-half:])):
+        server = pools[name].process.popen.pid
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if os.getpgid(int(process.name)) == server != int(process.name):
+                    for thread in (process / "task").iterdir():
+                        os.sched_setaffinity(int(thread.name), own)
 
 
 class Client:
