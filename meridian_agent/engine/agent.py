@@ -330,7 +330,7 @@ class Agent:
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
         told = self.measuring.hear(runner_output)
-        self.accounts.take(runner_output, outputs, told, bool(scheduler.finished_req_ids))
+        self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()

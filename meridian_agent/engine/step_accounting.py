@@ -1,8 +1,8 @@
 """Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, and takes probes
 out.
 
-Most steps bring each request one token of text and nothing else, and are counted as a whole. Runs on the engine-core
-thread, after vLLM has processed the step.
+Most steps bring each request one token of text and nothing else, probes aside, and are counted as a whole. Runs on the
+engine-core thread, after vLLM has processed the step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.vllm_adapter import request_api
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_signals import SignalBytes
@@ -39,33 +41,54 @@ class StepAccounting:
     ) -> None:
         self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
 
-    def take(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, ended: bool) -> None:
+    def take(
+        self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
+    ) -> None:
         """Process a step. runner_output: vLLM's ModelRunnerOutput. outputs: the outputs that vLLM is about to send to
-        the clients. told: signals of the step's rows. ended: a request may have ended in the step."""
-        if ended or not self._all_text(runner_output, outputs, told):
-            self._singly(runner_output, outputs, None if told is None else StepSignals.decode(told))
+        the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in the
+        step."""
+        own = self._without_probes(runner_output.req_ids)
+        if not (self._probing.placed.keys() >= finished and self._all_text(runner_output, outputs, told, own)):
+            self._singly(runner_output, outputs, None if told is None else StepSignals.decode(told), own)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
 
-    def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None) -> bool:
-        """Process a step as a whole if it brought each of its requests one token of text and nothing else; return False
-        otherwise."""
-        if self._probing.placed or isinstance(told, tuple):
-            return False
-        ids = runner_output.req_ids
-        # vLLM has no output for requests that were aborted during the step.
-        counted = sum(len(group.outputs) for group in outputs.values())
-        return counted == len(ids) and self._tracker.note(ids, runner_output.sampled_token_ids)
+    def _without_probes(self, request_ids: list[str]) -> list[str]:
+        """Return the ids without the probes at their end; vLLM puts a probe, as a new request, behind the requests that
+        generate text."""
+        placed, number = self._probing.placed, len(request_ids)
+        while number and request_ids[number - 1] in placed:
+            number -= 1
+        return request_ids if number == len(request_ids) else request_ids[:number]
 
-    def _singly(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None) -> None:
-        by_id, index = self._tracker.by_id, runner_output.req_id_to_index
+    def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, own: list[str]) -> bool:
+        """Process a step as a whole if it brought each of its requests one token of text and nothing else, probes
+        aside; return False otherwise. own: the step's ids without its probes."""
+        if isinstance(told, tuple):
+            return False
+        sampled, probes = runner_output.sampled_token_ids, len(runner_output.req_ids) - len(own)
+        # vLLM has no output for requests that were aborted during the step.
+        if sum(len(group.outputs) for group in outputs.values()) != len(own) + probes:
+            return False
+        if not self._tracker.note(own, sampled[: len(own)] if probes else sampled):
+            return False
+        if probes:
+            self._collect(runner_output, outputs, None if told is None else StepSignals.decode(told))
+        return True
+
+    def _collect(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None) -> None:
         for group in outputs.values():
-            if self._probing.placed:
-                self._probing.collect(group, signals, index)
+            self._probing.collect(group, signals, runner_output.req_id_to_index)
+
+    def _singly(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None, own: list[str]) -> None:
+        by_id, index = self._tracker.by_id, runner_output.req_id_to_index
+        if self._probing.placed:
+            self._collect(runner_output, outputs, signals)
+        for group in outputs.values():
             for out in group.outputs:
                 if live := by_id.get(out.request_id):
                     self._one(live, out, index, signals)
-        self._tracker.noted_singly(runner_output.req_ids)
+        self._tracker.noted_singly(own)
 
     def _one(self, live: LiveRequest, out: Any, index: dict[str, int], signals: StepSignals | None) -> None:
         if out.new_token_ids:

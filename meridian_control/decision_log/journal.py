@@ -7,7 +7,7 @@ server's event loop.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meridian.v1 import agent_pb2
 
@@ -32,6 +32,35 @@ FINISH_NAMES = {
     agent_pb2.FINISH_REASON_ABORT: "abort",
     agent_pb2.FINISH_REASON_ERROR: "error",
 }
+
+
+class Row(NamedTuple):
+    """The columns of `RequestTable` that the signals of a decision come from, with one request's values."""
+
+    phase: int
+    think_tokens: int
+    output_tokens: int
+    entropy_nats: float
+    end_rank: int
+    entropy_sum: float
+    entropy_window_sum: float
+    entropy_count: int
+    eat_nats: float
+    eat_ema_nats: float
+    eat_ema_variance: float
+    eat_count: int
+    eat_think_tokens: int
+    same_answer: int
+    boundary_count: int
+    boundary_ranks: list[int]
+    boundary_margins: list[float]
+    boundary_rpdi: list[float]
+    earlier_eat_ema_nats: list[float]
+    earlier_eat_ema_variance: list[float]
+    max_think_tokens: int
+    loop_period: int
+    loop_tokens: int
+    repeated_tokens: int
 
 
 class Journal:
@@ -146,33 +175,32 @@ def signals_of(seen: Seen, index: int, confirm_sentence_ends: int = 1) -> Signal
     The RPDI is computed for one request here, by the same formula as `signals.rpdi`. confirm_sentence_ends: number of
     sentence ends in a row that the rules read.
     """
-    width, count = seen.window.shape[1], seen.entropy_count.item(index)
-    total = seen.entropy_sum.item(index)
-    ratio = seen.entropy_window_sum.item(index) / width / (total / count) if count >= width and total else math.nan
-    known = min(seen.boundary_count.item(index), seen.boundary_ranks.shape[1])
+    row, width = Row(*seen.values(Row._fields, index)), seen.window.shape[1]
+    total, count, cap = row.entropy_sum, row.entropy_count, row.max_think_tokens
+    ratio = row.entropy_window_sum / width / (total / count) if count >= width and total else math.nan
+    known = min(row.boundary_count, len(row.boundary_ranks))
     read = min(known, confirm_sentence_ends)
-    sampled = max(0, min(seen.eat_count.item(index), confirm_sentence_ends) - 1)
-    cap = seen.max_think_tokens.item(index)
+    sampled = max(0, min(row.eat_count, confirm_sentence_ends) - 1)
     return Signals(
-        seen.phase.item(index),
-        max(0, seen.think_tokens.item(index)),
-        max(0, seen.output_tokens.item(index)),
-        seen.entropy_nats.item(index),
-        seen.end_rank.item(index),
+        row.phase,
+        max(0, row.think_tokens),
+        max(0, row.output_tokens),
+        row.entropy_nats,
+        row.end_rank,
         ratio,
-        seen.eat_nats.item(index),
-        seen.eat_ema_nats.item(index),
-        seen.eat_ema_variance.item(index),
-        seen.eat_count.item(index),
-        tuple(seen.boundary_ranks[index, :known].tolist()),
+        row.eat_nats,
+        row.eat_ema_nats,
+        row.eat_ema_variance,
+        row.eat_count,
+        tuple(row.boundary_ranks[:known]),
         cap if cap > NO_CAP and cap >= 0 else None,
-        seen.loop_period.item(index),
-        seen.loop_tokens.item(index),
-        seen.same_answer.item(index),
-        tuple(seen.boundary_margins[index, :read].tolist()),
-        tuple(seen.boundary_rpdi[index, :read].tolist()),
-        tuple(seen.earlier_eat_ema_nats[index, :sampled].tolist()),
-        tuple(seen.earlier_eat_ema_variance[index, :sampled].tolist()),
-        seen.repeated_tokens.item(index),
-        max(0, seen.eat_think_tokens.item(index)),
+        row.loop_period,
+        row.loop_tokens,
+        row.same_answer,
+        tuple(row.boundary_margins[:read]),
+        tuple(row.boundary_rpdi[:read]),
+        tuple(row.earlier_eat_ema_nats[:sampled]),
+        tuple(row.earlier_eat_ema_variance[:sampled]),
+        row.repeated_tokens,
+        max(0, row.eat_think_tokens),
     )

@@ -111,7 +111,7 @@ class History:
         self._think, self._output = counted
         self._steps: NDArray[np.int64] | None = None
         self.sampled: dict[int, int] = {}
-        self._unsampled: dict[int, tuple[Any, ...]] = {}
+        self._unsampled: Unsampled
         self.probed: dict[int, int] = {}
 
     def tell_steps(self, step_of: NDArray[np.int64]) -> None:
@@ -122,11 +122,13 @@ class History:
         """Take in RPDI at the report's sentence ends, as SentenceEnds has it."""
         self.ends = self.ends._replace(rpdi=newest, rpdi_before=before)
 
-    def sample(self, table: Any, slot: int, step: int) -> None:
-        """Keep the slot's EAT columns before the table takes in a sample that was measured in this step."""
-        if slot not in self.sampled:
-            self.sampled[slot] = step
-            self._unsampled[slot] = tuple(getattr(table, name)[slot].copy() for name in Unsampled._fields)
+    def sample(self, table: Any, sampled: dict[int, int]) -> None:
+        """Keep the EAT columns before the table takes in the report's samples.
+
+        sampled: step in which the first sample of each slot was measured.
+        """
+        self.sampled, slots = sampled, list(sampled)
+        self._unsampled = Unsampled(*(getattr(table, name)[slots] for name in Unsampled._fields))
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
         """Note the step in which the outcome of the slot's probe came."""
@@ -203,7 +205,9 @@ class History:
 
     def unsampled(self, slots: NDArray[np.int64]) -> Unsampled:
         """Return the EAT columns of sampled slots, with their values before the report."""
-        return Unsampled(*map(np.array, zip(*(self._unsampled[slot] for slot in slots.tolist()), strict=True)))
+        number = {slot: number for number, slot in enumerate(self.sampled)}
+        at = [number[slot] for slot in slots.tolist()]
+        return Unsampled(*(column[at] for column in self._unsampled))
 
     def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the indices of the slots' rows. slots: ascending."""

@@ -56,9 +56,17 @@ class Moments:
             self.step = step
         # Rules read only the width of the window.
         self.window = table.window
+        self._values: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
 
     def __len__(self) -> int:
         return len(self.slot)
+
+    def values(self, columns: tuple[str, ...], index: int) -> tuple[Any, ...]:
+        """Return a moment's values of these columns as Python's numbers and lists; those of all moments are read at
+        once."""
+        if columns not in self._values:
+            self._values[columns] = list(zip(*(getattr(self, name).tolist() for name in columns), strict=True))
+        return self._values[columns][index]
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""

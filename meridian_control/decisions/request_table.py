@@ -155,6 +155,10 @@ class RequestTable(DecidedColumns):
         thinking: NDArray[np.bool_] = self.live & (self.phase == THINK)
         return thinking
 
+    def values(self, columns: tuple[str, ...], slot: int) -> tuple[Any, ...]:
+        """Return a slot's values of these columns as Python's numbers and lists."""
+        return tuple(getattr(self, name)[slot].tolist() for name in columns)
+
     def slots(self) -> NDArray[np.intp]:
         """Return the live slots in ascending order."""
         return np.flatnonzero(self.live)
@@ -354,7 +358,8 @@ class RequestTable(DecidedColumns):
                 (self.earlier_eat_ema_nats, self.eat_ema_nats),
                 (self.earlier_eat_ema_variance, self.eat_ema_variance),
             ):
-                earlier[slot] = np.append(now[slot], earlier[slot, :-1])
+                earlier[slot, 1:] = earlier[slot, :-1]
+                earlier[slot, 0] = now[slot]
         self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
         self.eat_count[slot] += 1
         self.eat_think_tokens[slot] = think_tokens

@@ -157,15 +157,23 @@ class Intake:
         columns = probes.decision_id, probes.slot, probes.think_tokens, probes.eat_nats, empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        for decision_id, slot, tokens, eat_nats, empty_answer, same_answer, step in zip(*columns, steps, strict=True):
-            decision = self._ledger.open.get(decision_id)
-            if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
-                self._table.history.sample(self._table, slot, step)
-                add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha, tokens)
-                self._table.note_trial_answer(slot, empty_answer, same_answer)
-                self._groups.count_sample(slot, tokens, eat_nats)
-                if decision.logged is not None:
-                    decision.logged.measured_eat_nats = eat_nats
+        known = [row for row in zip(*columns, steps, strict=True) if self._is_asked(*row[:2])]
+        sampled: dict[int, int] = {}
+        for _, slot, *_, step in known:
+            sampled.setdefault(slot, step)
+        self._table.history.sample(self._table, sampled)
+        for decision_id, slot, tokens, eat_nats, empty_answer, same_answer, _ in known:
+            add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha, tokens)
+            self._table.note_trial_answer(slot, empty_answer, same_answer)
+            self._groups.count_sample(slot, tokens, eat_nats)
+            if (logged := self._ledger.open[decision_id].logged) is not None:
+                logged.measured_eat_nats = eat_nats
+
+    def _is_asked(self, decision_id: int, slot: int) -> bool:
+        """Whether a probe's result belongs to a decision that waits for it."""
+        decision = self._ledger.open.get(decision_id)
+        asked = self._groups.policy is not None and decision is not None and decision.slot == slot
+        return asked and decision is not None and self._ledger.concerns(decision)
 
     def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
         """Take in the cycles and the repeated tokens that the agent has found.

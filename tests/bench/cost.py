@@ -56,10 +56,12 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 def hook_table(rows: Sequence[Row]) -> list[str]:
     """Return the table of the agent's time by hook."""
     hooks = list(rows[0].hooks_us)
-    lines = [f"| running requests | {' | '.join(hooks)} | step, ms | round trip, ms |", "|---" * (len(hooks) + 3) + "|"]
+    head = ["requests", "thinking", *hooks, "step, ms", "round trip, ms"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in rows:
-        spent = " | ".join(f"{r.hooks_us[h]:.1f}" for h in hooks)
-        lines.append(f"| {r.requests} | {spent} | {r.step_ms:.1f} | {r.round_trip_ms:.1f} |")
+        numbers = [*(r.hooks_us[hook] for hook in hooks), r.step_ms, r.round_trip_ms]
+        cells = [f"{r.requests}", "long" if r.long else "short", *(f"{number:.1f}" for number in numbers)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -89,7 +91,13 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
             "",
             f"## Per step, steps of {STEP_MS:.0f} ms or more",
             "",
-            *step_table(rows),
+            "### Short requests that begin together",
+            "",
+            *step_table([r for r in rows if not r.long]),
+            "",
+            "### Long thinking, requests that begin one after another",
+            "",
+            *step_table([r for r in rows if r.long]),
             "",
             "The next table shows the time by hook in us per step. The hook `mask` runs while the workers compute.",
             "",
@@ -126,7 +134,8 @@ def run() -> None:
     (folder / "steps").mkdir()
     steps = Steps(folder / "steps", STEP_MS)
     try:
-        rows = [steps.measure(size, options.pairs) for size in options.sizes]
+        kinds = [(size, long) for long in (False, True) for size in options.sizes]
+        rows = [steps.measure(size, options.pairs, long=long) for size, long in kinds]
     finally:
         steps.close()
     text = report(rows, found)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SIZES = (1, 16, 64, 256)
-TOKENS = 200
+# Tokens of a request that thinks shortly, and of one that thinks long; steps of a window with long thinking.
+TOKENS, LONG_TOKENS, LONG_STEPS = 200, 2000, 500
+CONTEXT = LONG_TOKENS + max(SIZES) + 300
 # Every feature has its default, but the cap is too high to end any thinking; probes are requested in shadow.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 # Categories of the agent's time, named after its hooks, and whether the engine's step waits for the hook.
@@ -36,12 +38,13 @@ STOCK = ("schedule", "update")
 class Row:
     """The figures of one batch size. All times are microseconds per step, medians over windows.
 
-    agent_us: all of the agent's time. critical_us: the part of it that the step waits for. stock_us: stock schedule and
-    update_from_output without the agent. with_us: the same calls with the agent. cpu: processor time of the thread
-    instead of wall time. hooks_us: wall time by hook.
+    long: whether the requests thought long and began one after another. agent_us: all of the agent's time. critical_us:
+    the part of it that the step waits for. stock_us: stock schedule and update_from_output without the agent. with_us:
+    the same calls with the agent. cpu: processor time of the thread instead of wall time. hooks_us: wall time by hook.
     """
 
     requests: int
+    long: bool
     step_ms: float
     agent_us: float
     critical_us: float
@@ -111,9 +114,14 @@ class Steps:
         import vllm
 
         torch.set_num_threads(1)
-        places, blocks = max(SIZES), max(SIZES) * 12
-        worker = "tests.bench.cost_worker.CountingWorker"
-        args = {**ENGINE_ARGS, "max_num_seqs": places, "num_gpu_blocks_override": blocks, "worker_cls": worker}
+        args = {
+            **ENGINE_ARGS,
+            "max_num_seqs": max(SIZES),
+            "max_model_len": CONTEXT,
+            "hf_overrides": {"max_position_embeddings": CONTEXT},
+            "num_gpu_blocks_override": max(SIZES) * (CONTEXT // ENGINE_ARGS["block_size"] + 1),
+            "worker_cls": "tests.bench.cost_worker.CountingWorker",
+        }
         # If the engine core runs in this process, vLLM's default would run the worker in it, too.
         return vllm.LLM(**args, distributed_executor_backend="mp")
 
@@ -123,41 +131,82 @@ class Steps:
             llm.llm_engine.engine_core.shutdown()
         self._control.process.stop()
 
-    def measure(self, requests: int, pairs: int) -> Row:
+    def measure(self, requests: int, pairs: int, *, long: bool) -> Row:
         """Measure pairs of windows, one with and one without the agent, after one window to warm up.
 
         The order within a pair alternates. Of each two pairs the first is measured in wall time, the second in
-        processor time.
+        processor time. long: whether the requests think long and begin one after another.
         """
+        window = self._long_window if long else self._short_window
         wall: dict[bool, list[_Window]] = defaultdict(list)
         cpu: dict[bool, list[_Window]] = defaultdict(list)
-        self._window(requests, True, time.perf_counter)
+        window(requests, True, time.perf_counter)
         for pair in range(2 * pairs):
             into, read = (wall, time.perf_counter) if pair % 2 == 0 else (cpu, time.thread_time)
             for governed in (True, False) if pair // 2 % 2 == 0 else (False, True):
-                into[governed].append(self._window(requests, governed, read))
-        return _row(requests, wall, cpu)
+                into[governed].append(window(requests, governed, read))
+        return _row(requests, long, wall, cpu)
 
-    def _window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
-        """Measure one batch from its first step to its last; `governed` says whether the scheduler mixin calls the
-        agent."""
-        from vllm import SamplingParams
-
+    def _prompts(self, requests: int) -> list[dict[str, list[int]]]:
         from tests.data import maze
 
-        end = self._agent.tracker.markers.end[0]
         cases = [{"prompt": p, "template": {"open_think": True}} for p in maze.prompts(requests, seed=1)]
-        prompts = [{"prompt_token_ids": prompt_ids(self._llm, case)} for case in cases]
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logit_bias={end: -30.0})
+        return [{"prompt_token_ids": prompt_ids(self._llm, case)} for case in cases]
+
+    def _params(self, tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        end = self._agent.tracker.markers.end[0]
+        return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logit_bias={end: -30.0})
+
+    def _short_window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
+        """Measure one batch of requests that begin together, from its first step to its last."""
+        prompts, params = self._prompts(requests), self._params(TOKENS)
         self._scheduler._agent = self._agent if governed else None
+        window = self._measured(read, lambda: self._llm.generate(prompts, params, use_tqdm=False))
+        self._scheduler._agent = self._agent
+        return window
+
+    def _long_window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
+        """Measure steps while requests think for LONG_TOKENS tokens each; one begins whenever one ends.
+
+        The first requests begin one step after another, so that their probes fall into different steps, and have fewer
+        tokens, so that their ends are spread evenly.
+        """
+        engine, prompts = self._llm.llm_engine, self._prompts(requests)
+        live: dict[str, int] = {}
+
+        def begin(number: int, tokens: int) -> None:
+            name = f"long-{self._scheduler.current_step}-{number}"
+            live[name] = number
+            engine.add_request(name, prompts[number], self._params(tokens))
+
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                for output in engine.step():
+                    if output.finished:
+                        begin(live.pop(output.request_id), LONG_TOKENS)
+
+        self._scheduler._agent = self._agent if governed else None
+        for number in range(requests):
+            begin(number, requests - number + LONG_TOKENS * (number + 1) // requests)
+            run(1)
+        window = self._measured(read, lambda: run(LONG_STEPS))
+        engine.abort_request(list(live))
+        while engine.has_unfinished_requests():
+            engine.step()
+        self._scheduler._agent = self._agent
+        return window
+
+    def _measured(self, read: Callable[[], float], run: Callable[[], object]) -> _Window:
+        """Measure the steps of `run`."""
         busy_s, observe_s = self._worker()
         first = self._scheduler.current_step
         self.clock.reset(read)
         began = time.perf_counter()
-        self._llm.generate(prompts, params, use_tqdm=False)
+        run()
         took, steps = time.perf_counter() - began, self._scheduler.current_step - first
         seconds = {name: s / steps * 1e6 for name, s in self.clock.seconds.items()}
-        self._scheduler._agent = self._agent
         now = self._worker()
         return _Window(
             step_ms=took / steps * 1e3,
@@ -194,7 +243,7 @@ class _Window:
         return sum(self.us[name] for name in (*STOCK, "stock requests"))
 
 
-def _row(requests: int, wall: dict[bool, list[_Window]], cpu: dict[bool, list[_Window]]) -> Row:
+def _row(requests: int, long: bool, wall: dict[bool, list[_Window]], cpu: dict[bool, list[_Window]]) -> Row:
     def median(windows: list[_Window], of: Callable[[_Window], float]) -> float:
         return statistics.median(map(of, windows))
 
@@ -203,6 +252,7 @@ def _row(requests: int, wall: dict[bool, list[_Window]], cpu: dict[bool, list[_W
     # does not have these frames.
     return Row(
         requests=requests,
+        long=long,
         step_ms=median(on, lambda w: w.step_ms),
         agent_us=median(on, lambda w: w.agent_us),
         critical_us=median(on, lambda w: w.critical_us),

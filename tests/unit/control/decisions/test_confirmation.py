@@ -193,7 +193,7 @@ def test_a_moment_before_a_sample_sees_the_earlier_samples_of_then() -> None:
     made = samples(table(thinking()), 4.0, 3.0)
     made.add_tokens(tokens([(0, THINK, 0, 1.0)] * 2))
     made.history.tell_steps(np.array([1, 2]))
-    made.history.sample(made, 0, 2)
+    made.history.sample(made, {0: 2})
     samples(made, 2.0)
     found = Moments(made, np.array([0, 0]), np.array([1, 2]), np.array([1, 2]))
     assert found.eat_ema_nats.tolist() == [3.0, 2.0]

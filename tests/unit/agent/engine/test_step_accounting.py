@@ -1,0 +1,106 @@
+"""Steps with probes that are accounted as a whole give the same reports as steps that are accounted one by one."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meridian_agent.core.directives import Directives
+from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.core.phases import Markers
+from meridian_agent.core.probe_admission import PREFIX, Placed
+from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.hand_over import HandOverRunner
+from meridian_agent.engine.probe_runner import ProbeRunner
+from meridian_agent.engine.step_accounting import StepAccounting
+from meridian_agent.link.messages import step_report
+
+START, END, TEXT, STOP = 1, 2, 3, 4
+
+
+class Engine:
+    """The accounting of one engine. singly: account each step request by request."""
+
+    def __init__(self, singly: bool = False) -> None:
+        self.tracker, self.singly, self.whole = Tracker(Markers(((START,),), ((END,),))), singly, 0
+        # The token STOP ends a sentence.
+        self.tracker.boundaries = bytes([0, 0, 0, 0, 32])
+        directives = Directives(self.tracker)
+        self.probing = ProbeRunner(self.tracker, directives, 16, True)
+        hand_over = HandOverRunner(self.tracker, directives.hand_overs, None, True)
+        self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over)
+
+    def open(self, name: str, prompt: list[int]) -> None:
+        ref = SimpleNamespace(sampling_params=SimpleNamespace(all_stop_token_ids={9}))
+        self.tracker.open(RequestInfo(name, "", "", "", 0, 0, None), prompt, 0, ref)
+
+    def probe(self, number: int, parent: str) -> str:
+        """Place a probe of a request and return its id."""
+        live = self.tracker.by_id[parent]
+        probe = Placed(number, live, live.state.think_tokens, 0, cost_tokens=3)
+        self.probing.placed[f"{PREFIX}{number}"] = probe
+        return f"{PREFIX}{number}"
+
+    def step(self, tokens: dict[str, int], entropies: list[float], finished: set[str]) -> tuple[bytes, list[str]]:
+        """Account a step; return its report, and the ids of the outputs that the clients get.
+
+        tokens: the new token of each request and probe, in the order of the rows. finished: ids that end in the step.
+        """
+        outputs = [
+            SimpleNamespace(request_id=name, new_token_ids=[token], finish_reason="stop" if name in finished else None)
+            for name, token in tokens.items()
+        ]
+        group = SimpleNamespace(outputs=outputs, finished_requests=set(finished))
+        runner_output = SimpleNamespace(
+            req_ids=list(tokens),
+            sampled_token_ids=[[token] for token in tokens.values()],
+            req_id_to_index={name: row for row, name in enumerate(tokens)},
+        )
+        column = np.array(entropies, np.float32)
+        told = StepSignals(None, column, np.ones(len(column), np.int32), -column, -column).encode()
+        self.accounts.take(runner_output, {0: group}, told, finished | ({"another request"} if self.singly else set()))
+        self.whole += bool(self.tracker.record.text)
+        record = self.tracker.take_record()
+        record.told = told
+        report = step_report([record]).SerializeToString(deterministic=True)
+        return report, [out.request_id for out in group.outputs] + sorted(group.finished_requests)
+
+
+def states(engine: Engine) -> list[tuple[Any, ...]]:
+    live = engine.tracker.by_id.values()
+    return [(r.state.phase, r.state.think_tokens, r.state.output_tokens, r.boundary, r.same_answer) for r in live]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int) -> None:
+    rng, engines = random.Random(seed), (Engine(), Engine(singly=True))
+    opened, probes, with_probes = 0, 0, 0
+    for _ in range(200):
+        names = list(engines[0].tracker.by_id)
+        if not names or (rng.random() < 0.03 and len(names) < 6):
+            for engine in engines:
+                engine.open(str(opened), [START])
+            names.append(str(opened))
+            opened += 1
+        # A probe is not always measured, and its row is not always the last.
+        asked = [rng.choice(names) for _ in range(rng.choice((0, 1, 1, 2)))] if rng.random() < 0.7 else []
+        placed = []
+        for parent in dict.fromkeys(asked):
+            probes += 1
+            placed = [*placed, *{engine.probe(probes, parent) for engine in engines}]
+        ids = [*placed, *names] if rng.random() < 0.1 else [*names, *placed]
+        tokens = {name: rng.choices((TEXT, STOP, START, END), (80, 20, 1, 1))[0] for name in ids}
+        finished = set(placed) | {name for name in names if rng.random() < 0.01}
+        entropies, before = [rng.random() for _ in ids], engines[0].whole
+        told = [engine.step(tokens, entropies, finished) for engine in engines]
+        assert told[0] == told[1]
+        assert states(engines[0]) == states(engines[1])
+        assert not any(name.startswith(PREFIX) for name in told[0][1])
+        with_probes += engines[0].whole > before and bool(placed)
+    assert with_probes > 20
+    assert engines[1].whole == 0
