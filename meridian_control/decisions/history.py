@@ -207,7 +207,8 @@ class History:
         """Return the EAT columns of sampled slots, with their values before the report."""
         number = {slot: number for number, slot in enumerate(self.sampled)}
         at = [number[slot] for slot in slots.tolist()]
-        return Unsampled(*(column[at] for column in self._unsampled))
+        columns: tuple[NDArray[Any], ...] = self._unsampled
+        return Unsampled(*(column[at] for column in columns))
 
     def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the indices of the slots' rows. slots: ascending."""

@@ -89,7 +89,7 @@ def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int) -> None:
             opened += 1
         # A probe is not always measured, and its row is not always the last.
         asked = [rng.choice(names) for _ in range(rng.choice((0, 1, 1, 2)))] if rng.random() < 0.7 else []
-        placed = []
+        placed: list[str] = []
         for parent in dict.fromkeys(asked):
             probes += 1
             placed = [*placed, *{engine.probe(probes, parent) for engine in engines}]
