@@ -304,6 +304,16 @@ ENGINE = [
     ),
     panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
     panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
+    panel(
+        "Steps without a look of the agent",
+        "percentunit",
+        (
+            f"{total('meridian_agent_calm_steps_total', 'engine', where=ONE)} / "
+            f"({total('meridian_agent_calm_steps_total', 'engine', where=ONE)} + "
+            f"{total('meridian_agent_full_steps_total', 'engine', where=ONE)})",
+            PER,
+        ),
+    ),
     panel("Open decisions", "short", gauge("meridian_engine_open_decisions")),
 ]
 

@@ -71,7 +71,7 @@ class Directives:
         """Record the outcome of a decision; an id of 0 means that the agent acted without a decision, and records
         nothing."""
         if decision_id:
-            think = live.state.think_tokens if live is not None else 0
+            think = live.think_tokens if live is not None else 0
             self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
 
     def lose_markers(self) -> None:
@@ -119,7 +119,7 @@ class Directives:
         """Return the request that a decision about thinking was made for; None, and the decision is refused, if the
         request's phase is not known."""
         live = self._target(slot, decision_id, step)
-        if live is None or live.state.phase is not Phase.UNKNOWN:
+        if live is None or live.phase is not Phase.UNKNOWN:
             return live
         self.report(decision_id, Outcome.REFUSED, live, NOT_KNOWN)
         return None
@@ -128,7 +128,7 @@ class Directives:
         live = self._thinker(force.slot, force.decision_id, step)
         if live is None:
             return
-        if live.state.phase is not Phase.THINK:
+        if live.phase is not Phase.THINK:
             self.report(force.decision_id, Outcome.ENDED_NATURALLY, live)
         elif force.shadow:
             self.report(force.decision_id, Outcome.SHADOWED, live)
@@ -152,7 +152,7 @@ class Directives:
         if not cap.shadow:
             # If the default cap has begun a forced end, that end counts as this decision's.
             live.credit_forced_end(cap.decision_id)
-        if live.state.ends and live.state.phase is not Phase.THINK:
+        if live.state.ends and live.phase is not Phase.THINK:
             if live.capped and not cap.shadow:
                 self._close_cap(live, Outcome.APPLIED, live.capped_detail)
             self._close_cap(live, Outcome.ENDED_NATURALLY)
@@ -225,7 +225,7 @@ class Directives:
 
     def shadow_cap(self, live: LiveRequest) -> None:
         """Report a shadowed cap once it, or its answer reserve, would have ended thinking."""
-        cap, think_tokens, reserved = live.cap, live.state.think_tokens, live.shadow_reserved
+        cap, think_tokens, reserved = live.cap, live.think_tokens, live.shadow_reserved
         if cap is None or not cap.shadow or cap.reported:
             return
         if reserved < cap.max_think_tokens and reserved <= think_tokens:
@@ -286,7 +286,7 @@ class Directives:
                 self.report(ending.decision_id, Outcome.ENDED_NATURALLY, live)
         elif ending is not None and ending.position == 0:
             self._drop_unstarted_cap(live, ending)
-        if ended or live.state.phase is Phase.THINK:
+        if ended or live.phase is Phase.THINK:
             self.shadow_cap(live)
         if ended:
             self._close_cap(live, Outcome.ENDED_NATURALLY)
@@ -294,7 +294,7 @@ class Directives:
     def _drop_unstarted_cap(self, live: LiveRequest, ending: Ending) -> None:
         """Drop the forced end of a cap whose row was rejected with its draft: the cap has not been reached, so the next
         step looks again."""
-        limit, thinks = limit_in(live, live.state, self._tracker.markers), live.state.phase is Phase.THINK
+        limit, thinks = limit_in(live, live.state, self._tracker.markers), live.phase is Phase.THINK
         if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit.tokens):
             return
         live.drop_forced_end()

@@ -63,14 +63,14 @@ class HandOvers:
             self._report(message.decision_id, Outcome.APPLIED, live)
         elif reason := self._refusal(live, markers):
             self._report(message.decision_id, Outcome.REFUSED, live, reason)
-        elif live.state.phase is Phase.OUTPUT:
+        elif live.phase is Phase.OUTPUT:
             self._report(message.decision_id, Outcome.ENDED_NATURALLY, live)
         else:
             self._decided[live] = Decided(message.decision_id, message.shadow, message.url, message.ref)
             self._changed[live] = None
 
     def _refusal(self, live: LiveRequest, markers: Markers) -> str:
-        if live.state.phase is Phase.UNKNOWN:
+        if live.phase is Phase.UNKNOWN:
             return NOT_KNOWN
         if not live.info.hand_over_candidate:
             return "no relay stands ready to continue the request"

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_FORCED, Phase, PhaseState
+from meridian_agent.core.request_info import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from meridian_agent.core.request_info import RequestInfo
 
 # Ranks of requests without a decided rank; the control plane's ranks use the same scale (lower is more urgent). If
 # phases are not known, all requests have the same rank, so vLLM's own order applies.
@@ -27,39 +30,6 @@ PHASE_RANK = {
     Phase.PROMPT: agent_pb2.PHASE_RANK_PROMPT,
     Phase.THINK: agent_pb2.PHASE_RANK_THINK,
 }
-
-NEVER = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
-    """The facts of a request that a policy may match on; they never include prompt or output text.
-
-    context_tokens: largest number of tokens that the model's context leaves to the output; not reported.
-    """
-
-    request_id: str
-    model: str
-    tenant: str
-    slo_class: str
-    prompt_tokens: int
-    max_tokens: int
-    max_think_tokens: int | None
-    effort: str = ""
-    min_think_tokens: int | None = None
-    traceparent: str = ""
-    context_tokens: int = NEVER
-    remote_decode: bool = False
-    hand_over_candidate: bool = False
-    handed_over_ref: str = ""
-    # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
-    # request continues another engine's, whose thinking is a part of the prompt.
-    repeated_tokens: int = NEVER
-
-    @property
-    def most_tokens(self) -> int:
-        """Largest number of tokens that the request may generate."""
-        return min(self.max_tokens, self.context_tokens)
 
 
 @dataclass(slots=True)
@@ -101,7 +71,7 @@ class TextRun:
 
     request_ids: ids in the order of the runner's rows; empty while there is no run. slots, phases, rows: columns of
     each step's record; these lists never change once they are made. steps: number of steps that were counted and not
-    yet applied to the requests.
+    yet applied to the requests. number: a number that no other run has; 0 while there is no run.
     """
 
     def __init__(self) -> None:
@@ -112,6 +82,7 @@ class TextRun:
         # Sentence and paragraph flags by token id.
         self.boundaries = b""
         self.steps = 0
+        self.number = self._begun = 0
         self._tracked: list[LiveRequest] = []
         self._newest: Sequence[int] = ()
         # Number of steps that may still be counted before a request comes so near its cap that the cap must be checked.
@@ -123,6 +94,9 @@ class TextRun:
         if not left or min(left) <= 0:
             return
         self.request_ids, self._tracked, self._left = request_ids, tracked, min(left)
+        self.number = self._begun = self._begun + 1
+        for row, live in enumerate(tracked):
+            live.join_run(self.number, row)
         self.slots = [live.slot for live in tracked]
         self.phases = [int(live.own_state.phase) for live in tracked]
         self.rows = list(range(len(tracked)))
@@ -131,7 +105,7 @@ class TextRun:
         """End the run, because something is about to change for one of its requests."""
         if self.request_ids:
             self.spread()
-            self.request_ids, self._tracked = [], []
+            self.request_ids, self._tracked, self.number = [], [], 0
 
     def note(self, tokens: Sequence[int]) -> bool:
         """Count a step with one token of text for each request; return False, and count nothing, if a cap is near."""
@@ -141,6 +115,11 @@ class TextRun:
         self.steps += 1
         self._newest = tokens
         return True
+
+    def newest_boundary(self, row: int) -> int:
+        """Return the sentence and paragraph flags of the newest counted token in this row."""
+        token = self._newest[row]
+        return self.boundaries[token] if token < len(self.boundaries) else 0
 
     def spread(self) -> None:
         """Apply the counted steps to each request."""
@@ -165,7 +144,7 @@ class LiveRequest:
 
     slot: int
     info: RequestInfo
-    # Phase and token counts without the counted steps of a run; `state` includes these steps.
+    # Phase and token counts without the counted steps of a run; `state` includes these steps. A run changes no phase.
     own_state: PhaseState
     opened_step: int
     ref: Any
@@ -212,6 +191,9 @@ class LiveRequest:
     # KV blocks that an answering request had when it was preempted, each with the hash it had then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
     run: TextRun | None = None
+    # Number of the newest run that the request has joined, and its row there.
+    run_number: int = 0
+    run_row: int = 0
 
     @property
     def state(self) -> PhaseState:
@@ -220,11 +202,33 @@ class LiveRequest:
         return self.own_state
 
     @property
+    def phase(self) -> Phase:
+        return self.own_state.phase
+
+    @property
+    def _counted_steps(self) -> int:
+        """Number of steps of the current run that are not yet applied; reading it costs less than `state`."""
+        run = self.run
+        return run.steps if run is not None and self.run_number == run.number else 0
+
+    @property
+    def think_tokens(self) -> int:
+        return self.own_state.think_tokens + (self._counted_steps if self.phase is Phase.THINK else 0)
+
+    @property
+    def text_run(self) -> int:
+        return self.own_state.text_run + self._counted_steps
+
+    @property
     def boundary(self) -> int:
         """Sentence and paragraph flags of the newest token while thinking, and 0 otherwise."""
-        if self.run is not None and self.run.steps:
-            self.run.spread()
-        return self.own_boundary
+        if self.run is None or not self._counted_steps:
+            return self.own_boundary
+        return self.run.newest_boundary(self.run_row) if self.phase is Phase.THINK else 0
+
+    def join_run(self, number: int, row: int) -> None:
+        """Note that the request is in a run from now on."""
+        self.run_number, self.run_row = number, row
 
     # ----------------------------------------------------------------------------------------------- caps and endings
 
@@ -301,6 +305,13 @@ class LiveRequest:
         """Drop the rank, because the phase has changed. known_from: step of the first report that has the new phase."""
         self.rank, self.phase_step = None, known_from
 
+    def count_step(self, step: int, left_out: bool) -> None:
+        """Count a step that the request joins, or how many steps in a row have left it out."""
+        if left_out:
+            self.skipped_steps += 1
+        else:
+            self.joined_step, self.skipped_steps = step, 0
+
     def mark_preempted(self) -> None:
         self.preempted = True
 
@@ -357,7 +368,7 @@ class LiveRequest:
         if self.boundary & flags == flags:
             return 0
         at, passed = self.passed
-        tokens = self.state.think_tokens - at
+        tokens = self.think_tokens - at
         return tokens if passed & flags == flags and tokens <= most else None
 
     def text_steps(self) -> int:
@@ -374,7 +385,7 @@ class LiveRequest:
 
     @property
     def effective_rank(self) -> int:
-        return PHASE_RANK[self.state.phase] if self.rank is None else self.rank
+        return PHASE_RANK[self.phase] if self.rank is None else self.rank
 
     @property
     def limit(self) -> int | None:
@@ -387,13 +398,3 @@ class LiveRequest:
     def reserve_tokens(self) -> int:
         """The answer reserve in force, 0 for none."""
         return self.default_reserve if self.cap is None else 0 if self.cap.shadow else self.cap.answer_reserve_tokens
-
-
-def share_step(sequences: list[LiveRequest], skipped: set[LiveRequest], step: int) -> None:
-    """Count for each request how many steps in a row have left it out. skipped: the requests that this step leaves
-    out."""
-    for live in sequences:
-        if live in skipped:
-            live.skipped_steps += 1
-        else:
-            live.joined_step, live.skipped_steps = step, 0

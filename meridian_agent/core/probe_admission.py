@@ -136,7 +136,7 @@ def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int) ->
     """
     request = live.ref
     obstacles = (
-        (live.state.phase is not Phase.THINK or live.ending is not None, "not thinking"),
+        (live.phase is not Phase.THINK or live.ending is not None, "not thinking"),
         (not room.prefix_caching, "prefix caching is off"),
         (request.num_tokens > LONGEST_TOKENS, f"over {LONGEST_TOKENS} tokens"),
         (getattr(request, "lora_request", None) is not None, "LoRA request"),

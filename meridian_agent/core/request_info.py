@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meridian_agent.core.live_request import RequestInfo
 from meridian_agent.core.phases import TokenEvent
 
 if TYPE_CHECKING:
@@ -28,6 +28,41 @@ MAX_TOKENS = 2**31 - 1
 CANDIDATE, HAND_OVER = "meridian_handover_candidate", "meridian_handover"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
+
+
+# A number of tokens that no request reaches.
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """The facts of a request that a policy may match on; they never include prompt or output text.
+
+    context_tokens: largest number of tokens that the model's context leaves to the output; not reported.
+    """
+
+    request_id: str
+    model: str
+    tenant: str
+    slo_class: str
+    prompt_tokens: int
+    max_tokens: int
+    max_think_tokens: int | None
+    effort: str = ""
+    min_think_tokens: int | None = None
+    traceparent: str = ""
+    context_tokens: int = NEVER
+    remote_decode: bool = False
+    hand_over_candidate: bool = False
+    handed_over_ref: str = ""
+    # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
+    # request continues another engine's, whose thinking is a part of the prompt.
+    repeated_tokens: int = NEVER
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens that the request may generate."""
+        return min(self.max_tokens, self.context_tokens)
 
 
 class Overrides(NamedTuple):

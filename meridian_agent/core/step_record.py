@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_signals import SignalBytes
 
+# Names of the fields of meridian.v1.AgentCounters, in the order of `StepRecord.counters`.
+COUNTERS = (
+    "preempted_think",
+    "output_critical",
+    "blocks_reclaimed",
+    "think_skips",
+    "reports_dropped",
+    "probe_tokens",
+    "agent_seconds",
+    "scheduler_seconds",
+    "round_trip_ms",
+    "calm_steps",
+    "full_steps",
+)
+
 # Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
 NOT_KNOWN = "the thinking markers are not known"
 
@@ -82,7 +97,8 @@ class StepRecord:
     continued: list[tuple[int, int, float]] = field(default_factory=list)
     # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
-    counters: tuple[Any, ...] = ()
+    # The values of COUNTERS.
+    counters: tuple[float, ...] = ()
     # The record must be sent at once: a request has changed its phase in this step or is held for a decision from it,
     # or no other step follows.
     urgent: bool = False

@@ -234,8 +234,7 @@ class LoopWatch:
             if self.repeats_from and (repeated := self._repeated(slot, live)) >= self.repeats_from:
                 repeats.append((slot, repeated))
             if (cycle := self._tail(slot, live).cycle(KEPT_TOKENS)) is not None:
-                # Only where something repeats is the request's own count of tokens worked out.
-                cycle = self._tails[slot].cycle(live.state.text_run)
+                cycle = self._tails[slot].cycle(live.text_run)
                 if cycle is not None:
                     found.append((slot, *cycle))
         return found, repeats
@@ -254,4 +253,4 @@ class LoopWatch:
             self._repeats[slot] = RepeatCount()
         repeated = self._repeats[slot].take(live.ref.output_token_ids)
         # Only a request that repeats enough of its tokens is asked for its own count of tokens.
-        return repeated if repeated >= self.repeats_from and live.state.text_run >= REPEAT_WINDOW else 0
+        return repeated if repeated >= self.repeats_from and live.text_run >= REPEAT_WINDOW else 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, TextRun
+from meridian_agent.core.live_request import LiveRequest, TextRun
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
+from meridian_agent.core.request_info import NEVER, RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
 from meridian_agent.core.token_cycles import LoopWatch

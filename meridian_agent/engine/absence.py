@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Never
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.engine.identity import identity_of_engine, targets
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
+from meridian_agent.link.identity import identity_of_engine, targets
+from meridian_agent.vllm_adapter.version import vllm_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ def say_absent(reason: str, connect: Callable[..., Link] = Link) -> None:
     """Keep a stream open for as long as the engine runs, with a Hello that carries `reason` as the fault."""
     logger.error("meridian: no agent in this engine, vLLM runs as stock; %s", reason)
     try:
-        identity = identity_of_engine()
+        identity = identity_of_engine(vllm_version())
 
         def hello() -> agent_pb2.Hello:
             return agent_pb2.Hello(**identity, fault=reason, state=agent_pb2.AGENT_STATE_OFF)

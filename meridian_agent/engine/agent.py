@@ -24,6 +24,7 @@ from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase
 from meridian_agent.core.step_signals import REQUEST, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.capabilities import Measuring
 from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
@@ -36,7 +37,6 @@ from meridian_agent.vllm_adapter import request_api, scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_agent.core.step_record import StepRecord
     from meridian_agent.engine.capabilities import EngineFacts
     from meridian_agent.engine.queue_order import Limit
     from meridian_agent.link.control_stream import Link
@@ -45,8 +45,6 @@ logger = logging.getLogger("vllm.meridian")
 
 # The engine counts as idle between two updates that are further apart than this many seconds.
 MAX_STEP_S = 1.0
-# Seconds between two reports of steps that computed nothing, while nothing else changes.
-EMPTY_REPORT_S = 0.1
 
 
 class Agent:
@@ -71,6 +69,7 @@ class Agent:
         self.accounts = StepAccounting(tracker, directives, self.probing, self.hand_over)
         self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = KvBlocks(directives, facts.tool_call)
+        self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
         # Cap and answer reserve of new requests; parts of the directives whose lease has run out.
@@ -83,15 +82,12 @@ class Agent:
         # Seconds spent in the agent's hooks, and in vLLM's own schedule and update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
-        # Requests from before this agent, and new requests whose prompts take several steps to read.
+        # Requests from before this agent, or with prompts that take several steps to read.
         self._adoption: CatchUp | None = None
         self.measuring = Measuring(facts.expected_backend, facts.on_fault, link.restart)
         # Prompt tokens of scheduled steps without output so far, oldest first; and the time of the newest update.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
-        # Time at which the newest record was sent, and its values for the engine as a whole.
-        self._sent = -math.inf
-        self._said: tuple[Any, ...] = ()
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey these settings from now on."""
@@ -173,6 +169,7 @@ class Agent:
     @hook(agent_pb2.FAULT_CAUSE_OPENED)
     def opened(self, scheduler: Any, request: Any) -> None:
         """Track a request that was added to the engine, if it generates text."""
+        self.calm.end()
         params = request.sampling_params
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
             return
@@ -197,7 +194,7 @@ class Agent:
     def _adopt_some(self, scheduler: Any, adoption: CatchUp) -> None:
         for request, state in adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
             live = self.tracker.by_id.get(request.request_id)
-            if live is not None and live.state.phase is Phase.UNKNOWN and self.tracker.markers.known:
+            if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 self.tracker.reread(live, state)
                 self.link.outbox.resync()
             elif request.sampling_params is not None and live is None:
@@ -221,11 +218,12 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
     def preempted(self, scheduler: Any, request: Any) -> None:
+        self.calm.end()
         live = self.tracker.by_id.get(request.request_id)
         if live is None:
             return
         self.tracker.preempt(live)
-        if live.state.phase is Phase.OUTPUT:
+        if live.phase is Phase.OUTPUT:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)
         else:
@@ -246,6 +244,9 @@ class Agent:
     def before_schedule(self, scheduler: Any) -> list[Limit]:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         self._began = time.perf_counter()
+        if self.calm.hold():
+            return self.calm.go_on(scheduler)
+        self.calm.begin_full_look()
         self.take_arrived(scheduler)
         self._take_inbox()
         self.tracker.record.state = self.lease.say_state()
@@ -264,7 +265,10 @@ class Agent:
         if probing.held:
             probing.hold(scheduler, self.link.inbox.answered_step)
         reserved, hold = probing.reserved(scheduler), self.directives.hold_admission
-        return self.queues.limits(scheduler, plan, hold, reserved, placed)
+        limits = self.queues.limits(scheduler, plan, hold, reserved, placed)
+        if self._adoption is None:
+            self.calm.end_full_look(scheduler, plan, limits)
+        return limits
 
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
         """Apply the decisions in the inbox, up to the message with which at least `limit` decisions are reached."""
@@ -277,6 +281,7 @@ class Agent:
                 # The link's thread has just cleared the inbox for a new stream.
                 return
             taken += size
+            self.calm.end()
             if message is None:
                 self.directives.new_stream()
                 self.probing.new_stream()
@@ -299,7 +304,9 @@ class Agent:
         # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens
         # only.
         prefill = output.total_num_scheduled_tokens - len(scheduled)
-        self._prefills.append(prefill - sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items()))
+        if drafted:
+            prefill -= sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items())
+        self._prefills.append(prefill)
         # With this flag vLLM waits for the previous step, and fails if there is none.
         due = self.tracker.due
         if due and not (self.frozen or self._settled()) and self.masks.waits_for_tokens(scheduled):
@@ -307,6 +314,7 @@ class Agent:
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
         self.hand_over.scheduled(scheduled, scheduler)
+        self.calm.scheduled(len(scheduled))
 
     def _settled(self) -> bool:
         """Return whether the output of all steps before the one that was scheduled last has been processed."""
@@ -335,12 +343,13 @@ class Agent:
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()
         record = self.tracker.record
+        self.calm.generated(record.text)
         record.told = told
         record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
         record.running, record.waiting = scheduler.get_request_counts()
         record.prefill_tokens = self._prefills.popleft() if self._prefills else 0
         record.step_time_ms = self._step_time_ms()
-        if not runner_output.req_ids and self._says_nothing(record, is_live):
+        if not runner_output.req_ids and self.link.outbox.says_nothing_new(record, is_live):
             return
         record.counters = self._counters()
         sent = self.tracker.take_record()
@@ -349,18 +358,6 @@ class Agent:
         self.link.outbox.send(sent, self.tracker.snapshot)
         if not is_live:
             self.link.outbox.wake()
-
-    def _says_nothing(self, record: StepRecord, is_live: bool) -> bool:
-        """Return whether the record of a step that computed nothing need not be sent. vLLM makes some hundred such
-        steps a second while another engine is to read the KV of finished requests, or while KV is to arrive from
-        another engine."""
-        said = (record.state, record.kv_used, record.running, record.waiting)
-        now = time.monotonic()
-        known = said == self._said and record.is_empty and self.link.outbox.follows
-        if known and not (is_live and now - self._sent >= EMPTY_REPORT_S):
-            return True
-        self._sent, self._said = now, said
-        return False
 
     def _step_time_ms(self) -> float:
         """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,
@@ -372,15 +369,18 @@ class Agent:
         self._updated = now
         return (now - began) * 1e3
 
-    def _counters(self) -> tuple[tuple[str, Any], ...]:
+    def _counters(self) -> tuple[float, ...]:
+        """Return the values of COUNTERS."""
         return (
-            ("preempted_think", self.preempted_think),
-            ("output_critical", self.output_critical),
-            ("blocks_reclaimed", self.blocks.reclaimed),
-            ("think_skips", self.queues.think_skips),
-            ("reports_dropped", self.link.outbox.reports_dropped),
-            ("probe_tokens", self.probing.tokens),
-            ("agent_seconds", self.agent_seconds),
-            ("scheduler_seconds", self.scheduler_seconds),
-            ("round_trip_ms", self.link.outbox.round_trip_ms),
+            self.preempted_think,
+            self.output_critical,
+            self.blocks.reclaimed,
+            self.queues.think_skips,
+            self.link.outbox.reports_dropped,
+            self.probing.tokens,
+            self.agent_seconds,
+            self.scheduler_seconds,
+            self.link.outbox.round_trip_ms,
+            self.calm.calm_steps,
+            self.calm.full_steps,
         )

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meridian_agent.core.hand_overs import HandOvers
-    from meridian_agent.core.live_request import LiveRequest, RequestInfo
+    from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.request_info import RequestInfo
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
 

@@ -42,7 +42,7 @@ class KvBlocks:
         """Unhash the blocks of a finished request that no later prompt can hit, if its tier says so; note the blocks of
         a preempted answer. probes: the ids of the request's own probes that vLLM has not freed yet."""
         if not request.is_finished():
-            if live.state.phase is Phase.OUTPUT:
+            if live.phase is Phase.OUTPUT:
                 _remember(scheduler, request, live)
             return
         if (decided := live.take_tier()) is None:

@@ -21,12 +21,13 @@ from meridian_agent.core.request_info import clean
 from meridian_agent.core.step_signals import expected_backend
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
-from meridian_agent.engine.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
+from meridian_agent.link.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.settings_check import check
 from meridian_agent.link.settings_file import StateFile, state_folder
 from meridian_agent.vllm_adapter import hand_over, kv_connectors, prefix_cache, reasoning_markers, tokenizer
+from meridian_agent.vllm_adapter.version import vllm_version
 
 if TYPE_CHECKING:
     from meridian_agent.core.guard import Guard
@@ -44,7 +45,7 @@ class Lifecycle:
         self.agent: Agent | None = None
         model = scheduler.vllm_config.model_config.served_model_name
         self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
-        self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
+        self._identity = identity_of_engine(vllm_version(), rank_of(scheduler.vllm_config.parallel_config))
         self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
         self._template = tokenizer.Template()
         # Why the markers are not known, as the newest Hello says; empty if they are known.

@@ -50,20 +50,20 @@ class ProbeRunner:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
         one costs. observes: the workers measure entropy."""
         asked = self._directives.probes.take()
-        self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
+        self.keep_places(scheduler)
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
         for decision_id, live, flags, hold_ms in asked:
             # If a step brings several tokens, the end of a sentence need not be the last of them.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
-            misplaced = past is None or live.state.may_be_in_marker(markers)
-            if live.state.phase is Phase.THINK and live.ending is None and misplaced:
+            misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
+            if live.phase is Phase.THINK and live.ending is None and misplaced:
                 self._directives.probes.put_back((decision_id, live, flags, hold_ms))
                 continue
             # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
-            cost = len(markers.probe_of(live.state.start)) + again
+            cost = len(markers.probe_of(live.own_state.start)) + again
             reason = self._never or probe_admission.refusal(live, self._room(scheduler, placed), self._block_size, cost)
             if reason or not observes:
                 self._directives.report(decision_id, Outcome.REFUSED, live, reason or "not observing")
@@ -73,15 +73,19 @@ class ProbeRunner:
                 self._directives.probes.put_back((decision_id, live, flags, hold_ms))
                 continue
             placed.append(cost)
-            think_tokens = live.state.think_tokens - (past or 0)
+            think_tokens = live.think_tokens - (past or 0)
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
+
+    def keep_places(self, scheduler: Any) -> None:
+        """Keep running places free for the next steps, because probes wait to be placed."""
+        self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
 
     def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
         self._number += 1
         live, known = placed.parent, placed.shared_tokens + 1
         live.forget_sentence_end()
-        tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.state.start)]
+        tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.own_state.start)]
         probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens)
         self.placed[probe.request_id] = placed
         if hold_ms:
@@ -130,7 +134,7 @@ class ProbeRunner:
             answered = live.asked_in and live.asked_in <= answered_step
             # If the clock were set back, the request would wait for as long; so a wait above the maximum ends too.
             waits = scheduler.current_step < last_step or 0 <= live.held_until - now <= MAX_HOLD_MS / 1e3
-            if answered or not waits or live.state.phase is not Phase.THINK or live.preempted:
+            if answered or not waits or live.phase is not Phase.THINK or live.preempted:
                 self.held.pop(live, None)
             else:
                 skip_step(scheduler, live)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import PHASE_RANK, share_step
+from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import Phase
 from meridian_agent.engine import prefill_limits, stock_restore
 from meridian_agent.vllm_adapter import request_api, scheduler_api
@@ -51,7 +51,7 @@ class QueueOrder:
         # in memory.
         self._tail = ""
         # Whether a prompt in pieces was last in the running list after the newest sort.
-        self._prompts_last = False
+        self.prompts_last = False
 
     def obey(self, scheduler: Any, plan: DispatchPlan) -> None:
         """Order the queues, and leave out the sequences for which the plan's shares have no place."""
@@ -85,7 +85,7 @@ class QueueOrder:
         self.ordered = True
         # vLLM appends admitted requests, so a new last request means that the list must be sorted. A prompt that is
         # complete moves up from the end, and neither its first token nor the last request need show that.
-        if running and (tracker.reorder or self._prompts_last or running[-1].request_id != self._tail):
+        if running and (tracker.reorder or self.prompts_last or running[-1].request_id != self._tail):
             self._sort(running)
         if not (tracker.preempted and self._is_fcfs):
             return
@@ -108,7 +108,7 @@ class QueueOrder:
 
         running.sort(key=rank)
         self._tracker.reorder, self._tail = False, running[-1].request_id
-        self._prompts_last = bool(running[-1].is_prefill_chunk)
+        self.prompts_last = bool(running[-1].is_prefill_chunk)
         if not self._is_fcfs:
             for request in running:
                 if live := by_id.get(request.request_id):
@@ -117,18 +117,20 @@ class QueueOrder:
     def preempted_answers(self) -> list[Any]:
         """Return the preempted answers that wait. A request that runs again leaves `tracker.preempted` only with its
         next token, which may take several steps."""
-        found = [live.ref for live in self._tracker.preempted if live.state.phase is Phase.OUTPUT]
+        found = [live.ref for live in self._tracker.preempted if live.phase is Phase.OUTPUT]
         return [request for request in found if request_api.waits_preempted(request)]
 
     def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
         step = scheduler.current_step + 1
         by_id = self._tracker.by_id
         running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
-        sequences = [live for live in running if live is not None and live.state.phase is phase]
+        sequences = [live for live in running if live is not None and live.phase is phase]
         skipped = left_out(sequences, per_step, max_skip_steps)
         for live in skipped:
             skip_step(scheduler, live)
-        share_step(sequences, set(skipped), step)
+        out = set(skipped)
+        for live in sequences:
+            live.count_step(step, live in out)
         if phase is Phase.THINK:
             self.think_skips += len(skipped)
 

@@ -64,7 +64,7 @@ class TokenMasks:
         """Return whether the request's own parameters allow the tokens of a forced end, because the only token of a
         mask must be allowed. unknown: number of tokens that the request may have generated in steps whose output is
         still to come."""
-        ending = self._tracker.markers.ending_of(live.state.start)
+        ending = self._tracker.markers.ending_of(live.own_state.start)
         if live.checked != ending:
             live.note_allowed(ending, not request_api.never_allows(live.ref, ending))
         return live.allowed and not request_api.not_yet_allows(live.ref, ending, unknown)
@@ -89,7 +89,7 @@ class TokenMasks:
         found = []
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
             live = self._tracker.by_id.get(request_id)
-            if live is None or not is_limited(live) or live.state.phase is Phase.THINK:
+            if live is None or not is_limited(live) or live.phase is Phase.THINK:
                 continue
             if not self._tracker.markers.by_last.keys().isdisjoint(drafts):
                 found.append(live)

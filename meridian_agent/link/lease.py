@@ -103,6 +103,17 @@ class Lease:
     def _since(self, then: float | None) -> float:
         return 0.0 if then is None else self.clock() - then
 
+    def steady_until(self) -> float:
+        """Return the time on the clock until which neither the parts that silence ends nor the state change, if no
+        stream begins or ends meanwhile and no freeze arrives. A report that is sent from now on waits for its answer
+        for at least the shortest lease."""
+        silent_s, unheard_s = self.silent_s(), self.unheard_s()
+        if self.connected and (silent_s > self._shortest_s or unheard_s > self._shortest_s):
+            # An answer would renew leases that have run out.
+            return 0.0
+        coming = [lease_s for lease_s, _ in self._leases if lease_s >= silent_s]
+        return self.clock() + min(coming) - silent_s if coming else math.inf
+
     # --------------------------------------------------------------------------------- settings, leases and freezes
 
     def hold(self, settings: agent_pb2.Settings, markers: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import MAX_ID, clean
+from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
         state=last.state,  # type: ignore[arg-type]
     )
     if last.counters:
-        report.counters.CopyFrom(agent_pb2.AgentCounters(**dict(last.counters)))
+        counters: dict[str, Any] = dict(zip(COUNTERS, last.counters, strict=True))
+        report.counters.CopyFrom(agent_pb2.AgentCounters(**counters))
     if len(records) > 1:
         _add_steps(report.merged, records)
     for record in records:

@@ -6,9 +6,10 @@ Knows neither channel nor reconnection.
 
 from __future__ import annotations
 
+import math
 import queue
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
@@ -19,7 +20,6 @@ from meridian_agent.link.record_queue import RecordQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
 
     from meridian_agent.link.lease import Lease
 
@@ -28,6 +28,8 @@ MERGE_RECORDS = 256
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
+# Seconds between two reports of steps that computed nothing, while nothing else changes.
+EMPTY_REPORT_S = 0.1
 # Number of newest reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
 
@@ -61,6 +63,8 @@ class Outbox:
         # Milliseconds from queueing the newest answered report to its answer.
         self.round_trip_ms = 0.0
         self._queued: dict[int, float] = {}
+        # Time at which the newest record of a step that computed nothing was sent, and its values for the engine.
+        self._sent_s, self._said = -math.inf, tuple[Any, ...]()
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
@@ -93,6 +97,18 @@ class Outbox:
         lease.asks(now)
         self._queued[record.step % ROUND_TRIP_STEPS] = now
         self.ring.lay(record, record.presses)
+
+    def says_nothing_new(self, record: StepRecord, is_live: bool) -> bool:
+        """Return whether the record of a step that computed nothing need not be sent. vLLM makes some hundred such
+        steps a second while another engine is to read the KV of finished requests, or while KV is to arrive from
+        another engine. is_live: a request is live."""
+        said = (record.state, record.kv_used, record.running, record.waiting)
+        now = self._lease.clock()
+        known = said == self._said and record.is_empty and self.follows
+        if known and not (is_live and now - self._sent_s >= EMPTY_REPORT_S):
+            return True
+        self._sent_s, self._said = now, said
+        return False
 
     def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
         """Queue a snapshot, and take out of the record what the snapshot says already. A new stream does not know the

@@ -52,6 +52,11 @@ def waiting_with_blocks(scheduler: Any) -> int:
     return len(getattr(scheduler, "kv_holding_waiting", ()))
 
 
+def anything_waits(scheduler: Any) -> bool:
+    """Whether a request waits to be admitted."""
+    return bool(scheduler.get_request_counts()[1])
+
+
 def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
     """Return how many tokens of the next step the running requests take without any limit of the agent: first all
     requests together that are past their prompt, then a list with one number for each prompt that is computed in

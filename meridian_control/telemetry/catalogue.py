@@ -334,6 +334,18 @@ AGENTS = (
         "Seconds that vLLM spent in its own schedule and update_from_output.",
         "Compare the agent's seconds with it.",
     ),
+    _counter(
+        "meridian_agent_calm_steps_total",
+        ENGINE,
+        "Steps before which the agent did not look at the engine, because nothing had happened since its full look.",
+        "The cheap steps. A small share with long requests: probes or plans with shares keep the engine from calm.",
+    ),
+    _counter(
+        "meridian_agent_full_steps_total",
+        ENGINE,
+        "Steps before which the agent took in messages, ordered the queues and placed probes.",
+        "Compare the calm steps with it.",
+    ),
     _gauge(
         "meridian_agent_round_trip_seconds",
         ENGINE,

@@ -88,6 +88,8 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
     "meridian_agent_seconds_total": lambda r: r.counters.agent_seconds,
     "meridian_agent_scheduler_seconds_total": lambda r: r.counters.scheduler_seconds,
     "meridian_agent_round_trip_seconds": lambda r: r.counters.round_trip_ms / 1e3,
+    "meridian_agent_calm_steps_total": lambda r: r.counters.calm_steps,
+    "meridian_agent_full_steps_total": lambda r: r.counters.full_steps,
 }
 
 

@@ -153,11 +153,13 @@ class Steps:
         cases = [{"prompt": p, "template": {"open_think": True}} for p in maze.prompts(requests, seed=1)]
         return [{"prompt_token_ids": prompt_ids(self._llm, case)} for case in cases]
 
-    def _params(self, tokens: int) -> Any:
+    def _params(self, tokens: int, seed: int | None = None) -> Any:
+        """Return sampling that never ends thinking. seed: for tokens drawn at random; None for the likeliest tokens."""
         from vllm import SamplingParams
 
-        end = self._agent.tracker.markers.end[0]
-        return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logit_bias={end: -30.0})
+        end, drawn = self._agent.tracker.markers.end[0], {"temperature": 1.0, "seed": seed}
+        sampling: dict[str, Any] = {"temperature": 0.0} if seed is None else drawn
+        return SamplingParams(**sampling, max_tokens=tokens, ignore_eos=True, logit_bias={end: -30.0})
 
     def _short_window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
         """Measure one batch of requests that begin together, from its first step to its last."""
@@ -171,7 +173,8 @@ class Steps:
         """Measure steps while requests think for LONG_TOKENS tokens each; one begins whenever one ends.
 
         The first requests begin one step after another, so that their probes fall into different steps, and have fewer
-        tokens, so that their ends are spread evenly.
+        tokens, so that their ends are spread evenly. The tokens are drawn at random, because the likeliest tokens of
+        endless thinking repeat, and loops are rare in thinking that is long because its task is hard.
         """
         engine, prompts = self._llm.llm_engine, self._prompts(requests)
         live: dict[str, int] = {}
@@ -179,7 +182,7 @@ class Steps:
         def begin(number: int, tokens: int) -> None:
             name = f"long-{self._scheduler.current_step}-{number}"
             live[name] = number
-            engine.add_request(name, prompts[number], self._params(tokens))
+            engine.add_request(name, prompts[number], self._params(tokens, seed=number))
 
         def run(steps: int) -> None:
             for _ in range(steps):

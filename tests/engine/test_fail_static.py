@@ -172,10 +172,11 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
 
 
 def state_file() -> Any:
-    from meridian_agent.engine.identity import identity_of_engine
+    from meridian_agent.link.identity import identity_of_engine
     from meridian_agent.link.settings_file import StateFile, state_folder
+    from meridian_agent.vllm_adapter.version import vllm_version
 
-    return StateFile(state_folder(), identity_of_engine()["engine_id"], "maze")
+    return StateFile(state_folder(), identity_of_engine(vllm_version())["engine_id"], "maze")
 
 
 @pytest.mark.usefixtures("lost")

@@ -9,8 +9,9 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.live_request import Ending, RequestInfo
+from meridian_agent.core.live_request import Ending
 from meridian_agent.core.phases import Markers
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.token_masks import TokenMasks
 

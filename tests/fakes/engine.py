@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Markers, Phase
 from meridian_agent.core.reclaim import Tier
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.tracker import Tracker
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import StepRecord
 
 START, END, TEXT = 1, 2, 90

@@ -21,6 +21,7 @@ QUEUES, PROBING, MASKS = (
 )
 ACCOUNTS, BLOCKS = "meridian_agent/engine/step_accounting.py", "meridian_agent/engine/kv_blocks.py"
 OUTBOX, LIVE = "meridian_agent/link/outbox.py", "meridian_agent/core/live_request.py"
+INFO = "meridian_agent/core/request_info.py"
 LIMIT, PHASES = "meridian_agent/core/think_limit.py", "meridian_agent/core/phases.py"
 TRACKER, MESSAGES, SHARE = (
     "meridian_agent/core/tracker.py",
@@ -295,7 +296,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "reserve of max_tokens only",
-        LIVE,
+        INFO,
         "        return min(self.max_tokens, self.context_tokens)\n",
         "        return self.max_tokens\n",
     ),
@@ -411,7 +412,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a prompt that is done stays last",
         QUEUES,
-        "(tracker.reorder or self._prompts_last or running",
+        "(tracker.reorder or self.prompts_last or running",
         "(tracker.reorder or running",
     ),
     Mutant(
@@ -461,8 +462,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "probes held for ever",
         PROBING,
-        "            if answered or not waits or live.state.phase is not Phase.THINK or live.preempted:",
-        "            if answered or live.state.phase is not Phase.THINK or live.preempted:",
+        "            if answered or not waits or live.phase is not Phase.THINK or live.preempted:",
+        "            if answered or live.phase is not Phase.THINK or live.preempted:",
     ),
     Mutant(
         "a probe's output reaches clients",

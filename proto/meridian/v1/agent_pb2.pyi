@@ -1469,6 +1469,8 @@ class AgentCounters(_message.Message):
     AGENT_SECONDS_FIELD_NUMBER: _builtins.int
     SCHEDULER_SECONDS_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
+    CALM_STEPS_FIELD_NUMBER: _builtins.int
+    FULL_STEPS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
     """Requests that were not answering when vLLM preempted them."""
     output_critical: _builtins.int
@@ -1487,6 +1489,10 @@ class AgentCounters(_message.Message):
     """Seconds that the engine spent in vLLM's own schedule and update_from_output."""
     round_trip_ms: _builtins.float
     """Newest time in milliseconds from queueing a step report to the answer to it. This value is a gauge, not a counter."""
+    calm_steps: _builtins.int
+    """Steps before which the agent did not look at the engine, because nothing had happened since its newest full look."""
+    full_steps: _builtins.int
+    """Steps before which the agent took in messages, ordered the queues and placed probes."""
     def __init__(
         self,
         *,
@@ -1499,10 +1505,12 @@ class AgentCounters(_message.Message):
         agent_seconds: _builtins.float = ...,
         scheduler_seconds: _builtins.float = ...,
         round_trip_ms: _builtins.float = ...,
+        calm_steps: _builtins.int = ...,
+        full_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

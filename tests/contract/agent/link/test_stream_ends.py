@@ -9,7 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import STEP_DECISIONS
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import COUNTERS, StepRecord
 from meridian_agent.link import control_stream as link
 from meridian_agent.link import inbox, outbox
 from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
@@ -131,7 +131,8 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         # outcome is missing.
         servicer.reading.set()
         await until(lambda: engine.link.outbox.ring.qsize() == 0)
-        last = StepRecord(step=sent + 1, counters=(("reports_dropped", engine.link.outbox.reports_dropped),))
+        counters = tuple(engine.link.outbox.reports_dropped * (name == "reports_dropped") for name in COUNTERS)
+        last = StepRecord(step=sent + 1, counters=counters)
         engine.send(last)
         await until(lambda: servicer.received[-1].step.step == sent + 1)
         assert servicer.kinds()[-2:] == ["snapshot", "step"]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Markers
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, REPEAT_WINDOW
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report as report_of
@@ -21,6 +21,9 @@ from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import decision_message
 from tests.fakes.tables import policy
 from tests.unit.sessions import EARLY, Stream, stream
+
+if TYPE_CHECKING:
+    from meridian_agent.core.live_request import LiveRequest
 
 START, END, OTHER = 1, 2, 3
 OFF = {"enabled": False}

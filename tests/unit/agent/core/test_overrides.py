@@ -16,7 +16,7 @@ from meridian_agent.core.request_info import CANDIDATE, MAX_TEXT, MAX_TOKENS, OP
 from meridian_agent.link.messages import opened_message
 
 if TYPE_CHECKING:
-    from meridian_agent.core.live_request import RequestInfo
+    from meridian_agent.core.request_info import RequestInfo
 
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.core.live_request import Cap, Ending, LiveRequest, RequestInfo
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Markers
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report
 

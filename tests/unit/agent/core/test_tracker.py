@@ -7,8 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.live_request import Cap, Ending, LiveRequest, RequestInfo
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import Tracker
 
 START, END, TEXT = 1, 2, 90

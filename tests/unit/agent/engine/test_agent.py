@@ -9,7 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import CAPS, ORDER
-from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts

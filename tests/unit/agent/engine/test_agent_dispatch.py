@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.live_request import LiveRequest, RequestInfo
+from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import Phase, PhaseState
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.engine.queue_order import left_out
 
 

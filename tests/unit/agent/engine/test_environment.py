@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.engine.identity import identity_of_engine, rank_of
+from meridian_agent.link.identity import identity_of_engine, rank_of
 from meridian_agent.vllm_adapter import version
 
 
@@ -21,7 +21,7 @@ def test_engines_that_are_started_as_one_have_a_name_each(named: str | None, mon
     if named is not None:
         monkeypatch.setenv("MERIDIAN_ENGINE_ID", named)
     name = named or platform.node()
-    assert [identity_of_engine(rank)["engine_id"] for rank in (0, 1)] == [name, f"{name}-dp1"]
+    assert [identity_of_engine("0.32.0", rank)["engine_id"] for rank in (0, 1)] == [name, f"{name}-dp1"]
 
 
 @pytest.mark.parametrize(

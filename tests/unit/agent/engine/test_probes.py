@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.live_request import Ending, LiveRequest, RequestInfo
+from meridian_agent.core.live_request import Ending, LiveRequest
 from meridian_agent.core.phases import Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker

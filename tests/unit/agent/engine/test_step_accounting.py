@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.live_request import RequestInfo
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.probe_admission import PREFIX, Placed
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.hand_over import HandOverRunner

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import RequestInfo
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.step_record import COUNTERS, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, opened_message, step_report
 from meridian_control.decisions.request_table import RequestTable
@@ -89,7 +88,7 @@ def test_a_full_record() -> None:
         resumed=[2],
         closed=[(0, 1)],
         outcomes=[(5, 1, 64, "7 blocks")],
-        counters=(("output_critical", 2), ("agent_seconds", 0.5)),
+        counters=tuple({"output_critical": 2, "agent_seconds": 0.5}.get(name, 0) for name in COUNTERS),
     )
     last = StepRecord(step=6, step_time_ms=2.0, kv_used=0.25, running=2, slots=[2], phases=[3], flags=[0], rows=[0])
     report = step_report([first, last])
@@ -124,8 +123,9 @@ def test_an_empty_step_has_no_columns() -> None:
 
 
 def test_counters_are_those_of_the_contract() -> None:
-    with pytest.raises(ValueError, match="no_such"):
-        step_report([StepRecord(counters=(("no_such", 1),))])
+    assert [field.name for field in agent_pb2.AgentCounters.DESCRIPTOR.fields] == list(COUNTERS)
+    counted = step_report([StepRecord(counters=tuple(range(len(COUNTERS))))]).counters
+    assert [getattr(counted, name) for name in COUNTERS] == list(range(len(COUNTERS)))
 
 
 def test_a_slot_that_is_used_again_is_not_merged() -> None:

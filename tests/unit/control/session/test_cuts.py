@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import RequestInfo
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
+from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import step_report

@@ -8,7 +8,6 @@ import uuid
 from typing import Any
 
 from meridian_agent import __version__
-from meridian_agent.vllm_adapter import version
 
 
 def targets() -> list[str]:
@@ -21,7 +20,7 @@ def rank_of(parallel_config: Any) -> int:
     return int(getattr(parallel_config, "data_parallel_index", 0) or getattr(parallel_config, "data_parallel_rank", 0))
 
 
-def identity_of_engine(data_parallel_rank: int = 0) -> dict[str, Any]:
+def identity_of_engine(vllm_version: str, data_parallel_rank: int = 0) -> dict[str, Any]:
     """Return the fields of Hello that identify this engine; every start of the engine is a new incarnation."""
     name = os.environ.get("MERIDIAN_ENGINE_ID", platform.node())
     pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
@@ -29,7 +28,7 @@ def identity_of_engine(data_parallel_rank: int = 0) -> dict[str, Any]:
         "engine_id": name + (f"-dp{data_parallel_rank}" if data_parallel_rank else ""),
         "incarnation": uuid.uuid4().hex,
         "agent_version": __version__,
-        "vllm_version": version.vllm_version(),
+        "vllm_version": vllm_version,
         "labels": {key.strip(): value.strip() for key, _, value in pairs},
         "url": os.environ.get("MERIDIAN_URL", "").strip().rstrip("/"),
     }

@@ -1,0 +1,126 @@
+"""Finds out which steps are calm: nothing has happened that the agent would act on before vLLM schedules the step.
+
+A full look at the engine takes in messages, orders the queues and places probes. The module owns the facts that the
+newest full look left behind, and so knows whether another look would change nothing. Runs on the engine-core thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.vllm_adapter import scheduler_api
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_agent.core.directives import Directives, DispatchPlan
+    from meridian_agent.core.tracker import Tracker
+    from meridian_agent.engine.probe_runner import ProbeRunner
+    from meridian_agent.engine.queue_order import Limit, QueueOrder
+    from meridian_agent.link.control_stream import Link
+
+
+class CalmSteps:
+    """The calm steps of one engine. They follow a full look while a run of text steps lasts, because the run ends as
+    soon as anything changes for one of its requests."""
+
+    def __init__(
+        self, tracker: Tracker, directives: Directives, probing: ProbeRunner, queues: QueueOrder, link: Link
+    ) -> None:
+        self._tracker, self._directives, self._probing, self._queues = tracker, directives, probing, queues
+        self._lease, self._mailbox, self._inbox = link.lease, link.mailbox, link.inbox
+        # Numbers of steps so far with and without a full look.
+        self.full_steps = self.calm_steps = 0
+        # Number of the run in which steps are calm; 0 if the coming step needs a full look.
+        self._run = 0
+        # The findings of the full look: the scheduler's limits to lower, whether a stream is up, the agent's state, and
+        # the time on the lease's clock until which the leases change nothing.
+        self._limits: list[Limit] = []
+        self._connected = False
+        self._state = 0
+        self._until_s = 0.0
+        # (row of the run, flags) of each probe that waits for a token with these flags.
+        self._awaited: list[tuple[int, int]] = []
+
+    def end(self) -> None:
+        """Let the coming step have a full look."""
+        self._run = 0
+
+    def begin_full_look(self) -> None:
+        """Count a step with a full look."""
+        self.full_steps += 1
+        self._run = 0
+
+    def hold(self) -> bool:
+        """Return whether the coming step is calm."""
+        lease = self._lease
+        return (
+            self._run != 0
+            and self._run == self._tracker.run.number
+            and not (self._mailbox.arrived or self._inbox.messages)
+            and lease.connected is self._connected
+            and lease.clock() < self._until_s
+        )
+
+    def go_on(self, scheduler: Any) -> list[Limit]:
+        """Do what a full look does when nothing has happened; return the scheduler's limits to lower in this step."""
+        self.calm_steps += 1
+        self._tracker.record.state = self._state
+        if self._awaited:
+            self._probing.keep_places(scheduler)
+        return self._limits
+
+    def end_full_look(self, scheduler: Any, plan: DispatchPlan | None, limits: list[Limit]) -> None:
+        """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
+        the scheduler's limits that the full look lowers."""
+        run, lease = self._tracker.run, self._lease
+        if not (run.request_ids and self._nothing_due(scheduler, plan) and self._only_awaited_probes()):
+            return
+        if limits and not self._limits_stay(scheduler):
+            return
+        self._connected, self._state = lease.connected, self._tracker.record.state
+        self._limits, self._until_s, self._run = limits, lease.steady_until(), run.number
+
+    def _nothing_due(self, scheduler: Any, plan: DispatchPlan | None) -> bool:
+        """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves
+        requests out."""
+        tracker, probing = self._tracker, self._probing
+        if tracker.due or tracker.preempted or probing.placed or probing.held or scheduler.num_spec_tokens:
+            return False
+        if plan is None:
+            return True
+        thinks = plan.think_per_step is not None and tracker.answering
+        answers = plan.output_per_step is not None and tracker.thinking
+        return not (thinks or answers or self._queues.prompts_last)
+
+    def _only_awaited_probes(self) -> bool:
+        """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
+        self._awaited, slots = [], self._tracker.run.slots
+        for _, live, flags, _ in self._directives.probes:
+            if not flags or live.boundary & flags == flags or live.slot not in slots:
+                return False
+            self._awaited.append((slots.index(live.slot), flags))
+        return True
+
+    def _limits_stay(self, scheduler: Any) -> bool:
+        """Return whether the limits are the same in the coming steps, or no request waits on which they would act."""
+        return not scheduler_api.anything_waits(scheduler) or bool(
+            self._awaited and not self._directives.hold_admission
+        )
+
+    def scheduled(self, requests: int) -> None:
+        """End the calm if the step has more or fewer requests than the run, such as one that vLLM has just admitted."""
+        if requests != len(self._tracker.run.slots):
+            self._run = 0
+
+    def generated(self, tokens: Sequence[int]) -> None:
+        """End the calm if one of a text step's tokens is one that a probe waits for. tokens: by row of the run; empty
+        if the step did not belong to a run."""
+        if not (self._awaited and self._run and tokens):
+            return
+        boundaries = self._tracker.boundaries
+        known = len(boundaries)
+        for row, flags in self._awaited:
+            token = tokens[row]
+            if token < known and boundaries[token] & flags == flags:
+                self._run = 0

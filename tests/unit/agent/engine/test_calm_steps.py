@@ -1,0 +1,219 @@
+"""Everything that a full look would act on ends the calm, and keeps it from beginning."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.directives import Directives
+from meridian_agent.core.phases import FLAG_SENTENCE, Markers
+from meridian_agent.core.probe_admission import Placed
+from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.calm_steps import CalmSteps
+from meridian_agent.engine.probe_runner import ProbeRunner
+from meridian_agent.engine.queue_order import Limit
+from meridian_agent.link.inbox import Inbox
+from meridian_agent.link.lease import Lease
+from meridian_agent.link.mailbox import Arrived, Mailbox
+from meridian_agent.link.record_queue import RecordQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+START, END, TEXT, STOP = 1, 2, 3, 4
+IDS = ["a", "b"]
+
+
+class Engine:
+    """The calm steps of an engine with two thinking requests in a run of text steps."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        lease = Lease(lambda: self.now_s)
+        inbox = Inbox(lease)
+        self.link: Any
+        self.link = SimpleNamespace(lease=lease, inbox=inbox, mailbox=Mailbox(lease, inbox, lambda _: None))
+        self.tracker = Tracker(Markers(((START,),), ((END,),)))
+        # The token STOP ends a sentence.
+        self.tracker.boundaries = bytes([0, 0, 0, 0, FLAG_SENTENCE])
+        self.directives = Directives(self.tracker)
+        self.probing = ProbeRunner(self.tracker, self.directives, 16, True)
+        self.queues: Any
+        self.queues = SimpleNamespace(prompts_last=False)
+        self.waiting: deque[str] = deque()
+        self.scheduler = SimpleNamespace(
+            num_spec_tokens=0, current_step=7, get_request_counts=lambda: (2, len(self.waiting))
+        )
+        self.calm = CalmSteps(self.tracker, self.directives, self.probing, self.queues, self.link)
+        lease.begins()
+        lease.found()
+        for name in IDS:
+            self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, SimpleNamespace())
+        for _ in range(2):
+            for name in IDS:
+                self.tracker.feed(self.tracker.by_id[name], [TEXT], 0)
+            self.tracker.noted_singly(IDS)
+        assert self.tracker.run.number
+
+    def look(self, plan: Any = None, limits: list[Limit] | None = None) -> bool:
+        """Have a full look; return whether the coming step is calm."""
+        self.calm.begin_full_look()
+        self.calm.end_full_look(self.scheduler, plan, limits or [])
+        return self.calm.hold()
+
+    def ask(self, placement: agent_pb2.Placement.ValueType) -> None:
+        probe = agent_pb2.EatProbe(decision_id=1, slot=0, placement=placement)
+        self.directives.probes.add(probe, self.tracker.by_id["a"])
+
+    def step(self, *tokens: int) -> None:
+        assert self.tracker.note(IDS, [[token] for token in tokens])
+        self.calm.generated(tokens)
+
+
+def settings_arrive(engine: Engine) -> None:
+    engine.link.mailbox.arrive(Arrived(agent_pb2.ConnectRequest(), RecordQueue(), agent_pb2.Settings(), None))
+
+
+def a_decision_arrives(engine: Engine) -> None:
+    engine.link.inbox.put(agent_pb2.Directives(step=1, plan=agent_pb2.DispatchPlan(decision_id=1)))
+
+
+def a_report_is_not_answered(engine: Engine) -> None:
+    engine.link.lease.asks(engine.now_s)
+    engine.now_s += engine.link.lease.lease_s
+
+
+ENDS: list[Callable[[Engine], Any]] = [
+    settings_arrive,
+    a_decision_arrives,
+    a_report_is_not_answered,
+    lambda engine: engine.link.inbox.begin(),
+    lambda engine: engine.link.lease.lost(),
+    lambda engine: engine.calm.end(),
+    lambda engine: engine.calm.scheduled(3),
+    lambda engine: engine.tracker.open(RequestInfo("c", "", "", "", 0, 9, None), [START], 0, None),
+    lambda engine: engine.tracker.feed(engine.tracker.by_id["a"], [END], 0),
+    lambda engine: engine.tracker.close(engine.tracker.by_id["a"], 1),
+    lambda engine: engine.tracker.watch_limit(engine.tracker.by_id["a"]),
+]
+
+
+def test_steps_stay_calm_while_nothing_happens() -> None:
+    engine = Engine()
+    assert engine.look()
+    for _ in range(20):
+        engine.now_s += 0.1
+        engine.step(TEXT, STOP)
+        engine.calm.scheduled(2)
+        assert engine.calm.hold()
+        assert engine.calm.go_on(engine.scheduler) == []
+    assert (engine.calm.calm_steps, engine.calm.full_steps) == (20, 1)
+
+
+@pytest.mark.parametrize("happens", ENDS)
+def test_what_happens_ends_the_calm(happens: Callable[[Engine], Any]) -> None:
+    engine = Engine()
+    assert engine.look()
+    happens(engine)
+    assert not engine.calm.hold()
+
+
+def test_an_awaited_token_ends_the_calm() -> None:
+    engine = Engine()
+    engine.ask(agent_pb2.PLACEMENT_SENTENCE)
+    assert engine.look()
+    engine.step(TEXT, STOP)
+    assert engine.calm.hold(), "another request's sentence has ended"
+    engine.calm.go_on(engine.scheduler)
+    engine.scheduler.get_request_counts = lambda: (2, 1)
+    assert engine.probing._keep_places_until > engine.scheduler.current_step
+    engine.step(STOP, TEXT)
+    assert not engine.calm.hold()
+    assert not engine.look(), "the probe can be placed now"
+
+
+SHARE = SimpleNamespace(think_per_step=None, output_per_step=1)
+FREE = SimpleNamespace(think_per_step=1, output_per_step=None)
+
+
+def test_a_plan_whose_share_leaves_nobody_out_lets_the_calm_begin() -> None:
+    assert Engine().look(FREE), "no request answers"
+    assert not Engine().look(SHARE), "two requests think"
+    engine = Engine()
+    engine.queues.prompts_last = True
+    assert not engine.look(FREE), "a prompt that is complete moves up"
+    assert engine.look()
+
+
+NOT_CALM: list[Callable[[Engine], Any]] = [
+    lambda engine: engine.tracker.due.update({engine.tracker.by_id["a"]: None}),
+    lambda engine: engine.tracker.preempt(engine.tracker.by_id["a"]),
+    lambda engine: engine.probing.held.update({engine.tracker.by_id["a"]: 9}),
+    lambda engine: engine.probing.placed.update(p=Placed(1, engine.tracker.by_id["a"], 0, 0)),
+    lambda engine: vars(engine.scheduler).update(num_spec_tokens=1),
+    lambda engine: engine.ask(agent_pb2.PLACEMENT_UNSPECIFIED),
+    lambda engine: engine.tracker.run.end(),
+]
+
+
+@pytest.mark.parametrize("holds", NOT_CALM)
+def test_no_calm_begins(holds: Callable[[Engine], Any]) -> None:
+    engine = Engine()
+    assert engine.look()
+    holds(engine)
+    assert not engine.look()
+
+
+def test_limits_last_while_they_cannot_change() -> None:
+    engine, limit = Engine(), Limit(None, "max_num_running_reqs", 3)
+    assert engine.look(limits=[limit]), "no request waits"
+    assert engine.calm.go_on(engine.scheduler) == [limit]
+    engine.waiting.append("c")
+    assert engine.look(), "vLLM's own limits apply"
+    assert not engine.look(limits=[limit]), "the places that are kept for probes become free by themselves"
+    engine.ask(agent_pb2.PLACEMENT_SENTENCE)
+    assert engine.look(limits=[limit]), "a probe that waits keeps them"
+    engine.directives.plan = SimpleNamespace(hold_admission=True)  # type: ignore[assignment]
+    assert not engine.look(limits=[limit]), "the limit follows the requests that wait with blocks"
+
+
+@pytest.mark.parametrize("after_s", [0.0, 10.0, 29.0, 31.0, 59.0])
+@pytest.mark.parametrize("connected", [True, False])
+def test_the_leases_are_steady_until_then(connected: bool, after_s: float) -> None:
+    """Nothing that follows from silence changes before that time, and something may at that time."""
+    now_s = 100.0
+    lease = Lease(lambda: now_s)
+    lease.begins()
+    lease.hold(agent_pb2.Settings(lease_ms=60_000, entropy_lease_ms=30_000), None)
+    lease.found()
+    lease.heard()
+    if connected:
+        lease.asks(now_s)
+    else:
+        lease.lost()
+    now_s += after_s
+    first = lease.over(lease.silent_s()), lease.state
+    until_s = lease.steady_until()
+    if until_s == 0.0:
+        assert connected
+        assert after_s > 30
+        return
+    assert until_s == (130.0 if after_s < 30 else 160.0)
+    now_s = until_s
+    assert (lease.over(lease.silent_s()), lease.state) == first
+    now_s = until_s + 0.001
+    assert (lease.over(lease.silent_s()), lease.state) != first
+
+
+def test_an_engine_without_its_control_plane_is_steady_for_good() -> None:
+    now_s = 100.0
+    lease = Lease(lambda: now_s)
+    lease.begins()
+    lease.lost()
+    now_s += 1000
+    assert lease.steady_until() == float("inf")
