@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.bench import cost_throughput, program
 from tests.bench.cost_steps import SIZES, Row, Steps
@@ -115,6 +115,17 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
     )
 
 
+def summary(rows: Sequence[Row], found: Throughput) -> dict[str, Any]:
+    """Return the last line: the agent's time over stock's by running requests, and the throughput over stock."""
+    ratio = found.ratio["governed"]
+    return {
+        "agent_of_stock": {str(r.requests): round(r.ratio, 3) for r in rows if r.long},
+        "agent_of_stock_short": {str(r.requests): round(r.ratio, 3) for r in rows if not r.long},
+        "throughput": round(ratio.value, 4),
+        "throughput_interval": [round(ratio.low, 4), round(ratio.high, 4)],
+    }
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.bench.cost", description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of windows per batch size")
@@ -144,7 +155,7 @@ def run() -> None:
         (RESULTS / "cost.md").write_text(text)
         (RESULTS / "cost.json").write_text(json.dumps(plain, indent=1) + "\n")
     print(text)
-    print(json.dumps(plain))
+    print(json.dumps(summary(rows, found)))
 
 
 if __name__ == "__main__":
