@@ -163,8 +163,8 @@ def test_absent_at_start(world: World) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_fault(world: World, fault: Fault) -> None:
     before, log = world.engine.run(), world.engine.log()
-    # On a busy machine the agent may be degraded before the fault; it does not say so again.
-    said = max(log.rfind(f"meridian: {state}") for state in ("READY", "STALE", "DEGRADED"))
+    # On a busy machine the agent may have lost its stream before the fault; it does not say so again.
+    said = log.rfind("meridian: READY")
     began_s = time.monotonic()
     fault.begin(world.scene)
     reports = world.collect(lambda r: over(fault, r, began_s), 120, "the fault to have its effect")
