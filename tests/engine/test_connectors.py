@@ -208,7 +208,7 @@ def test_admission_on_hold_leaves_room_for_requests_that_hold_their_blocks(
     from vllm.v1.request import RequestStatus
 
     scheduler = scheduler_with("ExampleConnector")
-    answer = SimpleNamespace(state=SimpleNamespace(phase=Phase.OUTPUT), ref=request("answer", 40))
+    answer = SimpleNamespace(phase=Phase.OUTPUT, ref=request("answer", 40))
     answer.ref.status = RequestStatus.PREEMPTED
     queues = QueueOrder(SimpleNamespace(answering=1, preempted=[answer]), scheduler)  # type: ignore[arg-type]
     arrived, new = request("arrived", 40), request("new", 40)
