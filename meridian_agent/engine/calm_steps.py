@@ -95,11 +95,11 @@ class CalmSteps:
 
     def _only_awaited_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        self._awaited, slots = [], self._tracker.run.slots
+        self._awaited, number = [], self._tracker.run.number
         for _, live, flags, _ in self._directives.probes:
-            if not flags or live.boundary & flags == flags or live.slot not in slots:
+            if not flags or live.boundary & flags == flags or live.run_number != number:
                 return False
-            self._awaited.append((slots.index(live.slot), flags))
+            self._awaited.append((live.run_row, flags))
         return True
 
     def _limits_stay(self, scheduler: Any) -> bool:
@@ -118,9 +118,6 @@ class CalmSteps:
         if the step did not belong to a run."""
         if not (self._awaited and self._run and tokens):
             return
-        boundaries = self._tracker.boundaries
-        known = len(boundaries)
-        for row, flags in self._awaited:
-            token = tokens[row]
-            if token < known and boundaries[token] & flags == flags:
-                self._run = 0
+        run = self._tracker.run
+        if any(run.newest_boundary(row) & flags == flags for row, flags in self._awaited):
+            self._run = 0
