@@ -151,13 +151,19 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     all_was_said(messages)
     vocabulary = llm.get_tokenizer().convert_ids_to_tokens
     for tokens in [*prompts, *run.tokens.values()]:
-        for piece in pieces(tokens):
-            found = [spelled for spelled in spellings(piece) if spelled in sent]
-            words = [separator.join(vocabulary(piece)).encode() for separator in (" ", "Ġ")]
-            assert [*found, *(word for word in words if word in sent)] == [], piece
-        long = list(pieces(tokens, LONG_PIECE))
-        assert [piece for piece in long if packed(piece) in sent or "".join(vocabulary(piece)).encode() in sent] == []
+        no_byte_quotes(sent, tokens, vocabulary)
     no_text_quotes(messages, {word for tokens in [*prompts, *run.tokens.values()] for word in vocabulary(tokens)})
+
+
+def no_byte_quotes(sent: bytes, tokens: list[int], vocabulary: Any) -> None:
+    """Check that no piece of these tokens is in the bytes, in any spelling. vocabulary: returns the words of tokens."""
+    for piece in pieces(tokens):
+        found = [spelled for spelled in spellings(piece) if spelled in sent]
+        words = [separator.join(vocabulary(piece)).encode() for separator in (" ", "Ġ")]
+        assert [*found, *(word for word in words if word in sent)] == [], piece
+    for piece in pieces(tokens, LONG_PIECE):
+        joined = "".join(vocabulary(piece)).encode()
+        assert [spelled for spelled in (packed(piece), joined) if spelled in sent] == [], piece
 
 
 def no_text_quotes(messages: list[agent_pb2.ConnectRequest], vocabulary: set[str]) -> None:
