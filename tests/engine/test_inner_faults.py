@@ -109,13 +109,17 @@ def test_a_full_ring(  # noqa: PLR0917
     run.add("through", opened(), endless(agent, max_tokens=900))
     run.until(lambda: len(run.tokens["through"]) > 5)
     ring, dropped, before = link.outbox.ring, link.outbox.reports_dropped, len(snapshots)
-    gather = link.outbox._gather
+    gather, standing = link.outbox._gather, threading.Event()
 
     def stands_still(*taken: Any) -> Any:
+        standing.set()
         gate.wait()
         return gather(*taken)
 
     monkeypatch.setattr(link.outbox, "_gather", stands_still)
+    # A sender that took a record from a full ring would make room for a snapshot.
+    run.step()
+    wait_for(standing.is_set, 20, "the sender to take a record")
     for i, case in enumerate(cases()):
         run.add(f"{i}", case, GREEDY.clone())
     run.until(lambda: len(run.finished) == len(cases()))
