@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.vllm_adapter import client_effort, kv_connectors
-from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_worker, vllm_version
+from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,8 @@ def _wrap_worker(wrapper_class: Any) -> None:
         try:
             from meridian_agent.worker.attach import attach
 
-            _after(self.worker, "load_model", functools.partial(attach, self.worker, unfit_worker))
+            attaching = functools.partial(attach, self.worker, unfit_worker, unfit_probe_rows)
+            _after(self.worker, "load_model", attaching)
         except Exception:
             logger.exception("meridian: this worker does not measure entropy")
         try:

@@ -244,7 +244,7 @@ class Agent:
     def before_schedule(self, scheduler: Any) -> list[Limit]:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         self._began = time.perf_counter()
-        if self.calm.hold():
+        if self.calm.hold() and self.calm.place_probes(scheduler):
             return self.calm.go_on(scheduler)
         self.calm.begin_full_look()
         self.take_arrived(scheduler)
@@ -306,6 +306,7 @@ class Agent:
         prefill = output.total_num_scheduled_tokens - len(scheduled)
         if drafted:
             prefill -= sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items())
+        prefill -= self.probing.row_tokens()
         self._prefills.append(prefill)
         # With this flag vLLM waits for the previous step, and fails if there is none.
         due = self.tracker.due
@@ -338,6 +339,8 @@ class Agent:
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
         told = self.measuring.hear(runner_output)
+        self.probing.rows_possible = self.measuring.probe_rows and not self.facts.no_probe_rows
+        self.probing.collect_rows(runner_output)
         self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))

@@ -39,8 +39,9 @@ class CalmSteps:
         self._connected = False
         self._state = 0
         self._until_s = 0.0
-        # (row of the run, flags) of each probe that waits for a token with these flags.
+        # (row of the run, flags) of each probe that waits for a token with these flags; whether such a token has come.
         self._awaited: list[tuple[int, int]] = []
+        self._due = False
 
     def end(self) -> None:
         """Let the coming step have a full look."""
@@ -49,7 +50,7 @@ class CalmSteps:
     def begin_full_look(self) -> None:
         """Count a step with a full look."""
         self.full_steps += 1
-        self._run = 0
+        self._run, self._due = 0, False
 
     def hold(self) -> bool:
         """Return whether the coming step is calm."""
@@ -61,6 +62,14 @@ class CalmSteps:
             and lease.connected is self._connected
             and lease.clock() < self._until_s
         )
+
+    def place_probes(self, scheduler: Any) -> bool:
+        """Place the probes that have come due since the newest look; return False, and the step needs a full look, if
+        one of them cannot be a row of its request."""
+        if not self._due:
+            return True
+        self._due = False
+        return self._probing.place_rows(scheduler) and self._only_awaited_probes()
 
     def go_on(self, scheduler: Any) -> list[Limit]:
         """Do what a full look does when nothing has happened; return the scheduler's limits to lower in this step."""
@@ -104,9 +113,9 @@ class CalmSteps:
 
     def _limits_stay(self, scheduler: Any) -> bool:
         """Return whether the limits are the same in the coming steps, or no request waits on which they would act."""
-        return not scheduler_api.anything_waits(scheduler) or bool(
-            self._awaited and not self._directives.hold_admission
-        )
+        if not scheduler_api.anything_waits(scheduler):
+            return True
+        return bool(self._awaited) and self._probing.needs_places and not self._directives.hold_admission
 
     def scheduled(self, requests: int) -> None:
         """End the calm if the step has more or fewer requests than the run, such as one that vLLM has just admitted."""
@@ -114,10 +123,12 @@ class CalmSteps:
             self._run = 0
 
     def generated(self, tokens: Sequence[int]) -> None:
-        """End the calm if one of a text step's tokens is one that a probe waits for. tokens: by row of the run; empty
+        """Find out whether one of a text step's tokens is one that a probe waits for. tokens: by row of the run; empty
         if the step did not belong to a run."""
         if not (self._awaited and self._run and tokens):
             return
         run = self._tracker.run
         if any(run.newest_boundary(row) & flags == flags for row, flags in self._awaited):
-            self._run = 0
+            self._due = True
+            if not self._probing.rows_possible:
+                self._run = 0

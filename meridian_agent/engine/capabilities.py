@@ -29,7 +29,8 @@ class EngineFacts:
     filled. tool_call: the token that begins a tool call, if the chat template keeps thinking until the tool has
     answered; None otherwise. on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend:
     the expected entropy backend of the workers, and why it is not the CUDA kernel. no_probes: why the agent refuses
-    probes; empty if it accepts them. hand_over: stops requests at the end of their thinking; None if the engine cannot
+    probes; empty if it accepts them. no_probe_rows: why no probe can be a row of its request; empty if that can be.
+    hand_over: stops requests at the end of their thinking; None if the engine cannot
     hand requests over, for the reason `no_hand_over`. no_answer_handed_over: why the engine cannot read the KV of
     requests that other engines hand over; empty if it can.
     """
@@ -41,6 +42,7 @@ class EngineFacts:
     on_fault: Callable[[str, str], None]
     expected_backend: tuple[str, str]
     no_probes: str = ""
+    no_probe_rows: str = "not looked for"
     hand_over: HandOverPort | None = None
     no_hand_over: str = NO_CONNECTOR
     no_answer_handed_over: str = NO_CONNECTOR
@@ -58,6 +60,8 @@ class Measuring:
         self.no_entropy = ""
         # The worker's entropy backend, at first the expected one, and why it is not the CUDA kernel.
         self.backend = expected
+        # Whether the worker can compute a probe as a row of its request.
+        self.probe_rows = False
 
     def hear(self, runner_output: Any) -> Any:
         """Return the signals of a step's rows, None if there are none, and take in what else the worker says.
@@ -82,9 +86,10 @@ class Measuring:
             logger.info("meridian: this engine measures entropy again")
         self._restart()
 
-    def _hear_backend(self, backend: tuple[str, str]) -> None:
+    def _hear_backend(self, told: tuple[str, str, bool]) -> None:
         """Note the worker's entropy backend; if the last Hello named another one, begin a stream with a new Hello."""
-        known, self.backend = self.backend, backend
+        *backend, self.probe_rows = told
+        known, self.backend = self.backend, (backend[0], backend[1])
         if backend[0] != known[0]:
             logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
             self._restart()

@@ -26,7 +26,14 @@ from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.settings_check import check
 from meridian_agent.link.settings_file import StateFile, state_folder
-from meridian_agent.vllm_adapter import hand_over, kv_connectors, prefix_cache, reasoning_markers, tokenizer
+from meridian_agent.vllm_adapter import (
+    hand_over,
+    kv_connectors,
+    prefix_cache,
+    probe_rows,
+    reasoning_markers,
+    tokenizer,
+)
 from meridian_agent.vllm_adapter.version import vllm_version
 
 if TYPE_CHECKING:
@@ -79,7 +86,12 @@ class Lifecycle:
         tool_call, note = self._template.tool_call, self._guard.note
         expected = expected_backend(str(config.device_config.device_type))
         self._facts = EngineFacts(self._model, boundaries, shares_blocks, tool_call, note, expected, no_probes)
-        self._facts = replace(self._facts, **hand_over.abilities(self._scheduler, self._guard))
+        no_probe_rows = probe_rows.refusal(self._scheduler)
+        if no_probe_rows:
+            logger.info("meridian: each EAT probe is a request of its own: %s", no_probe_rows)
+        self._facts = replace(
+            self._facts, no_probe_rows=no_probe_rows, **hand_over.abilities(self._scheduler, self._guard)
+        )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         self._start_from_file(agent)
         if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):

@@ -1,7 +1,8 @@
 """Runs EAT probes in the engine: places probes, collects their results, and holds the requests that wait for a decision
 from a result.
 
-The module owns the probes under way and the requests that are held for them. `probe_admission` decides which probe
+A probe is a row of its request's own step where the engine can compute such rows, and else a request of its own. The
+module owns the probes under way and the requests that are held for them. `probe_admission` decides which probe
 fits, and `directives` has the probes that the control plane asks for. Runs on the engine-core thread.
 """
 
@@ -10,17 +11,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1 import agent_pb2
+
 from meridian_agent.core import probe_admission
+from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
 from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_signals import PROBED
 from meridian_agent.engine import prefill_limits, stock_restore
 from meridian_agent.engine.queue_order import skip_step
-from meridian_agent.vllm_adapter import request_api, scheduler_api
+from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.probe_admission import Asked
     from meridian_agent.core.step_record import StepRecord
     from meridian_agent.core.step_signals import StepSignals
     from meridian_agent.core.tracker import Tracker
@@ -38,7 +44,13 @@ class ProbeRunner:
     ) -> None:
         self._tracker, self._directives, self._never = tracker, directives, never
         self._block_size, self._shares_blocks = block_size, shares_blocks
+        # Probes that are requests of their own, by request id; probes that are rows of the coming step, by the id of
+        # the probed request; and those whose row the step under way computes, in the order of the worker's results.
         self.placed: dict[str, probe_admission.Placed] = {}
+        self.rows: dict[str, probe_admission.Placed] = {}
+        self._computed: list[probe_admission.Placed] = []
+        # Whether the engine, workers included, can compute a probe as a row of its request.
+        self.rows_possible = False
         # Thinking requests that wait for a decision from their probe, in order of arrival, each with the step up to
         # which it waits even if its hold is over.
         self.held: dict[LiveRequest, int] = {}
@@ -49,16 +61,13 @@ class ProbeRunner:
     def place(self, scheduler: Any, observes: bool) -> list[int]:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
         one costs. observes: the workers measure entropy."""
-        asked = self._directives.probes.take()
         self.keep_places(scheduler)
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
-        for decision_id, live, flags, hold_ms in asked:
+        for decision_id, live, flags, hold_ms in self._asked_here(scheduler):
             # If a step brings several tokens, the end of a sentence need not be the last of them.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
-            misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
-            if live.phase is Phase.THINK and live.ending is None and misplaced:
-                self._directives.probes.put_back((decision_id, live, flags, hold_ms))
+            if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
                 continue
             # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
@@ -77,8 +86,62 @@ class ProbeRunner:
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
 
+    def place_rows(self, scheduler: Any) -> bool:
+        """Place the probes whose place in the text has come, if all of them can be rows of their requests; return
+        whether they can."""
+        asked = self._asked_here(scheduler)
+        for at, (decision_id, live, flags, hold_ms) in enumerate(asked):
+            if not self._place_row(scheduler, decision_id, live, live.since_boundary(flags, 0), hold_ms):
+                for each in asked[at:]:
+                    self._directives.probes.put_back(each)
+                return False
+        return True
+
+    def _asked_here(self, scheduler: Any) -> list[Asked]:
+        """Take the probes whose place in the text has come, and those of requests that do not think any more; the
+        others go on waiting."""
+        here, markers, probes = list[probe_admission.Asked](), self._tracker.markers, self._directives.probes
+        for each in probes.take():
+            _, live, flags, _ = each
+            past = live.since_boundary(flags, scheduler.num_spec_tokens)
+            misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
+            if live.phase is Phase.THINK and live.ending is None and misplaced:
+                probes.put_back(each)
+            else:
+                here.append(each)
+        return here
+
+    def _place_row(self, scheduler: Any, decision_id: int, live: LiveRequest, past: int | None, hold_ms: int) -> bool:
+        """Compute a probe as a row of its request in the coming step; return False if that cannot be. A request that
+        waits for the decision gets no token in the step of its probe, so its probe is a request of its own."""
+        if not self.rows_possible or self._never or past != 0 or hold_ms:
+            return False
+        if live.phase is not Phase.THINK or live.ending is not None:
+            return False
+        tokens, rows = self._tracker.markers.probe_of(live.own_state.start), len(self.rows) + 1
+        if rows * len(tokens) > scheduler.max_num_scheduled_tokens // probe_admission.STEP_SHARE:
+            return False
+        # A row takes a block earlier than its request would, and leaves another one free.
+        blocks = rows * probe_admission.free_blocks(len(tokens), self._block_size)
+        if blocks > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+            return False
+        if not probe_rows.fits(scheduler, live.ref, len(tokens)):
+            return False
+        live.forget_sentence_end()
+        probe_rows.append(live.ref, tokens)
+        known = live.ref.num_tokens
+        self.rows[live.ref.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, known - 1)
+        return True
+
+    @property
+    def needs_places(self) -> bool:
+        """Whether a probe waits that will be a request of its own."""
+        return not self.rows_possible or any(hold_ms for *_, hold_ms in self._directives.probes)
+
     def keep_places(self, scheduler: Any) -> None:
-        """Keep running places free for the next steps, because probes wait to be placed."""
+        """Keep running places free for the next steps, if a probe waits that will be a request of its own."""
+        if not self.needs_places:
+            return
         self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
 
     def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
@@ -148,6 +211,36 @@ class ProbeRunner:
             elif not placed.cost_tokens:
                 self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
+    @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
+    def take_rows(self, scheduler: Any, output: Any) -> None:
+        """Take the probes that are rows of the scheduled step out of vLLM's books, and tell the worker of them."""
+        rows, self.rows = self.rows, {}
+        # The worker's results come in the order in which vLLM has scheduled the requests.
+        for request_id, tokens in probe_rows.take_back(scheduler, output).items():
+            placed = rows.pop(request_id)
+            placed.cost_tokens = len(tokens)
+            self._computed.append(placed)
+        if rows:
+            probe_rows.forget(scheduler)
+        for placed in rows.values():
+            self._directives.report(placed.decision_id, Outcome.REFUSED, detail="no room in the step")
+
+    def row_tokens(self) -> int:
+        """Return the number of tokens that the scheduled step computes for probes that are rows."""
+        return sum(placed.cost_tokens for placed in self._computed)
+
+    def collect_rows(self, runner_output: Any) -> None:
+        """Collect the results of the probes that were rows of the step."""
+        computed, self._computed = self._computed, []
+        probed = getattr(runner_output, PROBED, None)
+        for row, placed in enumerate(computed):
+            wanted = self._tracker.markers.probe_of(placed.parent.own_state.start)
+            if probed is None or placed.cost_tokens < len(wanted):
+                self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
+            else:
+                eat_nats, answer = probed[row]
+                self._measured(placed, answer, eat_nats)
+
     def collect(self, group: Any, signals: StepSignals | None, index: dict[str, int]) -> None:
         """Collect the results of probes, and remove the probes from the output for the clients."""
         for out in group.outputs:
@@ -187,7 +280,7 @@ class ProbeRunner:
     def new_stream(self) -> None:
         """Release held requests, and detach the probes under way from the decisions of the old stream."""
         self.held.clear()
-        for placed in self.placed.values():
+        for placed in (*self.placed.values(), *self.rows.values(), *self._computed):
             placed.decision_id = 0
 
     def end(self, scheduler: Any) -> None:

@@ -18,6 +18,7 @@ from meridian_agent.engine import stock_restore
 from meridian_agent.engine.absence import say_absent
 from meridian_agent.engine.lifecycle import Lifecycle
 from meridian_agent.engine.queue_order import Limit
+from meridian_agent.vllm_adapter import probe_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,9 +99,11 @@ class GovernedScheduler:
         self._under_way += 1
         if agent is not None:
             agent.scheduler_seconds += time.perf_counter() - began
+            if agent.probing.rows:
+                self._tell(agent.probing.take_rows, self, output)
             self._tell(self._after_schedule, agent, output)
             if self._guard.fault:
-                self._settle_fault()
+                self._settle_fault(scheduled=output)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,16 +165,19 @@ class GovernedScheduler:
 
     # ------------------------------------------------------------------------------------------ after a hook has failed
 
-    def _settle_fault(self, outputs: Any = ()) -> None:
+    def _settle_fault(self, outputs: Any = (), scheduled: Any = None) -> None:
         """Restore stock vLLM after a fault; begin with another agent once the rest is over. Never raises.
 
-        outputs: the outputs that vLLM is about to send to the clients.
+        outputs: the outputs that vLLM is about to send to the clients. scheduled: the step that vLLM has just
+        scheduled.
         """
         if self._agent is not None:
             self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
         if self._to_restore:
             disarm = self._lifecycle.disarm if self._lifecycle is not None else lambda: None
-            changes = (self._restore_limits, disarm)
+            changes: list[Callable[[], object]] = [self._restore_limits, disarm]
+            if scheduled is not None:
+                changes.append(functools.partial(probe_rows.take_back, self, scheduled))
             self._to_restore = not stock_restore.as_stock(self, self._ordered, changes, outputs)
         if self._lifecycle is not None and self._guard.come_back():
             self._agent = self._guard.run(self._lifecycle.again, self._under_way)

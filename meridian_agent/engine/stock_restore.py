@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.probe_admission import PREFIX
-from meridian_agent.vllm_adapter import request_api
+from meridian_agent.vllm_adapter import probe_rows, request_api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,7 +23,9 @@ logger = logging.getLogger("vllm.meridian")
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
 
-def as_stock(scheduler: Any, ordered: bool, changes: Iterable[Callable[[], None]], outputs: Iterable[Any] = ()) -> bool:
+def as_stock(
+    scheduler: Any, ordered: bool, changes: Iterable[Callable[[], object]], outputs: Iterable[Any] = ()
+) -> bool:
     """Undo all changes that a hook may have left behind; a part that fails does not stop the others. Return whether all
     parts succeeded.
 
@@ -31,7 +33,8 @@ def as_stock(scheduler: Any, ordered: bool, changes: Iterable[Callable[[], None]
     outputs that vLLM is about to send to the clients.
     """
     done = True
-    undo: list[Callable[[], None]] = [*changes, partial(take_out_probes, scheduler), partial(hide_probes, outputs)]
+    probes = partial(take_out_probes, scheduler), partial(probe_rows.forget, scheduler), partial(hide_probes, outputs)
+    undo: list[Callable[[], object]] = [*changes, *probes]
     if ordered:
         undo += [partial(bring_back, scheduler), partial(order, scheduler)]
     for part in undo:

@@ -41,3 +41,12 @@ def unfit_worker(v2_runner: bool) -> str:
         required_api.Imported(), required_api.V2_RUNNER if v2_runner else required_api.V1_RUNNER
     )
     return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
+
+
+def unfit_probe_rows() -> str:
+    """Return what this vLLM lacks for EAT probes that are rows of the probed requests; empty if nothing is missing."""
+    first = required_api.PROBE_ROWS_FROM
+    if minor() < first:
+        return f"vLLM {vllm_version()} is older than {first[0]}.{first[1]}"
+    lacks = required_api.missing(required_api.Imported(), required_api.PROBE_ROWS)
+    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""

@@ -16,7 +16,7 @@ import numpy as np
 from meridian_kernels import EntropyProbe
 
 from meridian_agent.core.guard import Guard
-from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, StepSignals, WorkerRequestDecoder
+from meridian_agent.core.step_signals import BACKEND, PROBED, REQUEST, RESULT, StepSignals, WorkerRequestDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -24,22 +24,34 @@ if TYPE_CHECKING:
     from meridian_kernels import Pending
     from numpy.typing import NDArray
 
+    from meridian_agent.worker.probe_rows import ProbeRows
+
 
 class Measurement:
-    """The measurement of one step's rows, which may still be running on the GPU."""
+    """The measurement of one step's rows, which may still be running on the GPU. probes: [probes, vocabulary] logits of
+    the probes that are the last of the measured rows; None if there are none."""
 
-    def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None, rows: ChosenRows | None) -> None:
-        self._pending, self._first_row, self._rows = pending, first_row, rows
+    def __init__(
+        self, pending: Pending, first_row: NDArray[np.int32] | None, rows: ChosenRows | None, probes: Any = None
+    ) -> None:
+        self._pending, self._first_row, self._rows, self._probes = pending, first_row, rows, probes
 
-    def signals(self) -> StepSignals:
+    def signals(self) -> tuple[StepSignals, list[tuple[float, int]]]:
+        """Return the signals of the requests' rows, and the EAT in nats and the likeliest token of each probe."""
         s, rows = self._pending.result(), self._rows
+        columns = s.entropy_nats, s.end_rank, s.end_logprob_nats, s.top_logprob_nats
+        probed = list[tuple[float, int]]()
+        if self._probes is not None:
+            own = len(s.entropy_nats) - len(self._probes)
+            probed = list(zip(s.entropy_nats[own:].tolist(), self._probes.argmax(-1).tolist(), strict=True))
+            columns = columns[0][:own], columns[1][:own], columns[2][:own], columns[3][:own]
         if rows is None:
-            return StepSignals(self._first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats, s.top_logprob_nats)
+            return StepSignals(self._first_row, *columns), probed
         entropy, end_logprob, top_logprob = np.full((3, rows.count), np.nan, np.float32)
         end_rank = np.zeros(rows.count, np.int32)
-        entropy[rows.chosen], end_rank[rows.chosen] = s.entropy_nats, s.end_rank
-        end_logprob[rows.chosen], top_logprob[rows.chosen] = s.end_logprob_nats, s.top_logprob_nats
-        return StepSignals(self._first_row, entropy, end_rank, end_logprob, top_logprob)
+        for column, values in zip((entropy, end_rank, end_logprob, top_logprob), columns, strict=True):
+            column[rows.chosen] = values
+        return StepSignals(self._first_row, entropy, end_rank, end_logprob, top_logprob), probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,8 @@ class Observer:
         # The end marker's first token id, and the ids of the requests whose rows are not measured.
         self._wanted: tuple[int, Set[str]] | None = None
         self._measurement: Measurement | None = None
+        # The probes that steps compute as rows of their requests; None if this runner cannot.
+        self.probe_rows: ProbeRows | None = None
         # With Model Runner V2: the batch for which the runner computes logits next.
         self._awaited: Any = None
         # Whether the next signals carry the backend's name. A new agent does not know the name, and it first sends its
@@ -150,7 +164,8 @@ class Observer:
             req_ids = self._runner.input_batch.req_ids
             # If draft tokens are made on the GPU, only the runner's own scheduler output knows how many there were.
             drafts = state.scheduler_output.scheduled_spec_decode_tokens
-            self._measure(state.logits, req_ids, first_rows(req_ids, drafts))
+            probed = None if self.probe_rows is None else self.probe_rows.logits
+            self._measure(state.logits, req_ids, first_rows(req_ids, drafts), probed)
 
     def on_logits(self, logits: Any) -> None:
         """Begin to measure the logits of Model Runner V2. The first logits computed inside `sample_tokens` are the ones
@@ -161,12 +176,22 @@ class Observer:
             drafts = len(logits) != len(batch.req_ids)
             self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1] if drafts else None)
 
-    def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
+    def _measure(
+        self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None, probed: Any = None
+    ) -> None:
+        """Begin to measure the rows of the requests. probed: these rows, followed by those of probes; None without
+        probes."""
         assert self._wanted is not None
         end, excluded_ids = self._wanted
         rows = self._which.rows(req_ids, excluded_ids, first_row, len(logits)) if excluded_ids else None
-        pending = self.probe.begin(logits, end, None if rows is None else rows.chosen)
-        self._measurement = Measurement(pending, first_row, rows)
+        chosen = None if rows is None else rows.chosen
+        if probed is None:
+            self._measurement = Measurement(self.probe.begin(logits, end, chosen), first_row, rows)
+            return
+        own = len(logits)
+        if chosen is not None:
+            chosen = np.concatenate((chosen, np.arange(own, len(probed), dtype=np.int32)))
+        self._measurement = Measurement(self.probe.begin(probed, end, chosen), first_row, rows, probed[own:])
 
     def take(self) -> Measurement | None:
         """Return the step's measurement and forget it; None if nothing was measured."""
@@ -178,11 +203,14 @@ class Observer:
         # vLLM may use one shared object for all outputs without requests, so nothing is set on such an output.
         if not getattr(output, "req_ids", None):
             return
-        signals = None if measurement is None else self.guard.run(measurement.signals)
+        measured = None if measurement is None else self.guard.run(measurement.signals)
+        signals, probed = measured or (None, [])
+        if probed:
+            setattr(output, PROBED, probed)
         said = self._untold or (signals.encode() if signals is not None else self.guard.fault)
         if said or self._recovered:
             setattr(output, RESULT, said)
         if self._tells_backend and signals is not None:
-            setattr(output, BACKEND, (self.probe.backend, self.probe.fallback))
+            setattr(output, BACKEND, (self.probe.backend, self.probe.fallback, self.probe_rows is not None))
             self._tells_backend = False
         self._untold = ""

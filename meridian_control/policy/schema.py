@@ -214,7 +214,7 @@ class EntropyPolicy(Section):
         ge=1,
         le=INT32_MAX,
         description="Thinking tokens between two EAT probes of a request.",
-        json_schema_extra=advice("Lower it to end thinking sooner; each probe costs the engine about two tokens."),
+        json_schema_extra=advice("Lower it to end thinking sooner; each probe costs the engine one or two tokens."),
     )
     eat_probe_placement: Literal["anywhere", "sentence", "paragraph"] = Field(
         "sentence",

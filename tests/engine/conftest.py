@@ -6,6 +6,7 @@ The engine core runs in-process (its worker is a process of its own), so that te
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,3 +100,10 @@ def agent(llm: LLM, scheduler: Any, control: Control) -> Any:
         chat(llm, cases()[:1], SamplingParams(max_tokens=1))
         control.settled()
     return agent
+
+
+@pytest.fixture
+def probe_requests(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each EAT probe a request of its own, although this engine can compute probes as rows of their requests."""
+    assert not agent.facts.no_probe_rows
+    monkeypatch.setattr(agent, "facts", replace(agent.facts, no_probe_rows="switched off by the test"))

@@ -11,7 +11,7 @@ import pytest
 
 from meridian_agent.core import guard as guard_module
 from tests.engine import Run, cases, chat
-from tests.engine.policies import NEUTRAL
+from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import rebuild
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 HOOKS = ["opened", "before_schedule", "after_schedule", "bitmask", "after_update", "freeing"]
@@ -61,6 +62,41 @@ def test_a_hook_that_raises(  # noqa: PLR0917
     assert f"RuntimeError at {__name__}:" in shown.fault
     assert SECRET not in str(shown)
     assert chat(llm, cases(), GREEDY) == stock
+
+
+@pytest.mark.usefixtures("rebuilt")
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_a_fault_around_a_step_with_probe_rows(  # noqa: PLR0917
+    llm: Any,
+    agent: Any,
+    scheduler: Any,
+    control: Control,
+    settled: Settled,
+    stock: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+) -> None:
+    """The agent fails between placing probes as rows and taking them out of vLLM's books: no token changes."""
+    limits = agent.queues.limits
+
+    def fails(*args: Any) -> Any:
+        if part == "before" and not agent.probing.rows:
+            return limits(*args)
+        raise RuntimeError("injected beside probe rows")
+
+    if part == "before":
+        monkeypatch.setattr(agent.queues, "limits", fails)
+    else:
+        monkeypatch.setattr(agent.probing, "take_rows", fails)
+    control.apply(DENSE)
+    run = Run(llm)
+    for number, case in enumerate(cases()):
+        run.add(f"r{number}", case, GREEDY.clone())
+    run.until(lambda: bool(scheduler._guard.fault), settled=settled)
+    assert "injected beside probe rows" in scheduler._guard.text
+    run.until()
+    assert [run.tokens[f"r{number}"] for number in range(len(stock))] == stock
+    assert not any(request.spec_token_ids for request in scheduler.running)
 
 
 @pytest.mark.usefixtures("rebuilt")

@@ -19,6 +19,7 @@ from meridian_agent.vllm_adapter.required_api import (
     BUDGET,
     CONNECTOR,
     ENGINE,
+    PROBE_ROWS,
     V1_RUNNER,
     V2_RUNNER,
     Imported,
@@ -57,6 +58,7 @@ def test_both_ways_to_look_find_everything() -> None:
     assert sources.version() == version.vllm_version().split("+")[0]
     assert missing(sources, ALL) == []
     assert missing(Imported(), ALL) == []
+    assert missing(sources, PROBE_ROWS) == missing(Imported(), PROBE_ROWS) == []
     assert version.unfit() == version.unfit_worker(False) == ""
 
 

@@ -280,6 +280,7 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     control.settled()
 
 
+@pytest.mark.usefixtures("probe_requests")
 def test_a_probe_under_way_keeps_no_unreachable_block(
     llm: Any, agent: Any, control: Control, scheduler: Any, settled: Settled
 ) -> None:

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from meridian_agent.core import probe_admission as place_reserve
 from tests.data import maze
 from tests.engine import Run, cases, chat, paced, prompt_ids
-from tests.engine.policies import DENSE
+from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.recording import probes, records
 from tests.engine.test_decisions import endless, opened
 
@@ -94,6 +94,7 @@ def test_a_grammar_after_a_forced_end(llm: Any, agent: Any, control: Control, ca
     control.settled()
 
 
+@pytest.mark.usefixtures("probe_requests")
 def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """A cache salt keeps prompts apart: a probe shares its own request's blocks and is as cheap as any other."""
     control.apply(DENSE)
@@ -106,6 +107,7 @@ def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control, settl
     control.settled()
 
 
+@pytest.mark.usefixtures("probe_requests")
 def test_places_are_kept_for_probes_when_the_engine_is_full(
     llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,22 @@ def test_places_are_kept_for_probes_when_the_engine_is_full(
     control.settled()
 
 
+def test_a_full_engine_computes_probes_as_rows(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
+    """A probe that is a row of its request needs no place among the running requests, and changes no token."""
+    chosen, params = [opened(i % 6) for i in range(8)], endless(agent, max_tokens=60)
+    control.apply(NEUTRAL)
+    reference = chat(llm, chosen, params)
+    control.apply(DENSE)
+    with records(agent) as seen:
+        assert paced(llm, chosen, params, settled) == reference
+    assert [detail for record, *_ in seen for _, outcome, _, detail in record.outcomes if outcome == 6] == []
+    measured = probes(seen).values()
+    assert len(measured) == len(chosen)
+    assert all(len(each) > 10 for each in measured)
+    control.settled()
+
+
+@pytest.mark.usefixtures("probe_requests")
 def test_probes_that_cannot_run_are_refused_with_the_reason(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:

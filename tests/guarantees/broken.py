@@ -130,8 +130,8 @@ BROKEN: tuple[Broken, ...] = (
         MEASURED,
         "drafts' rows taken for the first ones",
         OBSERVER,
-        "            self._measure(state.logits, req_ids, first_rows(req_ids, drafts))\n",
-        "            self._measure(state.logits, req_ids, None)\n",
+        "            self._measure(state.logits, req_ids, first_rows(req_ids, drafts), probed)\n",
+        "            self._measure(state.logits, req_ids, None, probed)\n",
         "tests/engine/test_matrix.py::test_feature[ngram: greedy: tokens as stock's; phases, entropy and rank of each]",
     ),
     _new(

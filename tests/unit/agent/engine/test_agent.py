@@ -87,7 +87,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler_of(), MARKERS, link, FACTS)
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
-        agent.measuring._hear_backend(backend)
+        agent.measuring._hear_backend((*backend, False))
         assert (agent.measuring.backend, len(restarts)) == (backend, said)
 
 

@@ -1,0 +1,128 @@
+"""Where a probe may be a row of its request, and what a step leaves behind. Tests on real engines check the values and
+the tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meridian_agent.core.step_signals import PROBE_ROWS
+from meridian_agent.vllm_adapter import probe_rows
+from meridian_agent.worker.probe_rows import ProbeRows
+
+BLOCK = 16
+
+
+def request(tokens: int, **changed: Any) -> Any:
+    """Return a request of vLLM's that decodes: all its tokens but the newest one are computed."""
+    decoding = {"num_computed_tokens": tokens - 1, "is_prefill_chunk": False, "structured_output_request": None}
+    own = {"request_id": "r", "num_tokens": tokens, "mm_features": [], "spec_token_ids": []}
+    return SimpleNamespace(**{**own, **decoding, **changed})
+
+
+def scheduler(connector: Any = None) -> Any:
+    return SimpleNamespace(connector=connector, block_size=BLOCK, max_model_len=100)
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"num_computed_tokens": 30},
+        {"num_computed_tokens": 0},
+        {"is_prefill_chunk": True},
+        {"structured_output_request": object()},
+        {"mm_features": [object()]},
+    ],
+)
+def test_only_plain_requests_that_decode_get_rows(unfit: dict[str, Any]) -> None:
+    assert probe_rows.fits(scheduler(), request(40), 1)
+    assert not probe_rows.fits(scheduler(), request(40, **unfit), 1)
+
+
+def test_a_row_stays_within_the_longest_request() -> None:
+    assert probe_rows.fits(scheduler(), request(97), 2)
+    assert not probe_rows.fits(scheduler(), request(98), 2)
+
+
+@pytest.mark.parametrize("tokens", range(30, 66))
+def test_beside_a_connector_no_row_fills_a_block(tokens: int) -> None:
+    """The place of the appended token is number `tokens`, counted from 0."""
+    last_of_block = tokens % BLOCK == BLOCK - 1
+    assert probe_rows.fits(scheduler(object()), request(tokens), 1) == (not last_of_block)
+    assert probe_rows.fits(scheduler(), request(tokens), 1)
+
+
+@pytest.mark.parametrize("computed", [0, 1, 2])
+def test_a_step_takes_back_what_it_computes(computed: int) -> None:
+    """vLLM may cut the appended tokens, or leave the request out of the step."""
+    one, engine = request(40), scheduler()
+    engine.requests, engine.running, engine.num_spec_tokens = {"r": one}, [one], 0
+    probe_rows.append(one, (7, 8))
+    assert one.spec_token_ids == [7, 8]
+    drafts = {"r": [7, 8][:computed]} if computed else {}
+    one.num_computed_tokens += 1 + computed
+    output = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+    assert probe_rows.take_back(engine, output) == drafts
+    assert output.scheduled_spec_decode_tokens == {}
+    assert getattr(output, PROBE_ROWS, {}) == drafts
+    assert probe_rows.take_back(engine, output) == {}
+    probe_rows.forget(engine)
+    assert (one.num_computed_tokens, one.spec_token_ids) == (40, [])
+
+
+def test_draft_tokens_stay_in_vllms_books() -> None:
+    output = SimpleNamespace(scheduled_spec_decode_tokens={"r": [7]})
+    assert probe_rows.take_back(SimpleNamespace(num_spec_tokens=1), output) == {}
+    assert output.scheduled_spec_decode_tokens == {"r": [7]}
+
+
+class Runner:
+    """A model runner with three requests, which computes the logits of the rows that it is told to."""
+
+    def __init__(self) -> None:
+        ids = torch.zeros(3, 64, dtype=torch.int32).numpy()
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={"a": 0, "b": 1, "c": 2}, num_tokens_no_spec=[10, 20, 30], token_ids_cpu=ids
+        )
+        self.execute_model_state: Any = None
+
+    def _prepare_inputs(self, output: Any, tokens: list[int]) -> tuple[Any, None, int]:
+        return torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1, None, 1
+
+
+class State(SimpleNamespace):
+    def _replace(self, **changed: Any) -> State:
+        return State(**{**vars(self), **changed})
+
+
+def test_the_worker_samples_from_the_rows_of_the_requests() -> None:
+    runner: Any = Runner()
+    rows = ProbeRows(runner)
+    output = SimpleNamespace(scheduled_spec_decode_tokens={}, **{PROBE_ROWS: {"c": [7, 8], "a": [7]}})
+    indices, metadata, most = runner._prepare_inputs(output, [2, 1, 3])
+    # The step has 6 tokens: a's newest one and 7, b's newest one, c's newest one and 7 and 8.
+    assert indices.tolist() == [0, 2, 3, 5, 1]
+    assert (metadata, most) == (None, 1)
+    written = runner.input_batch.token_ids_cpu
+    assert (written[0, 10], written[2, 30], written[2, 31], written.sum()) == (7, 7, 8, 22)
+    logits = torch.arange(10).reshape(5, 2)
+    runner.execute_model_state = State(logits=logits, sample_hidden_states=logits)
+    rows.split()
+    assert torch.equal(rows.logits, logits)
+    assert torch.equal(runner.execute_model_state.logits, logits[:3])
+    assert torch.equal(runner.execute_model_state.sample_hidden_states, logits[:3])
+
+
+def test_a_step_without_probes_is_left_alone() -> None:
+    runner: Any = Runner()
+    rows = ProbeRows(runner)
+    output = SimpleNamespace(scheduled_spec_decode_tokens={})
+    indices, *_ = runner._prepare_inputs(output, [1, 1, 4])
+    assert indices.tolist() == [0, 1, 5]
+    state = runner.execute_model_state = State(logits=torch.zeros(3, 2))
+    rows.split()
+    assert rows.logits is None
+    assert runner.execute_model_state is state
