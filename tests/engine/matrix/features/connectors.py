@@ -114,7 +114,7 @@ REMOTE_DECODE: dict[str, Any] = {
 EMPTY_STEPS = 300
 
 
-@feature("ExampleConnector hears of no probe; their value, and two tokens each", *EXAMPLE)
+@feature("ExampleConnector hears of no probe; their value and cost", *EXAMPLE)
 def example(engine: Engine) -> None:
     _check(engine)
 

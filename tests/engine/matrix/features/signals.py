@@ -68,7 +68,7 @@ def logprobs(engine: Engine) -> None:
             assert abs(margin - (row.max() - row[engine.end])) <= 1e-5
 
 
-@feature("EAT probes: value, and two tokens each", *EVERYWHERE, *RANKS)
+@feature("EAT probes: their value and cost", *EVERYWHERE, *RANKS)
 def eat(engine: Engine) -> None:
     engine.control.apply(DENSE)
     params = {"temperature": 0.0, "max_tokens": 40 if engine.slow else 250}
