@@ -7,6 +7,7 @@ array has imported its library. All functions are pure.
 
 from __future__ import annotations
 
+import functools
 import reprlib
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def is_tensor(array: Any) -> bool:
 
 def is_on_gpu(array: Any) -> bool:
     """Whether a checked array is in a GPU's memory."""
-    return bool(array.device.type == "cuda") if is_tensor(array) else not isinstance(array, np.ndarray)
+    return bool(array.is_cuda) if is_tensor(array) else not isinstance(array, np.ndarray)
 
 
 def place_of(array: Any) -> str:
@@ -47,7 +48,7 @@ def logits(array: Any, shape: Sequence[str]) -> None:
     """Raise KernelError unless the array holds logits that can be measured. shape: names of the dimensions that the
     array must have."""
     if is_tensor(array):
-        if str(array.layout) != "torch.strided":
+        if array.layout is not sys.modules["torch"].strided:
             raise KernelError(f"logits must be dense; got a tensor of layout {array.layout}")
     elif isinstance(array, np.ma.MaskedArray) or not (
         isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__")
@@ -55,12 +56,17 @@ def logits(array: Any, shape: Sequence[str]) -> None:
         raise KernelError(f"logits must be a NumPy, torch or CuPy array; got {type(array).__name__}")
     if len(array.shape) != len(shape) or array.shape[-1] == 0:
         raise KernelError(f"logits must be [{', '.join(shape)}]; got shape {tuple(array.shape)}")
-    if (dtype := dtype_of(array)) not in (*DTYPES, WIDE):
+    if (dtype := dtype_of(array)) not in DTYPES and dtype != WIDE:
         raise KernelError(f"logits must be {', '.join(DTYPES)} or {WIDE}; got {dtype}")
 
 
 def dtype_of(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
+    return _name(array.dtype)
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def narrowed(array: Any) -> Any:

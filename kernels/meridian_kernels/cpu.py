@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_kernels.definition import RowSignals
+from meridian_kernels.definition import COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -28,23 +28,32 @@ _CHUNK_ELEMENTS = 1 << 19
 _MANY_ELEMENTS = 1 << 16
 
 
-def measure(logits: torch.Tensor | NDArray[Any], ends: Sequence[int], selected: NDArray[np.int32] | None) -> RowSignals:
-    """Return the signals of logits [rows, vocabulary] in the CPU's memory, for the selected rows or, if `selected` is
-    None, for all rows. The rows are measured in chunks."""
+def measure(
+    logits: torch.Tensor | NDArray[Any], ends: Sequence[int], selected: NDArray[np.int32] | None
+) -> NDArray[np.float32]:
+    """Return the columns, as in `of_columns`, of logits [rows, vocabulary] in the CPU's memory, for the selected rows
+    or, if `selected` is None, for all rows. The rows are measured in chunks."""
     count, vocab = logits.shape
     # With few elements, selecting rows takes longer than measuring all of them.
     all_of_few = selected is not None and len(selected) > 0 and count * vocab <= _MANY_ELEMENTS
     picked = None if all_of_few else selected
     if picked is not None:
         count = len(picked)
-    floats, integers = np.empty((4, count), np.float32), np.empty((2, count), np.int32)
-    step = max(1, _CHUNK_ELEMENTS // vocab)
+    columns = np.empty((COLUMNS, count), np.float32)
+    floats, integers = columns[:4], columns[4:].view(np.int32)
+    for at, rows in chunks(logits, picked):
+        _measure(rows, list(ends), floats[:, at], integers[:, at])
+    return columns[:, selected] if all_of_few else columns
+
+
+def chunks(
+    logits: torch.Tensor | NDArray[Any], picked: NDArray[np.int32] | None
+) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+    """Yield the rows, or the picked rows, in float32 and in chunks, each with its place among them."""
+    count, step = len(logits if picked is None else picked), max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for begin in range(0, count, step):
         at = slice(begin, begin + step)
-        _measure(_rows(logits, at, picked), list(ends), floats[:, at], integers[:, at])
-    if all_of_few:
-        floats, integers = floats[:, selected], integers[:, selected]
-    return RowSignals(*floats, *integers)
+        yield at, _rows(logits, at, picked)
 
 
 def _rows(logits: torch.Tensor | NDArray[Any], at: slice, picked: NDArray[np.int32] | None) -> NDArray[np.float32]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_kernels import checks
+from meridian_kernels.definition import COLUMNS
 from meridian_kernels.errors import KernelError
-from meridian_kernels.pending import COLUMNS, PendingRows, Ring, Slot
+from meridian_kernels.pending import PendingRows, Ring, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+# Number of columns of RowSignals.
+COLUMNS = 6
+
 
 @dataclass(frozen=True, slots=True)
 class RowSignals:
@@ -52,6 +55,12 @@ class RowSignals:
 
     def __iter__(self) -> Iterator[Self]:
         return (self[row] for row in range(len(self)))
+
+
+def of_columns(columns: NDArray[np.float32]) -> RowSignals:
+    """Return the signals in an array [COLUMNS, rows] with the columns of RowSignals in their order; the memory of the
+    integer columns holds int32."""
+    return RowSignals(*columns[:4], *columns[4:].view(np.int32))
 
 
 def columns(signals: RowSignals) -> dict[str, NDArray[Any]]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from meridian_kernels.definition import RowSignals
+from meridian_kernels.definition import COLUMNS, RowSignals, of_columns
 from meridian_kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from numpy.typing import NDArray
 
-COLUMNS = 6
 # Largest number of measurements whose results have not been read. vLLM runs two steps at once, or with pipeline
 # parallelism one step per stage.
 SLOTS = 16
@@ -66,11 +64,15 @@ class PendingRows:
         self._slot, self._use, self._rows = slot, slot.use, rows
 
     def result(self) -> RowSignals:
-        """Wait for this measurement only and return its signals. Raises KernelError if SLOTS more measurements have
-        begun since, because they have reused its buffer."""
+        """Return the signals in the columns of `columns`, which also names the errors."""
+        return of_columns(self.columns())
+
+    def columns(self) -> NDArray[np.float32]:
+        """Wait for this measurement only and return its columns, as in `of_columns`. Raises KernelError if SLOTS more
+        measurements have begun since, because they have reused its buffer."""
         slot = self._slot
         slot.copied.synchronize()
         columns = slot.host[: COLUMNS * self._rows].copy().reshape(COLUMNS, self._rows)
         if slot.use != self._use:
             raise KernelError(f"a result must be read before {SLOTS} more measurements are begun")
-        return RowSignals(*columns[:4], *columns[4:].view(np.int32))
+        return columns

@@ -24,8 +24,8 @@ REQUEST = "meridian_wanted"
 # measures nothing, which is empty once it measures again.
 RESULT = "meridian_signals"
 # Name of an attribute of ModelRunnerOutput (worker to engine core) with the worker's backend (cpu, cuda or torch) and
-# the reason if it is torch, and whether the worker can compute a probe as a row of the probed request. Only the first
-# output after a new list of request ids has this attribute.
+# the reason if a faster way to measure failed, and whether the worker can compute a probe as a row of the probed
+# request. Only the first output after a new list of request ids has this attribute.
 BACKEND = "meridian_backend"
 # Name of an attribute of SchedulerOutput (engine core to worker) with the tokens of each probe that the step computes
 # as a row of the probed request, by request id; and of an attribute of ModelRunnerOutput (worker to engine core) with a

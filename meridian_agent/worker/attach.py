@@ -38,11 +38,13 @@ def strewn(worker: Any) -> str:
 
 
 def probe_for(worker: Any) -> EntropyProbe:
-    """Return the probe for a worker's device. On a GPU the probe allocates all its memory now, and it uses the CUDA
-    kernel or, without CuPy, torch's operations. Raises KernelError."""
+    """Return the probe for a worker's device. On a CPU the probe compiles its code now. On a GPU the probe allocates
+    all its memory now, and it uses the CUDA kernel or, without CuPy, torch's operations. Raises KernelError."""
     device = worker.device
     if str(device.type) == "cpu":
-        return EntropyProbe()
+        probe = EntropyProbe()
+        probe.compile()
+        return probe
     if str(device.type) != "cuda":
         raise KernelError(expected_backend(str(device.type))[1])
     config = worker.vllm_config

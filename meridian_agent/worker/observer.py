@@ -9,14 +9,13 @@ runs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meridian_kernels import EntropyProbe
 
 from meridian_agent.core.guard import Guard
-from meridian_agent.core.step_signals import BACKEND, PROBED, REQUEST, RESULT, StepSignals, WorkerRequestDecoder
+from meridian_agent.core.step_signals import BACKEND, PROBED, REQUEST, RESULT, WorkerRequestDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -24,43 +23,53 @@ if TYPE_CHECKING:
     from meridian_kernels import Pending
     from numpy.typing import NDArray
 
+    from meridian_agent.core.step_signals import SignalBytes
     from meridian_agent.worker.probe_rows import ProbeRows
 
 
+# Indices of the columns of StepSignals, in their order, among the columns that a probe measures; and the place of the
+# end marker's rank among them.
+SENT, RANK = np.array((0, 5, 3, 2)), 1
+# Indices, among the columns that a probe measures, of the entropy and of the likeliest token.
+EAT, ANSWER = 0, 4
+
+
 class Measurement:
-    """The measurement of one step's rows, which may still be running on the GPU. probes: [probes, vocabulary] logits of
-    the probes that are the last of the measured rows; None if there are none."""
+    """The measurement of one step's rows, which may still be running on the GPU. probes: number of probes that are the
+    last of the measured rows."""
 
     def __init__(
-        self, pending: Pending, first_row: NDArray[np.int32] | None, rows: ChosenRows | None, probes: Any = None
+        self, pending: Pending, first_row: NDArray[np.int32] | None, rows: ChosenRows | None, probes: int = 0
     ) -> None:
         self._pending, self._first_row, self._rows, self._probes = pending, first_row, rows, probes
 
-    def signals(self) -> tuple[StepSignals, list[tuple[float, int]]]:
-        """Return the signals of the requests' rows, and the EAT in nats and the likeliest token of each probe."""
-        s, rows = self._pending.result(), self._rows
-        columns = s.entropy_nats, s.end_rank, s.end_logprob_nats, s.top_logprob_nats
-        probed = list[tuple[float, int]]()
-        if self._probes is not None:
-            own = len(s.entropy_nats) - len(self._probes)
-            probed = list(zip(s.entropy_nats[own:].tolist(), self._probes.argmax(-1).tolist(), strict=True))
-            columns = columns[0][:own], columns[1][:own], columns[2][:own], columns[3][:own]
-        if rows is None:
-            return StepSignals(self._first_row, *columns), probed
-        entropy, end_logprob, top_logprob = np.full((3, rows.count), np.nan, np.float32)
-        end_rank = np.zeros(rows.count, np.int32)
-        for column, values in zip((entropy, end_rank, end_logprob, top_logprob), columns, strict=True):
-            column[rows.chosen] = values
-        return StepSignals(self._first_row, entropy, end_rank, end_logprob, top_logprob), probed
+    def encoded(self) -> tuple[SignalBytes, list[tuple[float, int]]]:
+        """Wait for the measurement. Return the bytes of its StepSignals, and the EAT in nats and the likeliest token of
+        each probe. The method makes few calls of NumPy, each of which is slow between two steps of a large model."""
+        measured, probed = self._pending.columns(), list[tuple[float, int]]()
+        if self._probes:
+            probes = measured[:, -self._probes :]
+            probed = list(zip(probes[EAT].tolist(), probes[ANSWER].view(np.int32).tolist(), strict=True))
+            measured = measured[:, : -self._probes]
+        columns = measured.take(SENT, axis=0)
+        if (rows := self._rows) is not None:
+            chosen, columns = columns, rows.blank.copy()
+            columns[:, rows.chosen] = chosen
+        encoded = columns.tobytes()
+        return encoded if self._first_row is None else (encoded, self._first_row.tobytes()), probed
 
 
-@dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """The rows of a step that are measured. count: all rows of the step. chosen: indices of the measured rows,
-    ascending."""
+    """The rows of a step that are measured.
 
-    count: int
-    chosen: NDArray[np.int32]
+    chosen: indices of the measured rows, ascending. blank: the columns of StepSignals for `count` rows, the step's
+    number of rows, of which none is measured.
+    """
+
+    def __init__(self, count: int, chosen: NDArray[np.int32]) -> None:
+        self.chosen = chosen
+        self.blank = np.full((len(SENT), count), np.nan, np.float32)
+        self.blank[RANK] = 0.0
 
 
 def rows_wanted(
@@ -191,7 +200,7 @@ class Observer:
         own = len(logits)
         if chosen is not None:
             chosen = np.concatenate((chosen, np.arange(own, len(probed), dtype=np.int32)))
-        self._measurement = Measurement(self.probe.begin(probed, end, chosen), first_row, rows, probed[own:])
+        self._measurement = Measurement(self.probe.begin(probed, end, chosen), first_row, rows, len(probed) - own)
 
     def take(self) -> Measurement | None:
         """Return the step's measurement and forget it; None if nothing was measured."""
@@ -203,11 +212,11 @@ class Observer:
         # vLLM may use one shared object for all outputs without requests, so nothing is set on such an output.
         if not getattr(output, "req_ids", None):
             return
-        measured = None if measurement is None else self.guard.run(measurement.signals)
+        measured = None if measurement is None else self.guard.run(measurement.encoded)
         signals, probed = measured or (None, [])
         if probed:
             setattr(output, PROBED, probed)
-        said = self._untold or (signals.encode() if signals is not None else self.guard.fault)
+        said = self._untold or (signals if signals is not None else self.guard.fault)
         if said or self._recovered:
             setattr(output, RESULT, said)
         if self._tells_backend and signals is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from meridian_kernels import RowSignals
 from meridian_kernels.checks import MAX_END_TOKENS
 from meridian_kernels.cuda import KERNELS, SOURCE, STATE_BYTES, plan
-from meridian_kernels.pending import COLUMNS
+from meridian_kernels.definition import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

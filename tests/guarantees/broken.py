@@ -25,7 +25,8 @@ QUEUES, PLUGIN, VERSION = (
     "meridian_agent/vllm_adapter/version.py",
 )
 OUTBOX, DIRECTIVES = "meridian_agent/link/outbox.py", "meridian_agent/core/directives.py"
-SIGNALS, STORE, OBSERVER, ATTACH = (
+ONE_PASS, NUMPY, STORE, OBSERVER, ATTACH = (
+    "kernels/meridian_kernels/one_pass.py",
     "kernels/meridian_kernels/cpu.py",
     "meridian_control/policy/store.py",
     "meridian_agent/worker/observer.py",
@@ -104,15 +105,15 @@ BROKEN: tuple[Broken, ...] = (
     _new(
         MEASURED,
         "entropy 1e-4 nats too high",
-        SIGNALS,
-        "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total\n",
-        "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total + 1e-4\n",
+        ONE_PASS,
+        "        columns[0, j] = log_total - weighted / total\n",
+        "        columns[0, j] = log_total - weighted / total + 1e-4\n",
         "tests/engine/test_signals.py::test_token_signals",
     ),
     _new(
         MEASURED,
         "entropy 1e-4 nats too high, against the reference",
-        SIGNALS,
+        NUMPY,
         "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total\n",
         "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total + 1e-4\n",
         "tests/unit/kernels/test_kernels.py",

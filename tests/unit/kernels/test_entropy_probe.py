@@ -143,23 +143,50 @@ def test_no_request_is_a_batch_too() -> None:
 # ------------------------------------------------------------------------------------------------------------- arrays
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_numpy_arrays(dtype: type) -> None:
+def test_numpy_arrays(dtype: type, compiles: bool) -> None:
     """NumPy arrays are measured like tensors, also with any strides, if they are read-only, or with negative strides,
     which torch does not know."""
     whole: NDArray[Any] = logits_of(6).astype(dtype)
     whole[2, 3], whole[4, 5] = math.nan, -math.inf
     whole.flags.writeable = False
+    probe = EntropyProbe(5)
+    if compiles:
+        probe.compile()
     for view in (whole, whole[::-1], whole[:, ::3], whole[:, 100:500], np.asfortranarray(whole)):
-        got = EntropyProbe(5).begin(view).result()
+        got = probe.begin(view).result()
         want = reference(view, 5)
         np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
         np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
-        some = EntropyProbe(5).begin(view, rows=[5, 0, 0]).result()
+        some = probe.begin(view, rows=[5, 0, 0]).result()
         np.testing.assert_allclose(some.entropy_nats, want.entropy_nats[[5, 0, 0]], rtol=0, atol=NATS)
     large = np.tile(whole, (1, 200))
     want = reference(large, 5)
-    np.testing.assert_allclose(EntropyProbe(5).begin(large).result().entropy_nats, want.entropy_nats, atol=NATS)
+    np.testing.assert_allclose(probe.begin(large).result().entropy_nats, want.entropy_nats, atol=NATS)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_vllm_can_start_another_engine_in_a_process_that_compiled() -> None:
+    """vLLM's search through all modules fails on objects that give something else for their instance dictionary."""
+    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
+    probe = EntropyProbe(5)
+    probe.compile()
+    assert not probe.fallback
+    dispatcher._rebind_kernels([])
+
+
+@pytest.mark.parametrize("missing", ["numba", "meridian_kernels.one_pass"])
+def test_numpy_measures_where_nothing_can_be_compiled(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "meridian_kernels.one_pass", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    probe, rows = EntropyProbe(5), logits_of(3)
+    probe.compile()
+    assert probe.fallback.startswith("NumPy measures, slower than compiled code: ModuleNotFoundError: ")
+    assert missing in probe.fallback
+    np.testing.assert_array_equal(
+        probe.begin(rows).result().entropy_nats, EntropyProbe(5).begin(rows).result().entropy_nats
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

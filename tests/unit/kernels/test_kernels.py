@@ -1,11 +1,12 @@
-"""The CPU path and torch's operations against the float64 definition: every dtype, odd sizes, masks, ties, and rows
-that cannot be measured. Torch's operations, which measure on GPUs without CuPy, run here in the CPU's memory."""
+"""The CPU's compiled code, NumPy and torch's operations against the float64 definition: every dtype, odd sizes, masks,
+ties, and rows that cannot be measured. Torch's operations, which measure on GPUs without CuPy, run here in the CPU's
+memory."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -59,14 +60,31 @@ def torch_ops() -> TorchOps:
     return TorchOps("cpu", 1024, 1 << 19)
 
 
+@functools.cache
+def compiled() -> EntropyProbe:
+    """Return a probe that has compiled its code."""
+    probe = EntropyProbe()
+    probe.compile()
+    assert not probe.fallback
+    return probe
+
+
+def measured(logits: Any, end: int | list[int], rows: Sequence[int] | None = None) -> RowSignals:
+    """Measure with NumPy and with the compiled code, compare both, and return what the compiled code measured."""
+    got = compiled().begin(logits, end, rows).result()
+    compare(got, EntropyProbe().begin(logits, end, rows).result())
+    return got
+
+
 def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None = None) -> RowSignals:
-    """Measure on the CPU path and with torch's operations, and compare both with the reference on the given values."""
+    """Measure on the CPU and with torch's operations, and compare with the reference on the given values."""
     before = logits.clone()
     ends = end if isinstance(end, list) else [end]
     chosen = None if rows is None else np.array(rows, np.int32)
     want = reference(logits.double().numpy(), ends, chosen)
-    got = EntropyProbe().begin(logits, end, rows).result()
-    for one in (got, torch_ops().begin(logits, ends, chosen).result()):
+    numpy = EntropyProbe().begin(logits, end, rows).result()
+    got = compiled().begin(logits, end, rows).result()
+    for one in (got, numpy, torch_ops().begin(logits, ends, chosen).result()):
         compare(one, want)
     assert torch.equal(torch.nan_to_num(before, nan=7.0), torch.nan_to_num(logits, nan=7.0)), "logits must not change"
     return got
@@ -149,9 +167,9 @@ def test_known_values() -> None:
 def test_rows_do_not_mix_over_chunks(rows: int) -> None:
     """Several rows at once give the same values as each row alone (but for the order of summation)."""
     logits = rows_of("random", rows, 151936)
-    together = EntropyProbe().begin(logits, 5).result()
+    together = measured(logits, 5)
     for row in (0, rows // 2, rows - 1):
-        alone = EntropyProbe().begin(logits[row : row + 1], 5).result()
+        alone = measured(logits[row : row + 1], 5)
         np.testing.assert_allclose(together.entropy_nats[row], alone.entropy_nats[0], rtol=0, atol=2e-6)
         np.testing.assert_allclose(together.end_logprob_nats[row], alone.end_logprob_nats[0], rtol=0, atol=2e-6)
         assert together.end_rank[row] == alone.end_rank[0]
@@ -165,13 +183,13 @@ def test_rows_that_are_not_contiguous() -> None:
 
 
 def test_zero_rows() -> None:
-    got = EntropyProbe().begin(torch.empty(0, 33), 4).result()
+    got = measured(torch.empty(0, 33), 4)
     assert got.entropy_nats.shape == got.end_rank.shape == got.end_logprob_nats.shape == (0,)
 
 
 def test_rank_counts_what_is_strictly_more_likely() -> None:
     logits = torch.tensor([[3.0, 1.0, 3.0, 1.0, 2.0, 1.0]])
-    assert [int(EntropyProbe().begin(logits, end).result().end_rank[0]) for end in range(6)] == [1, 4, 1, 4, 3, 4]
+    assert [int(measured(logits, end).end_rank[0]) for end in range(6)] == [1, 4, 1, 4, 3, 4]
 
 
 def test_one_finite_value() -> None:
@@ -188,13 +206,13 @@ def test_whatever_masks_are_written_with(mask: float) -> None:
     logits[:, 500:] = mask
     got = check(logits, 700)
     assert np.all(got.end_rank == 501)
-    without = EntropyProbe().begin(logits[:, :500], 0).result()
+    without = measured(logits[:, :500], 0)
     np.testing.assert_allclose(got.entropy_nats, without.entropy_nats, rtol=0, atol=1e-6)
 
 
 def test_entropy_lies_between_none_and_that_of_a_flat_row() -> None:
     for kind in KINDS:
-        entropy = EntropyProbe().begin(rows_of(kind, 5, 32000), 0).result().entropy_nats
+        entropy = measured(rows_of(kind, 5, 32000), 0).entropy_nats
         assert np.all((entropy > -NATS) & (entropy < math.log(32000) + NATS))
 
 
@@ -202,7 +220,7 @@ def test_entropy_lies_between_none_and_that_of_a_flat_row() -> None:
 def test_a_row_that_cannot_be_measured_is_nan_and_alone(bad: float) -> None:
     logits = rows_of("random", 3, 33)
     logits[1, 4] = bad
-    got = EntropyProbe().begin(logits, 5).result()
+    got = measured(logits, 5)
     assert np.isnan(got.entropy_nats).tolist() == [False, True, False]
     for column in (got.end_logprob_nats, got.log_sum_exp_nats, got.top_logprob_nats):
         assert np.isnan(column).tolist() == [False, True, False]
@@ -214,7 +232,7 @@ def test_a_row_that_cannot_be_measured_is_nan_and_alone(bad: float) -> None:
 
 def test_a_row_of_masks_only() -> None:
     logits = torch.full((1, 33), -math.inf)
-    for got in (EntropyProbe().begin(logits, 5).result(), reference(logits.numpy(), [5])):
+    for got in (measured(logits, 5), reference(logits.numpy(), [5])):
         for column in (got.entropy_nats, got.log_sum_exp_nats, got.top_logprob_nats, got.end_logprob_nats):
             assert np.isnan(column[0])
         assert got.top_token_id[0] == -1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from meridian_kernels import EntropyProbe, reference, torch_ops
+from meridian_kernels import EntropyProbe, RowSignals, reference, torch_ops
 
 from meridian_agent.core.step_signals import (
     BACKEND,
@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+def signals_of(batch: torch.Tensor) -> RowSignals:
+    """Return the signals of all rows, from a probe like the worker's."""
+    probe = EntropyProbe()
+    probe.compile()
+    return probe.begin(batch, END_TOKEN).result()
+
+
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
@@ -43,7 +50,7 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     outputs = [step(own, asked(batch)) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
         signals = StepSignals.decode(getattr(output.get_output() if later else output, RESULT))
-        want = EntropyProbe().begin(batch, END_TOKEN).result()
+        want = signals_of(batch)
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
 
@@ -70,7 +77,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     # Measuring such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
     signals = StepSignals.decode(getattr(step(own, asked(batch, frozenset(excluded_ids), **drafts)), RESULT))
-    want = EntropyProbe().begin(batch, END_TOKEN).result()
+    want = signals_of(batch)
     np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
     np.testing.assert_array_equal(signals.top_logprob_nats, want.top_logprob_nats)
@@ -101,7 +108,7 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
     attach(own, lambda v2_runner: "", lambda: "no rows")
     batch = torch.randn(3, 50)
     signals = StepSignals.decode(getattr(step(own, asked(batch, frozenset("a"), a=[7, 7], b=[7])), RESULT))
-    want = EntropyProbe().begin(batch, END_TOKEN).result()
+    want = signals_of(batch)
     assert [signals.row(i) for i in range(2)] == [0, 1]
     np.testing.assert_array_equal(signals.entropy_nats, np.where([False, True, True], want.entropy_nats, np.nan))
 
