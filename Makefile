@@ -136,8 +136,9 @@ bench-delivery: $(VENV)/ready ## measure how fast a policy reaches a fleet
 bench-replay: $(VENV)/ready ## judge recorded thinking of real models by the rules that decide live
 	$(BIN)/python -m tests.bench.replay $(ARGS)
 
+# ARGS: --parts throughput,control,steps, --throughput-interval 0.005, --save; `ARGS=--help` lists the others.
 .PHONY: bench-cost
-bench-cost: $(VENV)/ready ## measure what the agent adds to a step
+bench-cost: $(VENV)/ready ## measure what the agent and the control plane cost
 	$(BIN)/python -m tests.bench.cost $(ARGS)
 
 .PHONY: bench-faults

@@ -1,6 +1,6 @@
-"""Measure the time that the agent costs an engine: `make bench-cost`, protocol in tests/bench/README.md.
+"""Measure the time that the agent and the control plane cost: `make bench-cost`, protocol in tests/bench/cost.md.
 
-The module owns the order of events and the report. The last line printed is JSON.
+The module owns the order of the parts and the command line. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -8,154 +8,146 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import shutil
 import tempfile
+import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.bench import cost_throughput, program
-from tests.bench.cost_steps import SIZES, Row, Steps
-from tests.bench.machine import machine
+from tests.bench import cost_control, cost_report, cost_throughput, program
+from tests.bench.cost_steps import SIZES, Steps
+from tests.bench.program import BenchError
+from tests.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from tests.bench.cost_control import Comparison
     from tests.bench.cost_throughput import Throughput
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS, UNSAVED = Path(__file__).parent / "results", ROOT / "build" / "bench-cost"
 STEP_MS = 10.0
-PAIRS, ROUNDS = 3, 10
+PAIRS, ROUNDS, MOST_ROUNDS, CONTROL_ROUNDS = 3, 8, 60, 3
 
 
-def step_table(rows: Sequence[Row]) -> list[str]:
-    """Return the table per batch size: the agent's time in the engine-core thread and in the worker, beside stock's."""
-    lines = [
-        "| running requests | stock schedule + update, us | agent, us | agent over stock | waited for, us "
-        "| waited for over stock | processor time: agent in us, over stock | in the worker, us | share of the worker's "
-        "step |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        cells = (
-            str(r.requests),
-            f"{r.stock_us:.0f}",
-            f"{r.agent_us:.1f}",
-            f"{r.ratio:.3f}",
-            f"{r.critical_us:.1f}",
-            f"{r.critical_us / r.stock_us:.3f}",
-            f"{r.agent_cpu_us:.1f}, {r.agent_cpu_us / r.stock_cpu_us:.3f}",
-            f"{r.observe_us:.0f}",
-            f"{r.observe_us / r.worker_us:.3f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+class Progress:
+    """Prints what a part does, and stores its figures so far, so that an interruption loses none."""
+
+    def __init__(self, name: str, stored: cost_report.Stored) -> None:
+        self._name, self._stored, self._began_s = name, stored, time.monotonic()
+
+    def say(self, text: str) -> None:
+        took_s = int(time.monotonic() - self._began_s)
+        print(f"[{self._name} {took_s // 60}:{took_s % 60:02}] {text}", flush=True)
+
+    def keep(self, part: dict[str, Any]) -> None:
+        self._stored.put(self._name, part | {"took_s": round(time.monotonic() - self._began_s)})
 
 
-def hook_table(rows: Sequence[Row]) -> list[str]:
-    """Return the table of the agent's time by hook."""
-    hooks = list(rows[0].hooks_us)
-    head = ["requests", "thinking", *hooks, "step, ms", "round trip, ms"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for r in rows:
-        numbers = [*(r.hooks_us[hook] for hook in hooks), r.step_ms, r.round_trip_ms]
-        cells = [f"{r.requests}", "long" if r.long else "short", *(f"{number:.1f}" for number in numbers)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def throughput(options: argparse.Namespace, folder: Path, progress: Progress) -> None:
+    """Run the part in a process of its own: vLLM loads its plugins once per process, so after stock's engine the
+    governed one would run without the agent's plugin."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        apart.submit(_throughput, options, folder, progress).result()
 
 
-def throughput_table(found: Throughput) -> list[str]:
-    """Return the table of all arms: tokens per second, the ratio to stock, and processor time by process."""
-    names = list(found.cpu_us["governed"])
-    head = [
-        "engine",
-        "tokens per second",
-        "throughput over stock, 95 % interval",
-        *(f"{name}, us per token" for name in names),
-    ]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for arm, rate in found.tokens_per_s.items():
-        ratio = found.ratio.get(arm)
-        over = f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})" if ratio else "1"
-        lines.append(f"| {' | '.join([arm, f'{rate:.0f}', over, *(f'{found.cpu_us[arm][n]:.0f}' for n in names)])} |")
-    return lines
+def _throughput(options: argparse.Namespace, folder: Path, progress: Progress) -> None:
+    def said(where: str, so_far: Throughput) -> None:
+        progress.keep(asdict(so_far))
+        ratio = so_far.ratio["governed"]
+        progress.say(f"{where}: {ratio.value:.4f} of stock so far ({ratio.low:.4f} to {ratio.high:.4f})")
 
-
-def report(rows: Sequence[Row], found: Throughput) -> str:
-    return "\n".join(
-        [
-            "# What the agent costs",
-            "",
-            f"Measured on {datetime.now(UTC):%Y-%m-%d} on {machine()} ([protocol](../cost.md)).",
-            "",
-            f"## Per step, steps of {STEP_MS:.0f} ms or more",
-            "",
-            "### Short requests that begin together",
-            "",
-            *step_table([r for r in rows if not r.long]),
-            "",
-            "### Long thinking, requests that begin one after another",
-            "",
-            *step_table([r for r in rows if r.long]),
-            "",
-            "The next table shows the time by hook in us per step. The hook `mask` runs while the workers compute.",
-            "",
-            *hook_table(rows),
-            "",
-            "## Throughput",
-            "",
-            f"The run had {found.rounds} rounds with steps of {found.step_ms:.1f} ms; other programs used "
-            f"{found.others_cores:.2f} cores. `every step` is the governed engine with "
-            "`telemetry.report_interval_steps = 1`; `stock again` is a second stock engine.",
-            "",
-            *throughput_table(found),
-            "",
-        ]
+    progress.say("starting three engines")
+    rounds = cost_throughput.Rounds(
+        options.rounds, options.throughput_interval, options.most_rounds, options.throughput_requests
     )
+    cost_throughput.measure(folder, rounds, said)
 
 
-def summary(rows: Sequence[Row], found: Throughput) -> dict[str, Any]:
-    """Return the last line: the agent's time over stock's by running requests, and the throughput over stock."""
-    ratio = found.ratio["governed"]
-    return {
-        "agent_of_stock": {str(r.requests): round(r.ratio, 3) for r in rows if r.long},
-        "agent_of_stock_short": {str(r.requests): round(r.ratio, 3) for r in rows if not r.long},
-        "throughput": round(ratio.value, 4),
-        "throughput_interval": [round(ratio.low, 4), round(ratio.high, 4)],
-    }
+def control(options: argparse.Namespace, folder: Path, progress: Progress) -> None:
+    def keep(so_far: Comparison) -> None:
+        progress.keep(asdict(so_far))
+        found = (f"{arm} {a.token_events_per_core_s:,.0f}" for arm, a in so_far.arms.items())
+        progress.say(f"token events per core-second so far: {', '.join(found)}")
+
+    load = cost_control.Load(engines=options.engines, measure_s=options.control_s)
+    cost_control.measure(folder, options.control_rounds, load, progress.say, keep)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tests.bench.cost", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of windows per batch size")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="windows of each arm in the throughput measurement")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="running requests")
-    parser.add_argument("--save", action="store_true", help=f"keep the report in {RESULTS}")
-    return parser.parse_args()
+def steps(options: argparse.Namespace, folder: Path, progress: Progress) -> None:
+    folder.mkdir()
+    progress.say("starting the engine")
+    running, rows = Steps(folder, STEP_MS), []
+    try:
+        for long in (False, True):
+            for size in options.sizes:
+                rows.append(running.measure(size, options.pairs, progress.say, long=long))
+                progress.say(f"{size} running, {'long' if long else 'short'}: {rows[-1].ratio:.3f} of stock")
+                progress.keep({"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+    finally:
+        running.close()
+
+
+# The part with the engine in this process comes last, because it changes this process's environment.
+PARTS: dict[str, Callable[[argparse.Namespace, Path, Progress], None]] = {
+    "throughput": throughput,
+    "control": control,
+    "steps": steps,
+}
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tests.bench.cost", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parts", type=_parts, default=",".join(PARTS), help="parts to run, separated by commas")
+    add("--pairs", type=int, default=PAIRS, help="steps: pairs of windows per batch size in wall time")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), help="steps: running requests")
+    add("--rounds", type=int, default=ROUNDS, help="throughput: rounds with all arms")
+    add("--throughput-interval", type=float, help="throughput: go on until the interval reaches at most so far from "
+        "the ratio, for example 0.005")  # fmt: skip
+    add("--most-rounds", type=int, default=MOST_ROUNDS, help="throughput: rounds after which to stop at the latest")
+    add("--throughput-requests", type=int, default=cost_throughput.REQUESTS, help="throughput: requests of a window")
+    add("--control-rounds", type=int, default=CONTROL_ROUNDS, help="control: windows of each server")
+    add("--control-s", type=float, default=cost_control.MEASURE_S, help="control: seconds of a window")
+    add("--engines", type=int, default=cost_control.ENGINES, help="control: simulated engines")
+    add("--save", action="store_true", help=f"keep the report in {RESULTS.relative_to(ROOT)}")
+    return parser.parse_args(given)
+
+
+def _parts(text: str) -> list[str]:
+    chosen = text.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
+    return [name for name in PARTS if name in chosen]
 
 
 def run() -> None:
-    """Run the whole benchmark. Raises BenchError."""
+    """Run the parts one after another. Raises BenchError if one failed, after the others have run."""
     options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-cost-"))
-    # The throughput runs in a process of its own: vLLM loads its plugins once per process, so after stock's engine the
-    # governed one would run without the agent's plugin.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-        found = apart.submit(cost_throughput.measure, folder / "throughput", options.rounds).result()
-    (folder / "steps").mkdir()
-    steps = Steps(folder / "steps", STEP_MS)
-    try:
-        kinds = [(size, long) for long in (False, True) for size in options.sizes]
-        rows = [steps.measure(size, options.pairs, long=long) for size, long in kinds]
-    finally:
-        steps.close()
-    text = report(rows, found)
-    plain = {"rows": [asdict(r) | {"ratio": r.ratio} for r in rows], "throughput": asdict(found), "machine": machine()}
-    if options.save:
-        (RESULTS / "cost.md").write_text(text)
-        (RESULTS / "cost.json").write_text(json.dumps(plain, indent=1) + "\n")
-    print(text)
-    print(json.dumps(summary(rows, found)))
+    stored = cost_report.Stored(RESULTS if options.save else UNSAVED)
+    before, failed = stored.parts(), []
+    for number, name in enumerate(options.parts, 1):
+        progress = Progress(name, stored)
+        progress.say(f"part {number} of {len(options.parts)}")
+        try:
+            PARTS[name](options, folder / name, progress)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    # Parts that an earlier run has stored are no figures of this run.
+    found = {name: part for name, part in stored.parts().items() if part != before.get(name)}
+    if not failed:
+        shutil.rmtree(folder)
+    print(cost_report.report(found))
+    print(json.dumps(cost_report.summary(found)), flush=True)
+    if failed:
+        raise BenchError(f"{', '.join(failed)}; the logs are in {folder}{os.sep}")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.cost_clock import Clock
-from tests.bench.program import output_into
+from tests.bench.cost_clock import OUTSIDE, Clock
+from tests.bench.cost_probes import Probes, Step, probe_cost
+from tests.bench.program import BenchError, output_into
 from tests.demo.pace import STEP_MS
 from tests.engine import ENGINE_ARGS, prompt_ids
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 SIZES = (1, 16, 64, 256)
@@ -41,6 +42,7 @@ class Row:
     long: whether the requests thought long and began one after another. agent_us: all of the agent's time. critical_us:
     the part of it that the step waits for. stock_us: stock schedule and update_from_output without the agent. with_us:
     the same calls with the agent. cpu: processor time of the thread instead of wall time. hooks_us: wall time by hook.
+    probes: what probes took in the windows with the agent; None for short requests, of which few are probed.
     """
 
     requests: int
@@ -57,6 +59,7 @@ class Row:
     worker_us: float
     round_trip_ms: float
     windows: int
+    probes: Probes | None = None
     ratios: list[float] = field(default_factory=list)
 
     @property
@@ -131,17 +134,19 @@ class Steps:
             llm.llm_engine.engine_core.shutdown()
         self._control.process.stop()
 
-    def measure(self, requests: int, pairs: int, *, long: bool) -> Row:
+    def measure(self, requests: int, pairs: int, say: Callable[[str], None], *, long: bool) -> Row:
         """Measure pairs of windows, one with and one without the agent, after one window to warm up.
 
         The order within a pair alternates. Of each two pairs the first is measured in wall time, the second in
-        processor time. long: whether the requests think long and begin one after another.
+        processor time. long: whether the requests think long and begin one after another. say: gets a text before each
+        pair. Raises BenchError.
         """
         window = self._long_window if long else self._short_window
         wall: dict[bool, list[_Window]] = defaultdict(list)
         cpu: dict[bool, list[_Window]] = defaultdict(list)
         window(requests, True, time.perf_counter)
         for pair in range(2 * pairs):
+            say(f"{requests} running, {'long' if long else 'short'}: pair {pair + 1} of {2 * pairs}")
             into, read = (wall, time.perf_counter) if pair % 2 == 0 else (cpu, time.thread_time)
             for governed in (True, False) if pair // 2 % 2 == 0 else (False, True):
                 into[governed].append(window(requests, governed, read))
@@ -184,22 +189,45 @@ class Steps:
             live[name] = number
             engine.add_request(name, prompts[number], self._params(tokens, seed=number))
 
+        noted: list[Step] = []
+
         def run(steps: int) -> None:
+            prefill = True
             for _ in range(steps):
-                for output in engine.step():
+                seconds, probe_tokens = self._so_far()
+                outputs = engine.step()
+                now_s, now_tokens = self._so_far()
+                noted.append(Step(now_s - seconds, now_tokens - probe_tokens, prefill))
+                prefill = False
+                for output in outputs:
                     if output.finished:
                         begin(live.pop(output.request_id), LONG_TOKENS)
+                        prefill = True
 
         self._scheduler._agent = self._agent if governed else None
         for number in range(requests):
             begin(number, requests - number + LONG_TOKENS * (number + 1) // requests)
             run(1)
+        noted.clear()
         window = self._measured(read, lambda: run(LONG_STEPS))
+        window.steps = self._with_worker(noted)
         engine.abort_request(list(live))
         while engine.has_unfinished_requests():
             engine.step()
         self._scheduler._agent = self._agent
         return window
+
+    def _so_far(self) -> tuple[float, int]:
+        """Return the seconds of scheduling, vLLM's and the agent's, and the probe tokens so far."""
+        booked = (s for name, s in self.clock.seconds.items() if name != OUTSIDE)
+        return sum(booked), self._agent.probing.tokens
+
+    def _with_worker(self, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps with the worker's processor time added. Raises BenchError."""
+        (seconds,) = self._llm.collective_rpc("step_seconds")
+        if len(seconds) < len(steps):
+            raise BenchError(f"the worker ran {len(seconds)} of {len(steps)} steps")
+        return [step.plus(s) for step, s in zip(steps, seconds[-len(steps) :], strict=True)]
 
     def _measured(self, read: Callable[[], float], run: Callable[[], object]) -> _Window:
         """Measure the steps of `run`."""
@@ -232,6 +260,8 @@ class _Window:
     worker_us: float
     observe_us: float
     round_trip_ms: float
+    # The steps of a window of long thinking.
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def agent_us(self) -> float:
@@ -268,5 +298,6 @@ def _row(requests: int, long: bool, wall: dict[bool, list[_Window]], cpu: dict[b
         worker_us=median(off + cpu[False], lambda w: w.worker_us),
         round_trip_ms=median(on, lambda w: w.round_trip_ms),
         windows=len(on) + len(off),
+        probes=probe_cost([window.steps for window in on + cpu[True]]) if long else None,
         ratios=[a.agent_us / b.stock_us for a, b in zip(on, off, strict=True)],
     )

@@ -23,7 +23,9 @@ from tests.bench.results import Interval, geometric
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.bench.streamed import Request
 
 BLOCKS = 1024
 # Each place of the engine is taken about twice in a window. The last steps, in which places fall empty, are the same in
@@ -42,6 +44,10 @@ POLICIES = {
 ARMS = tuple(POLICIES)
 # The last arm uses the governed engine under another policy, so it needs no engine of its own.
 ENGINES = ARMS[:-1]
+# Rounds from which an interval says something.
+FEWEST = 6
+# The arms of the rounds that only narrow the interval.
+COMPARED = ("stock", "governed")
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 
 
@@ -61,8 +67,9 @@ class Throughput:
     """The figures of all arms against stock: a second stock engine, the governed engine with defaults, and the governed
     engine with a report for each step.
 
-    rounds: windows of each arm. ratio: geometric mean over the rounds, with a bootstrap interval. cpu_us: processor
-    microseconds per generated token, by arm and process. ratios: the ratio of each round, by arm.
+    rounds: windows of stock and of the governed engine; the other arms may have fewer. ratio: geometric mean over the
+    rounds, with a bootstrap interval. cpu_us: processor microseconds per generated token, by arm and process. ratios:
+    the ratio of each round, by arm.
     """
 
     rounds: int
@@ -74,24 +81,54 @@ class Throughput:
     ratios: dict[str, list[float]]
 
 
-def measure(folder: Path, rounds: int) -> Throughput:
-    """Measure all arms in `rounds` rounds after one to warm up. Raises BenchError."""
-    return asyncio.run(_measure(folder, rounds))
+@dataclass(frozen=True)
+class Rounds:
+    """How many rounds to run: `least` with all arms, then more with stock and the governed engine alone until the
+    ratio's interval reaches at most `half_width` to either side, or `most` rounds are over. half_width: None for no
+    more rounds. requests: requests of each window."""
+
+    least: int
+    half_width: float | None
+    most: int
+    requests: int = REQUESTS
+
+    @property
+    def limit(self) -> int:
+        """The largest number of rounds."""
+        return self.least if self.half_width is None else max(self.least, self.most)
+
+    def go_on(self, done: int, ratio: Interval) -> bool:
+        """Return whether another round follows `done` rounds with this ratio of the governed engine to stock."""
+        if self.half_width is None or done < self.least or done >= self.limit:
+            return done < self.least
+        return done < FEWEST or max(ratio.high - ratio.value, ratio.value - ratio.low) > self.half_width
 
 
-async def _measure(folder: Path, rounds: int) -> Throughput:
+def measure(folder: Path, rounds: Rounds, said: Callable[[str, Throughput], None]) -> Throughput:
+    """Measure all arms after a round to warm up; `said` gets the figures so far after each round. Raises BenchError."""
+    return asyncio.run(_measure(folder, rounds, said))
+
+
+async def _measure(folder: Path, rounds: Rounds, said: Callable[[str, Throughput], None]) -> Throughput:
     model = random_model.make(folder / "model")
     setups = {name: Setup(model, BLOCKS, governed=name == "governed") for name in ENGINES}
     with contextlib.ExitStack() as stack:
         engines = {name: stack.enter_context(_engine(setup, folder / name)) for name, setup in setups.items()}
+
+        async def one(arms: Sequence[str], seed: int) -> dict[str, Window]:
+            turned = seed % len(arms)
+            order = [*arms[turned:], *arms[:turned]][:: 1 if seed // len(arms) % 2 else -1]
+            waiting = load.requests(seed, rounds.requests)
+            return {arm: await engines.get(arm, engines["governed"]).window(POLICIES[arm], waiting) for arm in order}
+
+        await one(ARMS, 0)
         found: list[dict[str, Window]] = []
-        for seed in range(rounds + 1):
-            turned = seed % len(ARMS)
-            order = (ARMS[turned:] + ARMS[:turned])[:: 1 if seed % 2 else -1]
-            found.append(
-                {arm: await engines.get(arm, engines["governed"]).window(POLICIES[arm], seed) for arm in order}
-            )
-    return summary(found[1:])
+        while True:
+            found.append(await one(ARMS if len(found) < rounds.least else COMPARED, len(found) + 1))
+            so_far = summary(found)
+            said(f"round {len(found)}, of {rounds.limit} at most", so_far)
+            if not rounds.go_on(len(found), so_far.ratio["governed"]):
+                return so_far
 
 
 @contextlib.contextmanager
@@ -113,13 +150,13 @@ class Measured:
     def __init__(self, engine: StreamedEngine, processes: dict[int, str]) -> None:
         self._engine, self._processes = engine, processes
 
-    async def window(self, policy: dict[str, Any], seed: int) -> Window:
+    async def window(self, policy: dict[str, Any], requests: Sequence[Request]) -> Window:
         """Run the requests of a round, which all arms share, with every place of the engine taken."""
         engine = self._engine
         await engine.begin(policy)
         await asyncio.sleep(SPIN_S)
         before, own_s, others = self._ticks(), time.process_time(), Others()
-        waiting, began_s = iter(load.requests(seed, REQUESTS)), time.perf_counter()
+        waiting, began_s = iter(requests), time.perf_counter()
         tokens = 0
 
         async def place() -> None:
@@ -161,22 +198,25 @@ def _descends(pid: int) -> bool:
     return pid == os.getpid()
 
 
-def summary(rounds: list[dict[str, Window]]) -> Throughput:
+def summary(rounds: Sequence[dict[str, Window]]) -> Throughput:
     """Return the figures over all rounds."""
 
-    def of(arm: str, name: str) -> float:
-        return float(np.median([getattr(found[arm], name) for found in rounds]))
+    def of(arm: str, value: Callable[[Window], float]) -> float:
+        return float(np.median([value(found[arm]) for found in rounds if arm in found]))
 
     def cpu_us(arm: str, process: str) -> float:
-        return float(np.median([found[arm].cpu_s[process] / found[arm].tokens for found in rounds])) * 1e6
+        return of(arm, lambda window: window.cpu_s[process] / window.tokens) * 1e6
 
-    ratios = {arm: [found[arm].tokens_per_s / found["stock"].tokens_per_s for found in rounds] for arm in ARMS[1:]}
+    ratios = {
+        arm: [found[arm].tokens_per_s / found["stock"].tokens_per_s for found in rounds if arm in found]
+        for arm in ARMS[1:]
+    }
     return Throughput(
         rounds=len(rounds),
         ratio={arm: geometric(values) for arm, values in ratios.items()},
-        tokens_per_s={arm: of(arm, "tokens_per_s") for arm in ARMS},
-        step_ms=of("stock", "step_ms"),
+        tokens_per_s={arm: of(arm, lambda window: window.tokens_per_s) for arm in ARMS},
+        step_ms=of("stock", lambda window: window.step_ms),
         cpu_us={arm: {p: cpu_us(arm, p) for p in rounds[0][arm].cpu_s} for arm in ARMS},
-        others_cores=max(of(arm, "others_cores") for arm in ARMS),
+        others_cores=max(of(arm, lambda window: window.others_cores) for arm in ARMS),
         ratios=ratios,
     )
