@@ -150,7 +150,7 @@ def _control(part: Part) -> list[str]:
         "today over it",
         "reports per second, us of processor time each",
         "cores used",
-        "pace of the load",
+        "pace of the load, and share of its events that arrived, at least",
         "answer to a report, P50 and P99, ms",
     )
     body = [
@@ -161,7 +161,7 @@ def _control(part: Part) -> list[str]:
             f"{part['over'][arm]:.3f}" if arm in part["over"] else "1",
             f"{a['messages_per_s']:.0f}, {a['us_per_message']:.0f}",
             f"{a['cores']:.3f}",
-            f"{a['pace']:.3f}",
+            f"{a['pace']:.3f}, {a['received']:.3f}",
             ", ".join(f"{ms:.1f}" for ms in a["latency_ms"]) or "–",
         )
         for arm, a in part["arms"].items()

@@ -37,7 +37,7 @@ KEYS = {
 
 
 def window(events_per_core_s: float, latency_ms: tuple[float, ...] = ()) -> Window:
-    return Window(2 * events_per_core_s, 0, 2.0, 10.0, 100.0, 1.0, latency_ms, 0.0)
+    return Window(2 * events_per_core_s, int(4 * events_per_core_s), 2.0, 10.0, 100.0, 1.0, latency_ms, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_servers_are_compared_within_a_round() -> None:
     assert found.arms[TODAY].latency_ms == pytest.approx((6.0, 7.0))
     assert found.arms[ECHO].latency_ms == ()
     assert found.arms[TODAY].cores == pytest.approx(0.2)
+    assert found.arms[TODAY].received == pytest.approx(0.5)
 
 
 def parts() -> dict[str, cost_report.Part]:
