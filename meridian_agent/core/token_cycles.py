@@ -233,10 +233,8 @@ class LoopWatch:
                 continue
             if self.repeats_from and (repeated := self._repeated(slot, live)) >= self.repeats_from:
                 repeats.append((slot, repeated))
-            if (cycle := self._tail(slot, live).cycle(KEPT_TOKENS)) is not None:
-                cycle = self._tails[slot].cycle(live.text_run)
-                if cycle is not None:
-                    found.append((slot, *cycle))
+            if (cycle := self._tail(slot, live).cycle(live.text_run)) is not None:
+                found.append((slot, *cycle))
         return found, repeats
 
     def _tail(self, slot: int, live: LiveRequest) -> TokenTail:
