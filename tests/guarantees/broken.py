@@ -129,6 +129,22 @@ BROKEN: tuple[Broken, ...] = (
     ),
     _new(
         MEASURED,
+        "one probe's row taken for another's",
+        "meridian_agent/worker/probe_rows.py",
+        "        indices[:own], indices[own:] = last, last[probed]\n",
+        "        indices[:own], indices[own:] = last, last[probed[::-1]]\n",
+        "tests/engine/test_matrix.py::test_feature[example: ExampleConnector hears of no probe; their value and cost]",
+    ),
+    _new(
+        STOCK,
+        "a token sampled from a probe's row",
+        "meridian_agent/worker/probe_rows.py",
+        "        indices[probed] -= last.new_tensor(list(tokens))\n",
+        "        indices[probed] -= 0 * last.new_tensor(list(tokens))\n",
+        "tests/engine/test_signals.py::test_probes_stay_invisible[rows]",
+    ),
+    _new(
+        MEASURED,
         "drafts' rows taken for the first ones",
         OBSERVER,
         "            self._measure(state.logits, req_ids, first_rows(req_ids, drafts), probed)\n",

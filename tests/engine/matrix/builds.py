@@ -169,6 +169,7 @@ BUILDS = {
         _marked("marked-v2-ngram", "V2, drafts", v2=True, speculative_config=NGRAM),
         Build("priority", "V1", PRIORITY, alone=True),
         Build("priority-async", "async", PRIORITY, asynchronous=True, alone=True),
+        Build("windows-v1", "V1", WINDOWS),
         Build("windows", "async", WINDOWS, asynchronous=True),
         Build("windows-v2-async", "V2 async", WINDOWS, v2=True, asynchronous=True),
         _connector("example", "V1", "ExampleConnector"),

@@ -19,7 +19,10 @@ CHECKED = 3
 
 
 @feature(
-    "several KV cache groups: output as stock's beside EAT probes, their value, caps", "windows", "windows-v2-async"
+    "several KV cache groups: output as stock's beside EAT probes, their value, caps",
+    "windows-v1",
+    "windows",
+    "windows-v2-async",
 )
 def groups(engine: Engine) -> None:
     managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
