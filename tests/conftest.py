@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -86,6 +88,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: number for number, name in enumerate(FIRST)}
         items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all modules and tests, which stay until the process ends.
+
+    Each full collection would go through more than a million objects of torch and vLLM. At the exit of the process
+    these objects are collected as usual, because torch's modules would report them as leaked.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
