@@ -69,6 +69,7 @@ class ProbeRunner:
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
             if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
                 continue
+            self._keep_places(scheduler)
             # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
@@ -140,8 +141,10 @@ class ProbeRunner:
 
     def keep_places(self, scheduler: Any) -> None:
         """Keep running places free for the next steps, if a probe waits that will be a request of its own."""
-        if not self.needs_places:
-            return
+        if self.needs_places:
+            self._keep_places(scheduler)
+
+    def _keep_places(self, scheduler: Any) -> None:
         self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
 
     def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
@@ -223,7 +226,8 @@ class ProbeRunner:
         if rows:
             probe_rows.forget(scheduler)
         for placed in rows.values():
-            self._directives.report(placed.decision_id, Outcome.REFUSED, detail="no room in the step")
+            # The request was left out of the step, so it is still where the probe belongs.
+            self._directives.probes.put_back((placed.decision_id, placed.parent, 0, 0))
 
     def row_tokens(self) -> int:
         """Return the number of tokens that the scheduled step computes for probes that are rows."""

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_signals import PROBE_ROWS
+from meridian_agent.core.directives import Directives
+from meridian_agent.core.phases import Markers
+from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_signals import PROBE_ROWS, PROBED
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import probe_rows
 from meridian_agent.worker.probe_rows import ProbeRows
 
@@ -20,7 +27,8 @@ def request(tokens: int, **changed: Any) -> Any:
     """Return a request of vLLM's that decodes: all its tokens but the newest one are computed."""
     decoding = {"num_computed_tokens": tokens - 1, "is_prefill_chunk": False, "structured_output_request": None}
     own = {"request_id": "r", "num_tokens": tokens, "mm_features": [], "spec_token_ids": []}
-    return SimpleNamespace(**{**own, **decoding, **changed})
+    params = SimpleNamespace(all_stop_token_ids=set())
+    return SimpleNamespace(**{**own, **decoding, "sampling_params": params, **changed})
 
 
 def scheduler(connector: Any = None) -> Any:
@@ -126,3 +134,30 @@ def test_a_step_without_probes_is_left_alone() -> None:
     rows.split()
     assert rows.logits is None
     assert runner.execute_model_state is state
+
+
+def test_a_probe_whose_request_is_left_out_of_the_step_waits_for_it() -> None:
+    tracker = Tracker(Markers(((1,),), ((2,),)))
+    tracker.open(RequestInfo("r", "", "", "", 0, 1000, None), [1], 0, request(40))
+    live, directives = tracker.by_id["r"], Directives(tracker)
+    tracker.feed(live, [3], 0)
+    probing = ProbeRunner(tracker, directives, BLOCK, True)
+    probing.rows_possible = True
+    engine = scheduler()
+    engine.requests, engine.running, engine.num_spec_tokens = {"r": live.ref}, [live.ref], 0
+    engine.max_num_scheduled_tokens, engine.current_step = 512, 1
+    engine.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 100))
+    directives.probes.add(agent_pb2.EatProbe(decision_id=5, slot=live.slot), live)
+    for step in range(2):
+        assert probing.place(engine, True) == []
+        assert list(probing.rows) == ["r"]
+        assert live.ref.spec_token_ids == [2]
+        scheduled = {"r": live.ref.spec_token_ids} if step else {}
+        live.ref.num_computed_tokens += 2 * step
+        probing.take_rows(engine, SimpleNamespace(scheduled_spec_decode_tokens=scheduled))
+        assert len(directives.probes) == 1 - step
+        live.ref.spec_token_ids = []
+    assert tracker.record.outcomes == []
+    probing.collect_rows(SimpleNamespace(**{PROBED: [(0.5, 7)]}))
+    assert [outcome for _, outcome, *_ in tracker.record.outcomes] == [Outcome.APPLIED]
+    assert [(slot, eat_nats) for _, slot, _, eat_nats, *_ in tracker.record.probes] == [(live.slot, 0.5)]
