@@ -5,6 +5,7 @@ The engine core runs in-process (its worker is a process of its own), so that te
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,8 @@ def llm(stock_tokens: Path, control: Control) -> Iterator[LLM]:
     torch.set_num_threads(1)
     llm = vllm.LLM(**ENGINE_ARGS)
     control.engine()
+    # The engine's many objects stay until the end, so no garbage collection needs to look at them.
+    gc.freeze()
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
