@@ -5,6 +5,7 @@ The module knows nothing about the measured values. A histogram is used from one
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,7 @@ class Histogram:
     below that bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = np.array(bounds)
+        self.bounds, self._bounds = np.array(bounds), tuple(bounds)
         self.counts = np.zeros(len(bounds) + 1, np.int64)
         self.sum = 0.0
 
@@ -38,6 +39,11 @@ class Histogram:
         if len(values):
             self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
             self.sum += float(values.sum())
+
+    def add_one(self, value: float) -> None:
+        """Add a single value, for which an array would cost ten times as much."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
 
     def __iadd__(self, other: Histogram) -> Histogram:
         """Add the counts and the sum of a histogram with the same bounds."""

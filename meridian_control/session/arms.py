@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
@@ -72,7 +71,7 @@ class Ends:
         self.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         self.reentries += thought_again
         if not thought_again:
-            self.answer_tokens.add(np.array([answer_tokens]))
+            self.answer_tokens.add_one(answer_tokens)
             self.empty_answers += reason in FINISHED and answer_tokens <= EMPTY_ANSWER
 
     def add(self, other: Ends) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import outcome_name, reason_name
@@ -100,7 +99,7 @@ class Ledger:
             return None
         self._finish(decision, report.outcome, report.think_tokens, report.detail[:MAX_TEXT])
         if step is not None and decision.kind in AT_ONCE and report.outcome == agent_pb2.OUTCOME_APPLIED:
-            self._totals.staleness_steps.add(np.array([float(step - decision.step)]))
+            self._totals.staleness_steps.add_one(step - decision.step)
         if decision.kind != "probe" or decision.slot is None or not self.concerns(decision):
             return None
         self._table.close_probe(decision.slot)

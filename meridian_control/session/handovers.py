@@ -89,7 +89,7 @@ class SessionHandovers:
             return
         if transferred_tokens:
             self.transfer.add(transferred_tokens, first_token_ms)
-        self._totals.ttot.add(np.array([first_token_ms / 1e3]))
+        self._totals.ttot.add_one(first_token_ms / 1e3)
         key = self._key(info.request_id)
         self.results.first_token(info.handed_over_ref, key, transferred_tokens, first_token_ms, now)
 

@@ -69,7 +69,7 @@ class ThinkEnds:
         if not table.holds(slot) or closed.reason not in FINISHED or is_continued(table, slot):
             return
         if think_tokens := int(table.think_tokens[slot]):
-            totals.think_tokens.add(np.array([think_tokens]))
+            totals.think_tokens.add_one(think_tokens)
         if closed.handed_over:
             return
         if table.phase[slot] == THINK:
