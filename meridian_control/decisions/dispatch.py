@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 OUTPUT_RANK, PROMPT_RANK = agent_pb2.PHASE_RANK_UNSPECIFIED, agent_pb2.PHASE_RANK_PROMPT
 THINK_RANK, SUNK_RANKS = agent_pb2.PHASE_RANK_THINK_FIRST, agent_pb2.PHASE_RANK_THINK - agent_pb2.PHASE_RANK_THINK_FIRST
 SUNK_TOKENS = 64
+SUNK_BOUNDS = SUNK_TOKENS << np.arange(1, SUNK_RANKS + 1)
 RANK_BY_PHASE = np.array([PROMPT_RANK, PROMPT_RANK, THINK_RANK + SUNK_RANKS, OUTPUT_RANK], np.int64)
 # Deadlines that are further away than this many milliseconds get the same rank.
 MAX_SLACK_MS = 511
@@ -134,18 +135,18 @@ def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Bud
 def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float) -> NDArray[np.int64]:
     """Return the rank of every slot, [slots]. now_ms: time on the table's clock."""
     phase = np.minimum(table.phase, OUTPUT)
-    total = table.prompt_tokens + table.think_tokens + table.output_tokens
     if policy.strategy == "deadline":
         allowed = np.where(phase == OUTPUT, budget.output_ms, budget.think_ms)
         slack = np.clip(table.token_ms + allowed - now_ms, 0, MAX_SLACK_MS).astype(np.int64)
         first_answer_token = (phase == OUTPUT) & (table.output_tokens == 0)
         by_deadline: NDArray[np.int64] = np.where(first_answer_token, 0, 1 + slack)
         return by_deadline
-    sunk = np.minimum(np.log2(np.maximum(total / SUNK_TOKENS, 1.0)), SUNK_RANKS).astype(np.int64)
-    rank: NDArray[np.int64] = RANK_BY_PHASE[phase] - np.where(phase == THINK, sunk, 0)
+    total = table.prompt_tokens + table.think_tokens + table.output_tokens
+    thinks = phase == THINK
+    rank: NDArray[np.int64] = RANK_BY_PHASE[phase] - thinks * SUNK_BOUNDS.searchsorted(total, side="right")
     if policy.strategy == "reasoning_first":
-        demoted = (phase == THINK) & (table.think_tokens >= policy.long_think_tokens)
-        rank = np.where((phase == THINK) & ~demoted, OUTPUT_RANK, rank)
+        demoted = thinks & (table.think_tokens >= policy.long_think_tokens)
+        rank = np.where(thinks & ~demoted, OUTPUT_RANK, rank)
         rank = np.where(phase == OUTPUT, PROMPT_RANK + 1, rank)
     return rank
 
