@@ -127,7 +127,8 @@ class History:
 
         sampled: step in which the first sample of each slot was measured.
         """
-        self.sampled, slots = sampled, list(sampled)
+        self.sampled = sampled
+        slots = self.sampled_slots
         self._unsampled = Unsampled(*(getattr(table, name)[slots] for name in Unsampled._fields))
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
@@ -144,6 +145,11 @@ class History:
         index = np.minimum(np.searchsorted(rows.s, slot), len(rows.s) - 1)
         known = rows.s[index] == slot
         return np.where(known, rows.first[index], 0), np.where(known, rows.last[index] + 1, 0)
+
+    def after(self, slot: NDArray[Any]) -> NDArray[np.intp]:
+        """Return the place after the last row of each slot; all of these slots have rows."""
+        places: NDArray[np.intp] = self.rows.last[self.rows.s.searchsorted(slot)] + 1
+        return places
 
     def places_in(self, slots: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return for each slot the place after its last row of the given step."""
@@ -162,8 +168,8 @@ class History:
     @kept
     def thinks(self) -> NDArray[np.bool_]:
         """Whether the request thinks after each row, [rows]."""
-        thinks: NDArray[np.bool_] = (self.rows.phase == THINK) & ((self.rows.flags & FLAG_END) == 0)
-        return thinks
+        rows = self.rows
+        return rows.thinks & ((rows.flags & FLAG_END) == 0) if rows.flags_seen & FLAG_END else rows.thinks
 
     # ---------------------------------------------------------------------------------------- running sums, [places]
 
@@ -210,9 +216,9 @@ class History:
         columns: tuple[NDArray[Any], ...] = self._unsampled
         return Unsampled(*(column[at] for column in columns))
 
-    def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the indices of the slots' rows. slots: ascending."""
-        return np.isin(self.rows.slot, slots).nonzero()[0]
+    def rows_of(self, among: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Return the indices of the rows of these slots. among: [slots of the table]."""
+        return among.take(self.rows.slot).nonzero()[0]
 
 
 def ratio_of_means(

@@ -6,6 +6,7 @@ reads no clock.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -65,7 +66,10 @@ class Moments:
         """Return a moment's values of these columns as Python's numbers and lists; those of all moments are read at
         once."""
         if columns not in self._values:
-            self._values[columns] = list(zip(*(getattr(self, name).tolist() for name in columns), strict=True))
+            # The columns that rows do not change are read from the table at once.
+            plain = {} if len(self._earlier) else self._table.values_of(_unchanged(columns), self.slot)
+            read = (plain[name] if name in plain else getattr(self, name).tolist() for name in columns)
+            self._values[columns] = list(zip(*read, strict=True))
         return self._values[columns][index]
 
     def __getattr__(self, name: str) -> NDArray[Any]:
@@ -82,7 +86,7 @@ class Moments:
     def _earlier(self) -> NDArray[np.intp]:
         """Indices of the moments that come before the report's EAT sample of their slot."""
         history = self._history
-        if not history.sampled:
+        if history.sampled.keys().isdisjoint(self.slot.tolist()):
             return np.zeros(0, np.intp)
         sampled_in = np.full(len(self._table.live), -1)
         sampled_in[history.sampled_slots] = history.sampled_steps
@@ -115,7 +119,11 @@ class Moments:
     @kept
     def phase(self) -> NDArray[np.uint8]:
         rows = self._history.rows
-        return self._newest(np.where(rows.flags & FLAG_END, OUTPUT, rows.phase), "phase")
+        phase = self._newest(rows.phase, "phase")
+        if rows.flags_seen & FLAG_END:
+            ended = self._has_row & ((rows.flags[self.place - 1] & FLAG_END) != 0)
+            phase = np.where(ended, OUTPUT, phase)
+        return phase
 
     @kept
     def entropy_nats(self) -> NDArray[np.float32]:
@@ -127,6 +135,8 @@ class Moments:
 
     def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
         """Return the row column's value in the newest row, or the table's value before the slot's first row."""
+        if self._has_row.all():
+            return column[self.place - 1]
         held: NDArray[Any] = getattr(self._table, name)[self.slot]
         if not len(column):
             return held
@@ -154,12 +164,16 @@ class Moments:
     @kept
     def _begin(self) -> NDArray[np.intp]:
         """The place before the slot's first row."""
-        return self._history.span(self.slot)[0]
+        return self._span[0]
 
     @kept
     def _over(self) -> NDArray[np.intp]:
         """The place after the slot's last row."""
-        return np.maximum(self._history.span(self.slot)[1], self.place)
+        return np.maximum(self._span[1], self.place)
+
+    @kept
+    def _span(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        return self._history.span(self.slot)
 
     @kept
     def think_tokens(self) -> NDArray[np.int64]:
@@ -214,26 +228,37 @@ class Moments:
         newest, earlier: the values after each sentence end of the report, and before the report, as SentenceEnds has
         them.
         """
-        number, held = self._history.end_number, getattr(self._table, name)[self.slot]
-        if not len(newest):
-            return held  # type: ignore[no-any-return]
-        here, begin, end = number[self.place], number[self._begin], number[self._over]
-        before = np.where((end > begin)[:, None], earlier[np.minimum(begin, len(newest) - 1)], held)
-        return np.where((here > begin)[:, None], newest[here - 1], before)
+        (here, begin, end), held = self._ends_seen, getattr(self._table, name)[self.slot]
+        # Most moments are in slots without a sentence end in the report.
+        late, early = (here > begin).nonzero()[0], ((end > begin) & (here == begin)).nonzero()[0]
+        held[late], held[early] = newest[here[late] - 1], earlier[begin[early]]
+        return held  # type: ignore[no-any-return]
+
+    @kept
+    def _ends_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Numbers of the report's sentence ends before each moment, and before the places around the slot's rows."""
+        number = self._history.end_number
+        return number[self.place], number[self._begin], number[self._over]
+
+
+@functools.cache
+def _unchanged(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of these columns that no row of a report changes."""
+    return tuple(name for name in columns if name not in vars(Moments))
 
 
 def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
     """Return the moments right after the given rows."""
     rows = table.history.rows
     found = Moments(table, rows.slot[row], row + 1)
-    found._over = rows.last[rows.s.searchsorted(found.slot)] + 1
+    found._over = table.history.after(found.slot)
     return found
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
     """Return the moments right after the rows, at most one per slot, and the end of the report for all other slots."""
     slot, place = table.history.rows.slot[row], row + 1
-    if len(rest := slots[~np.isin(slots, slot)]):
+    if len(rest := slots[~table.mask(slot)[slots]]):
         slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
         order = slot.argsort()
         slot, place = slot[order], place[order]
@@ -265,10 +290,11 @@ def changes(table: RequestTable) -> list[RequestChange]:
     """Return the changes of phase and the ends of thinking in the newest report, sorted by step."""
     history = table.history
     rows = history.rows
+    has_ends = rows.flags_seen & FLAG_END
     is_end = (rows.flags & FLAG_END) != 0
-    after = np.where(is_end, OUTPUT, rows.phase) if is_end.any() else rows.phase
+    after = np.where(is_end, OUTPUT, rows.phase) if has_ends else rows.phase
     changed = rows.before(after, history.before.phase) != after
-    row = (changed if after is rows.phase else changed | is_end).nonzero()[0]
+    row = (changed | is_end if has_ends else changed).nonzero()[0]
     if not len(row):
         return []
     kinds = ["think_end" if end else "phase" for end in is_end[row].tolist()]

@@ -91,8 +91,10 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
         row, due = history.ends.row, np.zeros(0, np.intp)
         row = row[gate_open(entropy, history.ends.ranks, history.ends.margins) & waits[history.rows.slot[row]]]
     else:
-        due = np.flatnonzero(waits & (table.think_tokens >= since))
-        row = history.rows_of(due) if len(due) else due
+        is_due = waits & (table.think_tokens >= since)
+        due = row = is_due.nonzero()[0]
+        if len(due):
+            row = history.rows_of(is_due)
     if not (len(row) or len(due)):
         return None
     # If the outcome of the previous probe came in this report, the next probe is due after that outcome.

@@ -6,6 +6,7 @@ the session changes them through the table's methods. The module does no I/O and
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,26 +15,22 @@ from meridian.v1 import agent_pb2
 from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds, ratio_of_means
 from meridian_control.decisions.table_columns import (
-    ANSWER_TOKEN,
+    BY_TYPE,
     COLUMNS,
     CONFIRM_HISTORY,
     HISTORIES,
-    NO_TOKEN,
-    OTHER_TOKEN,
     RANK_HISTORY,
-    THINK_END,
 )
 from meridian_control.decisions.token_rows import (
     FLAG_BOUNDARY,
     FLAG_END,
     FLAG_FROM_OUTPUT,
-    FLAG_MARKER,
     TAKE_BACK_SHIFT,
-    differs,
-    newest_first,
-    nth,
+    Newest,
+    intervals_ms,
     owners,
     rows_of,
+    token_kinds,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +47,9 @@ UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 NONE = np.zeros(0, np.int64)
 NO_RANKS, NO_VALUES = np.zeros((0, RANK_HISTORY), np.int64), np.zeros((0, CONFIRM_HISTORY))
 NO_ENDS = SentenceEnds(NONE, NONE, NO_RANKS, NO_RANKS, NO_VALUES, NO_VALUES, NO_VALUES, NO_VALUES)
+
+# Values of a new request's columns, by type.
+NEW_ROW = {kind: np.array([COLUMNS[name][1] for name in names], kind) for kind, names in BY_TYPE.items()}
 
 # Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
 MAX_SLOTS = 1 << 16
@@ -78,6 +78,8 @@ class RequestTable(DecidedColumns):
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._loops_known = self._repeats_known = False
+        # The columns by type, [columns, slots]; `self.phase` is a row of one of them.
+        self._blocks: dict[Any, NDArray[Any]] = {}
         self._resize(capacity)
 
     @classmethod
@@ -94,11 +96,12 @@ class RequestTable(DecidedColumns):
 
     def _resize(self, capacity: int) -> None:
         old = len(self.info)
-        for name, (dtype, _) in COLUMNS.items():
-            column = np.zeros(capacity, dtype)
+        for kind, names in BY_TYPE.items():
+            block = np.zeros((len(names), capacity), kind)
             if old:
-                column[:old] = getattr(self, name)
-            setattr(self, name, column)
+                block[:, :old] = self._blocks[kind]
+            self._blocks[kind] = block
+            vars(self).update(zip(names, block, strict=True))
         # Only rows of live slots are copied, because copying the rows of free slots would make the system allocate
         # memory for them.
         live = self.live[:old].nonzero()[0]
@@ -123,7 +126,9 @@ class RequestTable(DecidedColumns):
                 raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
         if slot >= len(self.info):
             self._resize(1 << slot.bit_length())
-        for name, (_, value, *_) in (*COLUMNS.items(), *HISTORIES.items()):
+        for kind, values in NEW_ROW.items():
+            self._blocks[kind][:, slot] = values
+        for name, (_, value, _) in HISTORIES.items():
             getattr(self, name)[slot] = value
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
@@ -159,6 +164,21 @@ class RequestTable(DecidedColumns):
         """Return a slot's values of these columns as Python's numbers and lists."""
         return tuple(getattr(self, name)[slot].tolist() for name in columns)
 
+    def values_of(self, columns: tuple[str, ...], slots: NDArray[np.int64]) -> dict[str, list[Any]]:
+        """Return the values of columns by name, each as a list [slots]."""
+        found: dict[str, list[Any]] = {
+            name: getattr(self, name)[slots].tolist() for name in columns if name in HISTORIES
+        }
+        for kind, (names, rows) in _places(columns).items():
+            found |= zip(names, self._blocks[kind][rows, slots].tolist(), strict=True)
+        return found
+
+    def mask(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return whether each slot is among these, [slots of the table]."""
+        mask = np.zeros(len(self.info), bool)
+        mask[slots] = True
+        return mask
+
     def slots(self) -> NDArray[np.intp]:
         """Return the live slots in ascending order."""
         return np.flatnonzero(self.live)
@@ -190,102 +210,88 @@ class RequestTable(DecidedColumns):
         rows = rows_of(columns, self.live, at_ms)
         s, last = rows.s, rows.last
         before = Before(self.phase[s], self.entropy_nats[s], self.end_rank[s])
-        self._intervals(rows)
-        ends = self._boundaries(rows)
+        kind = token_kinds(rows)
+        self.output_itl_ms, self.ttot_ms = intervals_ms(rows, kind, self.newest_token[s], self.token_ms[s])
+        self.newest_token[s] = kind.take(last)
+        ends, newest = self._boundaries(rows)
         counted = self._count(rows)
         self.history = History(rows, before, ends, counted, self._signals(rows))
-        self._ratios()
-        self.token_ms[s], self.entropy_nats[s] = rows.at_ms[last], rows.entropy_nats[last]
-        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank[last], rows.end_logprob_nats[last]
+        if newest is not None:
+            self._ratios(newest)
+        self.token_ms[s], self.entropy_nats[s] = rows.at_ms.take(last), rows.entropy_nats.take(last)
+        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank.take(last), rows.end_logprob_nats(last)
         return len(rows.slot)
-
-    def _intervals(self, rows: TokenRows) -> None:
-        """Compute the latencies of answer tokens.
-
-        Tokens of a request that share a time are assumed to be spread evenly over the time since the request's previous
-        tokens. The first tokens of a request yield no latency, because no earlier token time is known.
-        """
-        s, newest = rows.s, self.newest_token[rows.s]
-        answer = (rows.phase == OUTPUT) & ((rows.flags & FLAG_MARKER) == 0)
-        kind = np.where(rows.flags & FLAG_END, THINK_END, np.where(answer, ANSWER_TOKEN, OTHER_TOKEN))
-        # Indices of the first row of each group of rows that share a slot and a time.
-        together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
-        took_ms = rows.at_ms - rows.before(rows.at_ms, self.token_ms[s])
-        is_known = rows.before(np.ones(len(kind), bool), newest != NO_TOKEN)
-        count = np.empty_like(together)
-        count[:-1], count[-1:] = together[1:] - together[:-1], len(kind) - together[-1:]
-        # A report that was delayed in transit gives its rows times that may lie before the previous report's times.
-        interval_ms = (np.maximum(took_ms[together], 0.0) / count).repeat(count)
-        answer &= is_known[together].repeat(count)
-        before = rows.before(kind, newest)
-        self.output_itl_ms = interval_ms[answer & (before == ANSWER_TOKEN)]
-        self.ttot_ms = interval_ms[answer & (before == THINK_END)]
-        self.newest_token[s] = kind[rows.last]
 
     def _count(self, rows: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Update the token counts; return the thinking tokens and the output tokens that each row adds."""
-        s, last, phase, flags = rows.s, rows.last, rows.phase, rows.flags
-        text = (flags & FLAG_MARKER) == 0
+        s, last, flags = rows.s, rows.last, rows.flags
+        think, output = rows.thinking.astype(np.int64), rows.answering.astype(np.int64)
         back = flags >> TAKE_BACK_SHIFT
-        from_output = (flags & FLAG_FROM_OUTPUT) != 0
-        think = (text & (phase == THINK)) - np.where(from_output, 0, back)
-        output = (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
+        if rows.flags_seen >> TAKE_BACK_SHIFT:
+            from_output = (flags & FLAG_FROM_OUTPUT) != 0
+            think -= np.where(from_output, 0, back)
+            output -= np.where(from_output, back, 0)
         if len(s):
             # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
             self.think_tokens[s] = np.maximum(self.think_tokens[s] + np.add.reduceat(think, rows.first), 0)
             self.output_tokens[s] = np.maximum(self.output_tokens[s] + np.add.reduceat(output, rows.first), 0)
-        self.phase[s] = np.where(flags[last] & FLAG_END, OUTPUT, phase[last])
+        phase = rows.phase.take(last)
+        self.phase[s] = np.where(flags.take(last) & FLAG_END, OUTPUT, phase) if rows.flags_seen & FLAG_END else phase
         self.preempted[s] = False
         return think, output
 
-    def _boundaries(self, rows: TokenRows) -> SentenceEnds:
-        """Take in the end-marker ranks and margins at sentence ends.
+    def _boundaries(self, rows: TokenRows) -> tuple[SentenceEnds, Newest | None]:
+        """Take in the end-marker ranks and margins at sentence ends; return the ends, and the places of their values.
 
         The rank at a sentence end is the rank in the distribution of the next token, so the next token's row reports
         it.
         """
-        thinks = rows.phase == THINK
-        ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
-        is_known = rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)
-        self.at_boundary[rows.s], self.boundary_now[rows.s] = ends[rows.last], is_known[rows.last]
+        s, ends = rows.s, np.zeros(len(rows.slot), bool)
+        if rows.flags_seen & FLAG_BOUNDARY:
+            ends = rows.thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
+        is_known = rows.before(ends, self.at_boundary[s])
         known = is_known.nonzero()[0]
+        known = known[rows.thinks[known] & (rows.end_rank[known] > 0)]
+        is_known[:] = False
+        is_known[known] = True
+        self.at_boundary[s], self.boundary_now[s] = ends.take(rows.last), is_known.take(rows.last)
         if not len(known):
-            return NO_ENDS
+            return NO_ENDS, None
         slot = rows.slot[known]
-        first, owner = owned = owners(slot)
-        ranks = newest_first(slot, rows.end_rank[known], self.boundary_ranks, owned)
-        margins = newest_first(slot, rows.margin_nats[known], self.boundary_margins, owned)
-        count = self.boundary_count[slot] + (np.arange(len(slot)) - first[owner] + 1)
+        newest = Newest(slot, RANK_HISTORY)
+        ranks = newest.of(rows.end_rank[known], self.boundary_ranks)
+        margins = newest.of(rows.margin_nats(known), self.boundary_margins)
+        count = self.boundary_count[slot] + newest.number
         # If a slot occurs several times, NumPy keeps the value that is written last, which is the newest.
         self.boundary_ranks[slot], self.boundary_margins[slot] = ranks[0], margins[0]
         self.boundary_count[slot] = count
         unknown = np.full((len(known), CONFIRM_HISTORY), np.nan)
-        return SentenceEnds(known, count, *ranks, *margins, unknown, unknown)
+        return SentenceEnds(known, count, *ranks, *margins, unknown, unknown), newest
 
-    def _ratios(self) -> None:
-        """Take in RPDI at the report's sentence ends."""
+    def _ratios(self, newest: Newest) -> None:
+        """Take in RPDI at the report's sentence ends. newest: the places of their values."""
         history, width = self.history, self.window.shape[1]
         slot = history.rows.slot[history.ends.row]
         if not (self.entropy_count[slot] >= width).any():
             # No request with a sentence end has enough tokens, so RPDI is not known at any of its sentence ends.
             return
         # The entropies after each sentence end, which the sums of the table have in them too.
-        here, over = (history.entropy_number[place] for place in (history.ends.row + 1, history.span(slot)[1]))
+        number = history.entropy_number
+        here, over = number[history.ends.row + 1], number[history.after(slot)]
         count = self.entropy_count[slot] - (over - here)
         total = self.entropy_sum[slot] - (history.entropy_nats[over] - history.entropy_nats[here])
         newest_sum = self.entropy_window_sum[slot] - (history.window_nats[over] - history.window_nats[here])
-        ratio = ratio_of_means(width, count, total, newest_sum)
-        newest, before = newest_first(slot, ratio, self.boundary_rpdi, owners(slot))
-        self.boundary_rpdi[slot] = newest
-        history.tell_rpdi(newest, before)
+        ratios, before = newest.of(ratio_of_means(width, count, total, newest_sum), self.boundary_rpdi)
+        self.boundary_rpdi[slot] = ratios
+        history.tell_rpdi(ratios, before)
 
     def _signals(self, rows: TokenRows) -> Entropies:
-        text = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0)
-        measured = (text & np.isfinite(rows.entropy_nats)).nonzero()[0]
-        slot = rows.slot[measured]
+        measured = (rows.thinking & np.isfinite(rows.entropy_nats)).nonzero()[0]
+        slot = rows.slot.take(measured)
         # Double precision, so that an entropy leaves the window's sum exactly as it entered.
-        entropy = rows.entropy_nats[measured].astype(np.float64)
-        number, width = nth(slot), self.window.shape[1]
+        entropy = rows.entropy_nats.take(measured).astype(np.float64)
+        first, owner = owners(slot)
+        number, width = np.arange(len(slot)) - first.take(owner), self.window.shape[1]
         count = self.entropy_count[slot] + number
         at = count % width
         # Until the window is full, its remaining entries belong to the slot's previous request.
@@ -297,8 +303,8 @@ class RequestTable(DecidedColumns):
         change = entropy - oldest
         np.add.at(self.entropy_window_sum, slot, change)
         np.add.at(self.entropy_sum, slot, entropy)
-        np.add.at(self.entropy_count, slot, 1)
         # If an entry occurs several times, NumPy keeps the value that is written last, which is the newest.
+        self.entropy_count[slot] = count + 1
         self.window[slot, at] = entropy
         return Entropies(measured, entropy, change)
 
@@ -373,6 +379,13 @@ class RequestTable(DecidedColumns):
         if self.probes_since_stop[slot] >= 0:
             self.probes_since_stop[slot] += 1
             self.stop_is_empty[slot] |= empty and self.probes_since_stop[slot] == 1
+
+
+@functools.cache
+def _places(columns: tuple[str, ...]) -> dict[Any, tuple[list[str], NDArray[np.intp]]]:
+    """Return by type which of these columns have it, and their rows in the block of the type, [columns, 1]."""
+    names = {kind: [name for name in columns if name in BY_TYPE[kind]] for kind in BY_TYPE}
+    return {kind: (told, np.array([[BY_TYPE[kind].index(n)] for n in told])) for kind, told in names.items() if told}
 
 
 def _no_history() -> History:

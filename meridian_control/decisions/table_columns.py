@@ -117,6 +117,11 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "shadow_decided": (np.uint32, 0),
 }
 
+# The columns of each type. The table keeps them side by side, so that it writes and reads several at once.
+BY_TYPE: dict[Any, tuple[str, ...]] = {
+    kind: tuple(name for name, (own, _) in COLUMNS.items() if own is kind) for kind, _ in COLUMNS.values()
+}
+
 # Name of each column with several values per request, newest first: (type, value in the row of a new request, number).
 HISTORIES: dict[str, tuple[Any, Any, int]] = {
     # End-marker ranks at the newest sentence ends of the thinking.

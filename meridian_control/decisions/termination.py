@@ -126,8 +126,8 @@ def _probes_may_fire(
     if history.sampled:
         slots, sampled_in = history.sampled_slots, np.full(len(now), -1)
         sampled_in[slots] = history.sampled_steps
-        measured = slots[now[slots]]
-        yield measured, history.places_in(measured, sampled_in[measured]), sampled_in[measured]
+        if len(measured := slots[now[slots]]):
+            yield measured, history.places_in(measured, sampled_in[measured]), sampled_in[measured]
         before = now.copy()
         before[slots] = _probes_agree(policy.entropy, history.unsampled(slots))
     if not (now.any() or before.any()):
@@ -173,18 +173,30 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
     entropy, scheduler = policy.entropy, policy.scheduler
     if entropy.enabled:
         above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
-        at_boundary = above_floor & seen.boundary_now
-        if (converged := eat_converged(entropy, seen)).any():
-            yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
-        yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
-        yield agent_pb2.FORCE_REASON_MARGIN, at_boundary & margin_reached(entropy, seen)
-        yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
-        if entropy.same_answer_samples:
-            yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
-        if entropy.give_up_tokens:
-            yield agent_pb2.FORCE_REASON_GIVE_UP, above_floor & given_up(entropy, seen)
+        if above_floor.any():
+            yield from _entropy_rules(entropy, seen, above_floor)
     if scheduler.enabled and scheduler.soft_think_tokens:
         yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
+
+
+def _entropy_rules(
+    entropy: EntropyPolicy, seen: Seen, above_floor: NDArray[np.bool_]
+) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
+    """Yield the rules of an enabled entropy section. above_floor: whether the request has passed its floors."""
+    if (converged := eat_converged(entropy, seen)).any():
+        yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
+    at_boundary = above_floor & seen.boundary_now
+    if at_boundary.any():
+        if entropy.rank_conditions:
+            yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
+        if entropy.margin_threshold_nats:
+            yield agent_pb2.FORCE_REASON_MARGIN, at_boundary & margin_reached(entropy, seen)
+        if entropy.rpdi_threshold:
+            yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
+    if entropy.same_answer_samples:
+        yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
+    if entropy.give_up_tokens:
+        yield agent_pb2.FORCE_REASON_GIVE_UP, above_floor & given_up(entropy, seen)
 
 
 def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
@@ -231,7 +243,9 @@ def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]
 
 def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether a rule that reads nothing but probes holds."""
-    agree = eat_converged(policy, seen) | same_answered(policy, seen)
+    agree = eat_converged(policy, seen)
+    if policy.same_answer_samples:
+        agree = agree | same_answered(policy, seen)
     return agree | given_up(policy, seen) if policy.give_up_tokens else agree
 
 
