@@ -1,5 +1,5 @@
-"""Writes the files in `deploy` that are generated from code: the dashboards, the PrometheusRule, and the catalogue of
-metrics in metrics.md.
+"""Writes the files in `deploy` that are generated: the dashboards, the PrometheusRule, the Helm chart, and the
+catalogue of metrics in metrics.md.
 
 `python -m deploy.generate` lists the stale files and exits with 1 if there are any; `--write` writes them.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from deploy.chart import chart
 from deploy.dashboards import DASHBOARDS
 from meridian_control.telemetry.catalogue import GROUPS
 
@@ -35,7 +36,7 @@ def generated() -> dict[Path, str]:
     guide = (HERE / "metrics.md").read_text(encoding="utf-8")
     before, after = guide.split(BEGIN)[0], guide.split(END)[1]
     files[HERE / "metrics.md"] = f"{before}{BEGIN}{_metrics()}{END}{after}"
-    return files
+    return files | chart()
 
 
 def _metrics() -> str:
@@ -70,6 +71,7 @@ def main(write: bool) -> int:
     for path, text in stale:
         print(f"{'written' if write else 'stale'}: {path.relative_to(HERE)}")
         if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     return 1 if stale and not write else 0
 

@@ -138,7 +138,13 @@ GPU = Need(
     "a machine with an NVIDIA GPU, then pip install -e '.[cuda12]', or '.[cuda13]'; kernels/README.md says more",
     "tests/gpu",
 )
-NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, NIXL, GPU)
+HELM = Need(
+    "Helm's code as a Python package",
+    module("helm_python"),
+    "pip install helm-python-sdk (244 MB unpacked)",
+    "tests/deploy/test_chart.py",
+)
+NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, NIXL, HELM, GPU)
 
 
 def main() -> None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
+from packaging.version import Version
 
 from deploy.generate import ADDONS, HERE
 from meridian_control.access.roles import Identities
 from meridian_control.app.flags import parser
-from tests.needed import KUSTOMIZE
+from tests.deploy.rendering import objects, only, rendered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,15 +27,14 @@ if TYPE_CHECKING:
     Object = dict[str, Any]
 
 KUBERNETES = HERE / "kubernetes"
-VERSIONS = ("1.30", kubernetes_validate.latest_version())
+# The three newest releases, and an old one.
+RELEASES = sorted({Version(known).release[:2] for known in kubernetes_validate.utils.all_versions()})
+VERSIONS = ("1.30", *(f"{major}.{minor}" for major, minor in RELEASES[-3:]))
 # Schemas of resources that Kubernetes itself does not know. KServe's services have none.
 MODELS = {
     "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",
     "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
 }
-RENDER = next(
-    (command for command in (["kubectl", "kustomize"], ["kustomize", "build"]) if shutil.which(command[0])), None
-)
 PATCHES = {"store.yaml", "tls.yaml", "args.yaml"}
 OVERLAYS = ("trial", "sqlite", "postgres")
 # Fields that Kustomize 2, which is in Debian 12's kubectl, and later versions read.
@@ -44,10 +42,6 @@ FIELDS = {
     *("apiVersion", "kind", "namespace", "bases", "resources", "images"),
     *("generatorOptions", "configMapGenerator", "patchesStrategicMerge", "patchesJson6902"),
 }
-
-
-def objects(text: str) -> list[Object]:
-    return [document for document in yaml.safe_load_all(text) if document]
 
 
 def whole_files() -> Iterator[Path]:
@@ -117,19 +111,6 @@ def test_a_kustomization_names_what_is_there_in_words_that_old_ones_know(path: P
     # Kustomize 2 takes folders only from `bases`, and files only from `resources`.
     assert all((path.parent / name).is_dir() for name in content.get("bases", ()))
     assert all((path.parent / name).is_file() for name in content.get("resources", ()))
-
-
-def rendered(folder: Path) -> list[Object]:
-    if RENDER is None:
-        pytest.skip(KUSTOMIZE.reason)
-    done = subprocess.run([*RENDER, str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return objects(done.stdout)
-
-
-def only(kind: str, things: list[Object]) -> Object:
-    (found,) = [thing for thing in things if thing["kind"] == kind]
-    return found
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
