@@ -96,6 +96,12 @@ lock: $(RELEASE)/ready ## write the lock file of what the control plane's image 
 	$(RELEASE)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--custom-compile-command 'make lock' --extra control --extra traces -o deploy/requirements.lock pyproject.toml
 
+# The target needs root, and Debian's buildah, runc, debootstrap and kubernetes-client; `make doctor` says so.
+# ARGS: --without-engines, --without-cupy, --save.
+.PHONY: images
+images: $(VENV)/ready ## build the images without a registry, run them, and print what fills them
+	$(BIN)/python -m tests.images $(ARGS)
+
 # The bill of materials is made from an environment with the locked packages, because the lock file does not say which
 # package needs which.
 sbom: $(RELEASE)/ready ## write the bill of materials of the locked packages

@@ -42,13 +42,15 @@ class Authority:
         self._name = _named(name)
         self.file.write_bytes(_pem(self._builder(self._name, self._key, ca=True).sign(self._key, hashes.SHA256())))
 
-    def issue(self, name: str, uri: str = "", file: str = "", lasts: timedelta = DAY) -> Issued:
+    def issue(self, name: str, uri: str = "", file: str = "", lasts: timedelta = DAY, dns: str = "") -> Issued:
         """Issue a certificate for servers on this machine and for clients, in files named `file`, by default `name`.
 
         `lasts` is negative for a certificate that has expired.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        if dns:
+            names.append(x509.DNSName(dns))
         if uri:
             names.append(x509.UniformResourceIdentifier(uri))
         builder = self._builder(_named(name), key, until=datetime.now(UTC) + lasts)

@@ -7,6 +7,7 @@ take their reason from the same table.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COMPILERS = ("g++", "clang++")
 RENDERERS = ("kubectl", "kustomize")
+BUILDERS = ("buildah", "runc", "debootstrap")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ def _namespaces() -> str:
     return "user and network namespaces, TUN devices"
 
 
+def _builder() -> str:
+    """Return where buildah is, if everything is here that building and running images needs."""
+    programs = [shutil.which(name) for name in BUILDERS]
+    return programs[0] or "" if all(programs) and KUSTOMIZE.found() and os.geteuid() == 0 else ""
+
+
 VLLM = Need("vLLM", module("vllm"), "pip install -e '.[cpu]'", "tests/engine, tests/chaos, tests/soak, tests/sim")
 TRITON = Need("Triton", module("triton"), "pip install -e '.[cpu]'", "tests/bench/test_kernels.py")
 TOKENIZERS = Need("tokenizers", module("tokenizers"), "pip install -e '.[cpu]'", "tests/unit/project/test_chain.py")
@@ -144,7 +152,13 @@ HELM = Need(
     "pip install helm-python-sdk (244 MB unpacked)",
     "tests/deploy/test_chart.py",
 )
-NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, NIXL, HELM, GPU)
+IMAGES = Need(
+    "buildah with runc, debootstrap and kubectl, as root",
+    _builder,
+    "on Debian, as root: apt-get install buildah runc debootstrap kubernetes-client",
+    "tests/deploy/test_images.py, make images",
+)
+NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, NIXL, HELM, IMAGES, GPU)
 
 
 def main() -> None:
