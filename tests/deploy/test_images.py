@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Largest size of the control plane's image above its base, in MB: about half of what pip installs.
-CONTROL_MB = 108
+CONTROL_MB = 110
 
 
 @pytest.fixture(scope="module")
