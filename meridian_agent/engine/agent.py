@@ -298,6 +298,8 @@ class Agent:
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure; under asynchronous scheduling, let vLLM wait for tokens that a forced end
         depends on."""
+        if self.probing.rows:
+            self.probing.take_rows(scheduler, output)
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers.known:
             setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens

@@ -11,10 +11,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from meridian.v1 import agent_pb2
-
 from meridian_agent.core import probe_admission
-from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
 from meridian_agent.core.step_record import Outcome
@@ -64,9 +61,7 @@ class ProbeRunner:
         self.keep_places(scheduler)
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
-        for decision_id, live, flags, hold_ms in self._asked_here(scheduler):
-            # If a step brings several tokens, the end of a sentence need not be the last of them.
-            past = live.since_boundary(flags, scheduler.num_spec_tokens)
+        for (decision_id, live, flags, hold_ms), past in self._asked_here(scheduler):
             if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
                 continue
             self._keep_places(scheduler)
@@ -91,25 +86,26 @@ class ProbeRunner:
         """Place the probes whose place in the text has come, if all of them can be rows of their requests; return
         whether they can."""
         asked = self._asked_here(scheduler)
-        for at, (decision_id, live, flags, hold_ms) in enumerate(asked):
-            if not self._place_row(scheduler, decision_id, live, live.since_boundary(flags, 0), hold_ms):
-                for each in asked[at:]:
+        for at, ((decision_id, live, _, hold_ms), past) in enumerate(asked):
+            if not self._place_row(scheduler, decision_id, live, past, hold_ms):
+                for each, _ in asked[at:]:
                     self._directives.probes.put_back(each)
                 return False
         return True
 
-    def _asked_here(self, scheduler: Any) -> list[Asked]:
-        """Take the probes whose place in the text has come, and those of requests that do not think any more; the
-        others go on waiting."""
-        here, markers, probes = list[probe_admission.Asked](), self._tracker.markers, self._directives.probes
+    def _asked_here(self, scheduler: Any) -> list[tuple[Asked, int | None]]:
+        """Take the probes whose place in the text has come, each with the number of tokens after that place, and those
+        of requests that do not think any more; the others go on waiting."""
+        here, markers, probes = list[tuple["Asked", int | None]](), self._tracker.markers, self._directives.probes
         for each in probes.take():
             _, live, flags, _ = each
+            # If a step brings several tokens, the end of a sentence need not be the last of them.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
             misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
             if live.phase is Phase.THINK and live.ending is None and misplaced:
                 probes.put_back(each)
             else:
-                here.append(each)
+                here.append((each, past))
         return here
 
     def _place_row(self, scheduler: Any, decision_id: int, live: LiveRequest, past: int | None, hold_ms: int) -> bool:
@@ -214,7 +210,6 @@ class ProbeRunner:
             elif not placed.cost_tokens:
                 self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
-    @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
     def take_rows(self, scheduler: Any, output: Any) -> None:
         """Take the probes that are rows of the scheduled step out of vLLM's books, and tell the worker of them."""
         rows, self.rows = self.rows, {}
@@ -235,6 +230,8 @@ class ProbeRunner:
 
     def collect_rows(self, runner_output: Any) -> None:
         """Collect the results of the probes that were rows of the step."""
+        if not self._computed:
+            return
         computed, self._computed = self._computed, []
         probed = getattr(runner_output, PROBED, None)
         for row, placed in enumerate(computed):

@@ -99,8 +99,6 @@ class GovernedScheduler:
         self._under_way += 1
         if agent is not None:
             agent.scheduler_seconds += time.perf_counter() - began
-            if agent.probing.rows:
-                self._tell(agent.probing.take_rows, self, output)
             self._tell(self._after_schedule, agent, output)
             if self._guard.fault:
                 self._settle_fault(scheduled=output)

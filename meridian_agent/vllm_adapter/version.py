@@ -30,17 +30,13 @@ def unfit() -> str:
     low, high = SUPPORTED
     if not low <= minor() <= high:
         return f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-    lacks = required_api.missing(required_api.Imported(), required_api.ENGINE)
-    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
+    return _lacks(required_api.ENGINE)
 
 
 def unfit_worker(v2_runner: bool) -> str:
     """Return what this vLLM lacks for measuring in a worker; empty if nothing is missing. v2_runner: the worker uses
     Model Runner V2 instead of V1."""
-    lacks = required_api.missing(
-        required_api.Imported(), required_api.V2_RUNNER if v2_runner else required_api.V1_RUNNER
-    )
-    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
+    return _lacks(required_api.V2_RUNNER if v2_runner else required_api.V1_RUNNER)
 
 
 def unfit_probe_rows() -> str:
@@ -48,5 +44,10 @@ def unfit_probe_rows() -> str:
     first = required_api.PROBE_ROWS_FROM
     if minor() < first:
         return f"vLLM {vllm_version()} is older than {first[0]}.{first[1]}"
-    lacks = required_api.missing(required_api.Imported(), required_api.PROBE_ROWS)
+    return _lacks(required_api.PROBE_ROWS)
+
+
+def _lacks(table: required_api.Table) -> str:
+    """Return which entries of a table this vLLM lacks; empty if nothing is missing."""
+    lacks = required_api.missing(required_api.Imported(), table)
     return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
