@@ -30,7 +30,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Probes:
-    """What probes took in the windows of one batch size.
+    """The time of probes in the windows of one batch size.
 
     decode_s: decode time of all steps. time_share: the probes' part of it; time_share_error: its standard error.
     """

@@ -190,7 +190,7 @@ def _measured(part: Part) -> str:
 def report(parts: dict[str, Part]) -> str:
     """Return the report of the parts that have run."""
     lines = [
-        "# What the agent and the control plane cost",
+        "# Cost of the agent and of the control plane",
         "",
         "The [protocol](../cost.md) says how it is measured.",
         "",
