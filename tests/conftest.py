@@ -7,13 +7,14 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.postgres import Postgres
-from tests.preloaded import Servers
+from tests.preloaded import TEST_PROCESS, Servers
 from tests.processes import ENGINE_ENV, Process, wait_for
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         servers = Servers(ENGINE_ENV)
         config.add_cleanup(servers.stop)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Let the test processes be forked from the process that has imported vLLM, which their tests import, too."""
+    for spec in specs:
+        spec.python = shlex.join(TEST_PROCESS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

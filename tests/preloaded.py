@@ -1,14 +1,16 @@
-"""Fork test programs from processes that have imported the programs' modules and have done nothing else.
+"""Fork test programs and pytest's test processes from processes that have imported the modules and have done nothing
+else.
 
 The tests start some thirty processes with vLLM and a hundred with the control plane. An import of vLLM costs 6 to 10
 seconds of processor time, an import of the control plane costs one. `Servers` are started with pytest; each of them
-imports its modules when a test first needs a program of its kind. vLLM itself also forks after its import, on platforms
+imports its modules when a program of its kind is first needed. vLLM itself also forks after its import, on platforms
 that allow it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +42,7 @@ PROGRAMS = {
     str(EXAMPLES / "async_llm.py"): "vllm",
     str(EXAMPLES / "llm.py"): "vllm",
     "meridian_control": "control",
+    "tests.chaos.engine": "vllm",
     "tests.engine.lacking": "vllm",
     "tests.engine.matrix.child": "vllm",
     "tests.engine.misfit": "vllm",
@@ -46,6 +50,12 @@ PROGRAMS = {
     "tests.soak.stock": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
 }
+# Begins the command of a test process; `-c` and the code that pytest-xdist gives to the process follow.
+TEST_PROCESS = (sys.executable, "-m", "tests.preloaded")
+# A program with its arguments, its folder, its environment, and the files of the namespaces that it enters.
+Start = tuple[list[str], str, dict[str, str], list[str]]
+# Arguments of `nsenter` with the namespaces of a program.
+NAMESPACES = ("--user=", "--net=")
 # Environment variable with the folder of the servers' sockets. Without it, programs are started as usual.
 FOLDER = "MERIDIAN_TESTS_PRELOADED"
 # Seconds in which a server begins to listen.
@@ -59,7 +69,7 @@ class Servers:
         self._folder = tempfile.TemporaryDirectory(prefix="meridian-preloaded-")
         self._processes = []
         for name in IMPORTS:
-            command = [sys.executable, "-m", "tests.preloaded", str(Path(self._folder.name, name)), name]
+            command = [sys.executable, "-m", "tests.preloaded", name, str(Path(self._folder.name, name))]
             # The server ends when its standard input is closed, which happens however this process ends.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **env})
             self._processes.append(process)
@@ -77,30 +87,45 @@ def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], s
 
     Returns None if no server can fork that command.
     """
-    python, *program = command
-    if program[:1] == ["-m"]:
-        program = program[1:]
-    if FOLDER not in os.environ or python != sys.executable or not program or program[0] not in PROGRAMS:
+    prefix, program = _divided(command)
+    namespaces = [argument.partition("=")[2] for argument in prefix if argument.startswith(NAMESPACES)]
+    if FOLDER not in os.environ or not program or program[0] not in PROGRAMS or len(namespaces) + 2 < len(prefix):
         return None
-    # Python reads these variables at its start, and the servers started with those of the tests.
-    if any(env.get(name) != os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED")):
+    # Python reads the first variable at its start, and Triton the second when it is imported.
+    if any(env.get(name) != os.environ.get(name) for name in ("PYTHONHASHSEED", "TRITON_INTERPRET")):
         return None
-    connection = socket.socket(socket.AF_UNIX)
-    path = Path(os.environ[FOLDER], PROGRAMS[program[0]])
-    deadline_s = time.monotonic() + PATIENCE_S
-    # On a busy machine the server may take a while until it listens.
-    while connection.connect_ex(str(path)) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return Forked(Connection(connection.detach()), (program, str(cwd), str(log), dict(env), stdin))
+    files = [os.open(stdin, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)]
+    try:
+        return Forked(PROGRAMS[program[0]], (list(program), str(cwd), dict(env), namespaces), [*files, files[1]])
+    finally:
+        for number in files:
+            os.close(number)
+
+
+def _divided(command: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return what comes before Python in a command, and the program; no program if the command is not this Python."""
+    if sys.executable not in command:
+        return command, ()
+    at = command.index(sys.executable)
+    return command[:at], command[at + 2 :] if command[at + 1 : at + 2] == ["-m"] else command[at + 1 :]
 
 
 class Forked:
     """The part of subprocess.Popen that the tests use."""
 
-    def __init__(self, connection: Connection[Any, Any], program: tuple[Any, ...]) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-        connection.send(program)
-        self.pid: int = connection.recv()
+    def __init__(self, server: str, start: Start, files: Sequence[int]) -> None:
+        """Start a program. server: a key of IMPORTS. files: the program's standard input, output and error."""
+        caller = socket.socket(socket.AF_UNIX)
+        path = Path(os.environ[FOLDER], server)
+        deadline_s = time.monotonic() + PATIENCE_S
+        # On a busy machine the server may take a while until it listens.
+        while caller.connect_ex(str(path)) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        socket.send_fds(caller, [b"f"], files)
+        self._lock = threading.Lock()
+        self._connection: Connection[Any, Any] = Connection(caller.detach())
+        self._connection.send(start)
+        self.pid: int = self._connection.recv()
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -154,7 +179,10 @@ def _serve(path: str, modules: Sequence[str]) -> None:
         for module in modules:
             importlib.import_module(module)
         if "vllm" in sys.modules:
-            _let_vllm_fork()
+            import setproctitle
+
+            # The library finds the place of the title only while the environment lies where it lay at the start.
+            setproctitle.getproctitle()
         gc.freeze()
         while True:
             _wait_for_a_caller(listener)
@@ -162,7 +190,7 @@ def _serve(path: str, modules: Sequence[str]) -> None:
             if not os.fork():
                 break
             accepted.close()
-    _attend(Connection(accepted.detach()))
+    _attend(accepted)
 
 
 def _wait_for_a_caller(listener: socket.socket) -> None:
@@ -172,34 +200,71 @@ def _wait_for_a_caller(listener: socket.socket) -> None:
         os._exit(0)
 
 
-def _attend(connection: Connection[Any, Any]) -> None:
+def _attend(caller: socket.socket) -> None:
     """Fork a program, wait for its end, and send its exit status. Returns in the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    program, cwd, log, env, stdin = connection.recv()
+    files = socket.recv_fds(caller, 1, 3)[1]
+    connection: Connection[Any, Any] = Connection(caller.detach())
+    program, cwd, env, namespaces = connection.recv()
     if pid := os.fork():
         with contextlib.suppress(OSError):
             # The caller may have gone already.
             connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.setsid()
-    files = (stdin, os.O_RDONLY), (log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for number, (path, flags) in enumerate(files):
-        opened = os.open(path, flags, 0o644)
+    for number, opened in enumerate(files):
         os.dup2(opened, number)
         os.close(opened)
-    os.dup2(1, 2)
+    for namespace in namespaces:
+        _enter(namespace)
     os.chdir(cwd)
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(env)
     sys.argv = program
+    _customize([folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in known])
     # From here on, a signal to the program's group reaches it.
     connection.send(os.getpid())
     connection.close()
 
 
-if __name__ == "__main__":
-    _serve(sys.argv[1], IMPORTS[sys.argv[2]])
-    if sys.argv[0].endswith(".py"):
-        runpy.run_path(sys.argv[0], run_name="__main__")
+def _enter(namespace: str) -> None:
+    """Enter a Linux namespace. Raises OSError."""
+    opened = os.open(namespace, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(opened, 0):
+        raise OSError(ctypes.get_errno(), f"the namespace {namespace} cannot be entered")
+    os.close(opened)
+
+
+def _customize(folders: Sequence[str]) -> None:
+    """Do what Python does at its start for folders of PYTHONPATH."""
+    sys.path[1:1] = folders
+    if any(Path(folder, "sitecustomize.py").exists() for folder in folders):
+        sys.modules.pop("sitecustomize", None)
+        importlib.invalidate_caches()
+        importlib.import_module("sitecustomize")
+
+
+def _run(program: Sequence[str]) -> None:
+    """Run a program in this process: code after `-c`, a script, or a module."""
+    name, *arguments = program
+    if name == "-c":
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+        return
+    if "vllm" in sys.modules:
+        _let_vllm_fork()
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
     else:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in IMPORTS:
+        _serve(sys.argv[2], IMPORTS[sys.argv[1]])
+        _run(sys.argv)
+    else:
+        # This process stands for the test process that it has forked.
+        code = sys.argv[sys.argv.index("-c") :]
+        sys.exit(Forked("vllm", (code, str(Path.cwd()), dict(os.environ), []), (0, 1, 2)).wait())
