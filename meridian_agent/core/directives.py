@@ -15,8 +15,7 @@ from meridian_agent.core.hand_overs import HandOvers
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.probe_admission import PendingProbes
-from meridian_agent.core.reclaim import TIERS
-from meridian_agent.core.step_record import NOT_KNOWN, Outcome
+from meridian_agent.core.step_record import NOT_KNOWN, TIERS, Outcome
 from meridian_agent.core.think_limit import ending_tokens, first_due_row, is_limited, limit_in, reserve_note
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class Directives:
             self.report(force.decision_id, Outcome.SUPERSEDED, live)
         else:
             live.begin_forced_end(Ending(self._tracker.markers.ending, force.decision_id, reason=force.reason))
-            self._tracker.due[live] = None
+            self._tracker.watch_limit(live)
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
         live = self._thinker(cap.slot, cap.decision_id, step)
@@ -252,7 +251,7 @@ class Directives:
             first, state, limit = reached
             cap = live.cap if live.cap and not (live.cap.shadow or live.cap.reported) else None
             counts = cap is not None and (limit.by_reserve or cap.max_think_tokens == limit.tokens)
-            self._tracker.run.end()
+            self._tracker.run.leave(live)
             made = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
             live.begin_forced_end(made)
             live.rewrite_forced_end(*self._written(live, state, made))

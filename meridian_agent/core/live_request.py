@@ -1,16 +1,12 @@
-"""Holds one live request as the agent sees it, and runs of steps in which the same requests generate one token of text
-each.
+"""Holds one live request as the agent sees it.
 
-Nearly all steps belong to such a run. A step of a run is only counted, at a cost that hardly grows with the number of
-requests. The counted steps are applied to each request when a caller reads the request's state, at the latest when a
-request comes near its cap. Knows no vLLM type beyond opaque references, no policy and no network. Runs on the
-engine-core thread only.
+Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meridian.v1 import agent_pb2
 
@@ -18,8 +14,6 @@ from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_FORCED
 from meridian_agent.core.request_info import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from meridian_agent.core.request_info import RequestInfo
 
 # Ranks of requests without a decided rank; the control plane's ranks use the same scale (lower is more urgent). If
@@ -66,76 +60,12 @@ class Ending:
         return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0) | (FLAG_BY_RESERVE if self.by_reserve else 0)
 
 
-class TextRun:
-    """The current run of text steps; the tracker keeps one object for all runs.
+class CountedSteps(Protocol):
+    """The part of `text_run.TextRun` that its members read."""
 
-    request_ids: ids in the order of the runner's rows; empty while there is no run. slots, phases, rows: columns of
-    each step's record; these lists never change once they are made. steps: number of steps that were counted and not
-    yet applied to the requests. number: a number that no other run has; 0 while there is no run.
-    """
+    steps: int
 
-    def __init__(self) -> None:
-        self.request_ids: list[str] = []
-        self.slots: list[int] = []
-        self.phases: list[int] = []
-        self.rows: list[int] = []
-        # Sentence and paragraph flags by token id.
-        self.boundaries = b""
-        self.steps = 0
-        self.number = self._begun = 0
-        self._tracked: list[LiveRequest] = []
-        self._newest: Sequence[int] = ()
-        # Number of steps that may still be counted before a request comes so near its cap that the cap must be checked.
-        self._left = 0
-
-    def begin(self, request_ids: list[str], tracked: list[LiveRequest]) -> None:
-        """Begin a run, unless one of the requests is in its prompt, is being ended, or is near its cap."""
-        left = [live.text_steps() for live in tracked]
-        if not left or min(left) <= 0:
-            return
-        self.request_ids, self._tracked, self._left = request_ids, tracked, min(left)
-        self.number = self._begun = self._begun + 1
-        for row, live in enumerate(tracked):
-            live.join_run(self.number, row)
-        self.slots = [live.slot for live in tracked]
-        self.phases = [int(live.own_state.phase) for live in tracked]
-        self.rows = list(range(len(tracked)))
-
-    def end(self) -> None:
-        """End the run, because something is about to change for one of its requests."""
-        if self.request_ids:
-            self.spread()
-            self.request_ids, self._tracked, self.number = [], [], 0
-
-    def note(self, tokens: Sequence[int]) -> bool:
-        """Count a step with one token of text for each request; return False, and count nothing, if a cap is near."""
-        if self._left <= 0:
-            return False
-        self._left -= 1
-        self.steps += 1
-        self._newest = tokens
-        return True
-
-    def newest_boundary(self, row: int) -> int:
-        """Return the sentence and paragraph flags of the newest counted token in this row."""
-        token = self._newest[row]
-        return self.boundaries[token] if token < len(self.boundaries) else 0
-
-    def spread(self) -> None:
-        """Apply the counted steps to each request."""
-        steps, self.steps = self.steps, 0
-        if not steps:
-            return
-        known = len(self.boundaries)
-        for live, token in zip(self._tracked, self._newest, strict=True):
-            state = live.own_state
-            state.text_run += steps
-            if state.phase is Phase.THINK:
-                state.think_tokens += steps
-                live.own_boundary = self.boundaries[token] if token < known else 0
-            else:
-                state.output_tokens += steps * (state.phase is Phase.OUTPUT)
-                live.own_boundary = 0
+    def newest_boundary(self, row: int) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +74,7 @@ class LiveRequest:
 
     slot: int
     info: RequestInfo
-    # Phase and token counts without the counted steps of a run; `state` includes these steps. A run changes no phase.
+    # Phase and token counts without the counted steps of the run; `state` includes these steps. A run changes no phase.
     own_state: PhaseState
     opened_step: int
     ref: Any
@@ -168,7 +98,7 @@ class LiveRequest:
     skipped_steps: int = 0
     # Newest step that the request joined, so that requests are left out in fair turns.
     joined_step: int = 0
-    # Sentence and paragraph flags of the newest token while thinking, without the counted steps of a run.
+    # Sentence and paragraph flags of the newest token while thinking, without the counted steps of the run.
     own_boundary: int = 0
     # Number of thinking tokens at the newest sentence end without a probe, and that token's flags; used if a step
     # brings several tokens.
@@ -190,15 +120,15 @@ class LiveRequest:
     allowed: bool = True
     # KV blocks that an answering request had when it was preempted, each with the hash it had then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
-    run: TextRun | None = None
-    # Number of the newest run that the request has joined, and its row there.
-    run_number: int = 0
-    run_row: int = 0
+    run: CountedSteps | None = None
+    # Row of the request in the run, -1 while it is not a member; and the run's counted steps that `own_state` includes.
+    run_row: int = -1
+    applied_steps: int = 0
 
     @property
     def state(self) -> PhaseState:
-        if self.run is not None and self.run.steps:
-            self.run.spread()
+        if self.run_row >= 0:
+            self._apply_steps()
         return self.own_state
 
     @property
@@ -207,9 +137,8 @@ class LiveRequest:
 
     @property
     def _counted_steps(self) -> int:
-        """Number of steps of the current run that are not yet applied; reading it costs less than `state`."""
-        run = self.run
-        return run.steps if run is not None and self.run_number == run.number else 0
+        """Number of steps of the run that are not yet applied; reading it costs less than `state`."""
+        return self.run.steps - self.applied_steps if self.run is not None and self.run_row >= 0 else 0
 
     @property
     def think_tokens(self) -> int:
@@ -226,9 +155,29 @@ class LiveRequest:
             return self.own_boundary
         return self.run.newest_boundary(self.run_row) if self.phase is Phase.THINK else 0
 
-    def join_run(self, number: int, row: int) -> None:
-        """Note that the request is in a run from now on."""
-        self.run_number, self.run_row = number, row
+    def join_run(self, row: int, steps: int) -> None:
+        """Note that the request is a member of the run from now on. steps: the run's counted steps so far."""
+        self.run_row, self.applied_steps = row, steps
+
+    def move_in_run(self, row: int) -> None:
+        """Note that the request, a member of the run, has another row."""
+        self.run_row = row
+
+    def leave_run(self) -> None:
+        """Note that the request is no longer a member of the run."""
+        self._apply_steps()
+        self.run_row = -1
+
+    def _apply_steps(self) -> None:
+        """Apply the counted steps of the run, of which the request is a member."""
+        if (steps := self._counted_steps) and self.run is not None:
+            state, self.own_boundary = self.own_state, self.boundary
+            self.applied_steps = self.run.steps
+            state.text_run += steps
+            if state.phase is Phase.THINK:
+                state.think_tokens += steps
+            elif state.phase is Phase.OUTPUT:
+                state.output_tokens += steps
 
     # ----------------------------------------------------------------------------------------------- caps and endings
 

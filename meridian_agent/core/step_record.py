@@ -1,5 +1,5 @@
 """Holds the record of one engine step. The engine-core thread fills a record; the link's threads read it after the
-engine has queued it. Names the outcomes of decisions, which the record carries."""
+engine has queued it. Names the outcomes of decisions, which the record carries, and the eviction tiers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ class Outcome(IntEnum):
     AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
 
 
+class Tier(IntEnum):
+    """The values of meridian.v1.EvictionTier."""
+
+    REUSABLE = agent_pb2.EVICTION_TIER_REUSABLE
+    UNREACHABLE = agent_pb2.EVICTION_TIER_UNREACHABLE
+
+
+# The tiers that this agent knows; a newer control plane may send others.
+TIERS = frozenset(map(int, Tier))
+
+
 class Report(Protocol):
     """A function that records the outcome of a decision."""
 
@@ -74,8 +85,8 @@ class StepRecord:
     slots: list[int] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
-    # If the step belongs to a run of text steps: its tokens, from which the flags are computed later, and the sentence
-    # and paragraph flags by token id.
+    # Tokens of the run's members, whose rows come before all other rows and whose flags are computed later; and the
+    # sentence and paragraph flags by token id. `flags` has the flags of the other rows.
     text: Sequence[int] = ()
     boundaries: bytes = b""
     # Signals of the step's rows as the worker sent them, and the row that each token was sampled from.
@@ -123,10 +134,10 @@ class StepRecord:
         self.rows.append(row)
 
     def row_flags(self) -> list[int]:
-        """Return the flags of each row; in a run of text steps these are only the ends of sentences and paragraphs of
+        """Return the flags of each row; for a member of the run these are only the ends of sentences and paragraphs of
         thinking."""
         if not self.text:
             return self.flags
         known, flags = len(self.boundaries), self.boundaries
-        rows = zip(self.text, self.phases, strict=True)
-        return [flags[token] if phase == Phase.THINK and token < known else 0 for token, phase in rows]
+        rows = zip(self.text, self.phases, strict=False)
+        return [flags[token] if phase == Phase.THINK and token < known else 0 for token, phase in rows] + self.flags

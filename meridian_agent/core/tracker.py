@@ -1,6 +1,6 @@
 """Tracks the live requests of one engine, and fills the record of each engine step.
 
-The module owns slots, phases and counts; `TextRun` counts steps in which every request generates one token of text.
+The module owns slots, phases and counts; `TextRun` counts the steps of requests that generate one token of text each.
 Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.live_request import LiveRequest, TextRun
+from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.request_info import NEVER, RequestInfo
 from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.text_run import NO_TOKEN, TextRun
 from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
 from meridian_agent.core.token_cycles import LoopWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 class Tracker:
@@ -48,9 +49,8 @@ class Tracker:
         # Tokens that a request may generate beyond the next one before its limit is checked again, so limits are
         # checked this much earlier.
         self.lookahead = 0
-        # Request ids of the newest step outside of a run; a run begins once two such steps in a row have the same
-        # requests.
-        self._last_ids: list[str] = []
+        # The new token of each row of the step that was noted last; empty if no request may join the run.
+        self._tokens: list[int] = []
         self._free: list[int] = []
         self._next_slot = 0
         self._last_step = 0
@@ -83,12 +83,13 @@ class Tracker:
         self._count(state.phase, 1)
         self.watch_limit(live)
         self.reorder = True
+        self.run.changed()
         self.record.opened.append(opened_row(live))
         return live
 
     def reread(self, live: LiveRequest, state: PhaseState) -> None:
         """Replace the state of a tracked request, because its tokens have been read with other markers."""
-        self.run.end()
+        self.run.leave(live)
         self._count(live.own_state.phase, -1)
         live.reread(state, self.default_cap, self.default_reserve, self._last_step + 1)
         self._count(state.phase, 1)
@@ -97,6 +98,7 @@ class Tracker:
 
     def preempt(self, live: LiveRequest) -> None:
         """Note that a request was preempted and is back in the queue."""
+        self.run.leave(live)
         live.mark_preempted()
         self.preempted[live] = None
         self.record.preempted.append(live.slot)
@@ -128,7 +130,7 @@ class Tracker:
 
     def watch_limit(self, live: LiveRequest) -> None:
         """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise."""
-        self.run.end()
+        self.run.leave(live)
         limit = limit_in(live, live.state, self.markers)
         early = self.lookahead if limit is None else self.lookahead + may_lengthen(self.markers, limit)
         live.watch_from = NEVER if limit is None else limit.tokens - early
@@ -148,39 +150,59 @@ class Tracker:
     def boundaries(self, flags: bytes) -> None:
         self.run.boundaries = flags
 
-    def note(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> bool:
-        """Count a step as a part of a run; return False, and count nothing, if each of its requests must be looked at.
+    def note(self, request_ids: list[str], sampled: Sequence[Sequence[int]], ended: Iterable[str] = ()) -> list[int]:
+        """Find the members of the run that a step brought one token of text and nothing else; return the other rows,
+        which must be looked at one by one.
 
-        request_ids: ids in the order of the runner's rows. sampled: the new tokens of each request. Called only if no
-        request ended in the step.
+        request_ids: ids in the order of the runner's rows. sampled: the new tokens of each row. ended: ids of requests
+        that may have ended in the step.
         """
-        run, record, markers = self.run, self.record, self.markers
-        if not request_ids or run.request_ids != request_ids or self.due or self.preempted or markers.longest > 1:
-            return False
+        run, markers = self.run, self.markers
+        if markers.longest > 1 or len(sampled) != len(request_ids):
+            return self.note_nothing(request_ids)
+        run.arrange(request_ids)
         try:
-            tokens = [token for (token,) in sampled]
+            self._tokens = [token for (token,) in sampled]
         except ValueError:
-            return False
-        if len(tokens) != len(request_ids) or not markers.by_last.keys().isdisjoint(tokens) or not run.note(tokens):
-            return False
-        record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
-        record.text, record.boundaries = tokens, run.boundaries
-        return True
+            self._tokens = [new[0] if len(new) == 1 else NO_TOKEN for new in sampled]
+            run.leave_rows([row for row, token in enumerate(self._tokens) if token == NO_TOKEN])
+        if not markers.by_last.keys().isdisjoint(self._tokens):
+            run.leave_rows([row for row, token in enumerate(self._tokens) if token in markers.by_last])
+        for request_id in ended:
+            if live := self.by_id.get(request_id):
+                run.leave(live)
+        return run.ready()
 
-    def noted_singly(self, request_ids: list[str]) -> None:
-        """Note that the step's requests were handled one by one; begin a run if the previous step had the same
-        requests."""
-        if request_ids != self._last_ids:
-            # The ids are copied, because the runner may change its own list.
-            self._last_ids = list(request_ids)
-        elif self.markers.longest == 1 and not (self.due or self.preempted):
-            tracked = [live for request_id in request_ids if (live := self.by_id.get(request_id))]
-            if len(tracked) == len(request_ids):
-                self.run.begin(self._last_ids, tracked)
+    def note_nothing(self, request_ids: list[str]) -> list[int]:
+        """Return all rows of a step in which no request may be or become a member of the run."""
+        self.run.end()
+        self._tokens = []
+        return list(range(len(request_ids)))
+
+    def count(self, others: Sequence[int]) -> None:
+        """Count the noted step for the members of the run. others: the rows that are looked at one by one."""
+        run, record = self.run, self.record
+        if run.members:
+            record.text, record.boundaries = run.count(self._tokens), run.boundaries
+            record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
+            if others:
+                # The lists are copied, because rows will be added.
+                record.slots, record.phases, record.rows = [*run.slots], [*run.phases], [*run.rows]
+
+    def looked_at(self, others: Sequence[int]) -> None:
+        """Note that the requests of these rows of the noted step were looked at one by one; those that generated one
+        token of text may join the run."""
+        run, whole = self.run, bool(self._tokens)
+        for row in others if whole else ():
+            if live := self.by_id.get(run.request_ids[row]):
+                if self._tokens[row] != NO_TOKEN and live not in self.due and live not in self.preempted:
+                    run.join(live, row)
+                whole = whole and live.run_row >= 0
+        run.whole = whole
 
     def feed(self, live: LiveRequest, tokens: Sequence[int], first_row: int) -> bool:
         """Count a request's new tokens; return whether thinking ended in them."""
-        self.run.end()
+        self.run.leave(live)
         if len(tokens) == 1 and live.ending is None and self.markers.is_text(tokens[0], live.state.phase):
             return self._feed_text(live, tokens[0], first_row)
         record, state, markers, ended = self.record, live.state, self.markers, False
@@ -231,8 +253,8 @@ class Tracker:
 
     def close(self, live: LiveRequest, reason: int) -> None:
         """Forget a request; its slot becomes free once the record that reports its end is taken."""
-        self.run.end()
-        self._last_ids = []
+        self.run.leave(live)
+        self.run.changed()
         del self.by_id[live.info.request_id]
         del self.by_slot[live.slot]
         self.loops.forget(live.slot)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class CalmSteps:
-    """The calm steps of one engine. They follow a full look while a run of text steps lasts, because the run ends as
-    soon as anything changes for one of its requests."""
+    """The calm steps of one engine. They follow a full look while all requests of the steps are members of the run, and
+    the run stays the same, because its number changes as soon as anything changes for a live request."""
 
     def __init__(
         self, tracker: Tracker, directives: Directives, probing: ProbeRunner, queues: QueueOrder, link: Link
@@ -31,7 +31,7 @@ class CalmSteps:
         self._lease, self._mailbox, self._inbox = link.lease, link.mailbox, link.inbox
         # Numbers of steps so far with and without a full look.
         self.full_steps = self.calm_steps = 0
-        # Number of the run in which steps are calm; 0 if the coming step needs a full look.
+        # Number of the run with which steps are calm; 0 if the coming step needs a full look.
         self._run = 0
         # The findings of the full look: the scheduler's limits to lower, whether a stream is up, the agent's state, and
         # the time on the lease's clock until which the leases change nothing.
@@ -83,7 +83,7 @@ class CalmSteps:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
         the scheduler's limits that the full look lowers."""
         run, lease = self._tracker.run, self._lease
-        if not (run.request_ids and self._nothing_due(scheduler, plan) and self._only_awaited_probes()):
+        if not (run.members and run.whole and self._nothing_due(scheduler, plan) and self._only_awaited_probes()):
             return
         if limits and not self._limits_stay(scheduler):
             return
@@ -104,9 +104,9 @@ class CalmSteps:
 
     def _only_awaited_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        self._awaited, number = [], self._tracker.run.number
+        self._awaited = []
         for _, live, flags, _ in self._directives.probes:
-            if not flags or live.boundary & flags == flags or live.run_number != number:
+            if not flags or live.boundary & flags == flags or live.run_row < 0:
                 return False
             self._awaited.append((live.run_row, flags))
         return True
@@ -119,15 +119,14 @@ class CalmSteps:
 
     def scheduled(self, requests: int) -> None:
         """End the calm if the step has more or fewer requests than the run, such as one that vLLM has just admitted."""
-        if requests != len(self._tracker.run.slots):
+        if requests != self._tracker.run.members:
             self._run = 0
 
     def generated(self, tokens: Sequence[int]) -> None:
-        """Find out whether one of a text step's tokens is one that a probe waits for. tokens: by row of the run; empty
-        if the step did not belong to a run."""
-        if not (self._awaited and self._run and tokens):
-            return
+        """Find out whether one of a step's tokens is one that a probe waits for. tokens: those of the run's members."""
         run = self._tracker.run
+        if not (self._awaited and self._run == run.number and tokens):
+            return
         if any(run.newest_boundary(row) & flags == flags for row, flags in self._awaited):
             self._due = True
             if not self._probing.rows_possible:

@@ -1,7 +1,7 @@
 """Decides in which order vLLM reuses the KV blocks of requests that end or are preempted.
 
-The module applies eviction tiers to vLLM's block pool and counts reclaimed blocks; `reclaim` computes which blocks no
-later prompt can hit. Runs on the engine-core thread, while vLLM frees or preempts a request.
+The module finds the blocks that no later prompt can hit, applies eviction tiers to vLLM's block pool and counts
+reclaimed blocks. Runs on the engine-core thread, while vLLM frees or preempts a request.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.reclaim import Tier, unreachable_blocks
-from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_record import Outcome, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
@@ -80,6 +79,19 @@ class KvBlocks:
             blocks.update(b for b in found if pool[b].block_hash is not None)
         manager.evict_blocks(blocks)
         return len(blocks)
+
+
+def unreachable_blocks(
+    block_ids: list[int], reachable_tokens: int, block_size: int, reference_count: Callable[[int], int]
+) -> set[int]:
+    """Return the blocks that are not wholly inside the first `reachable_tokens` tokens, without blocks that another
+    request shares.
+
+    block_ids: the request's blocks in order. The next turn of a conversation repeats the prompt and then differs. So no
+    later prompt can have the hash of the first block with a generated token, or of any block after it.
+    """
+    kept = reachable_tokens // block_size
+    return {b for b in block_ids[kept:] if reference_count(b) == 1}
 
 
 def reuse_answers_last(scheduler: Any, preempted: Iterable[LiveRequest]) -> None:

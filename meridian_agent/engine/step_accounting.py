@@ -1,8 +1,8 @@
 """Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, and takes probes
 out.
 
-Most steps bring each request one token of text and nothing else, probes aside, and are counted as a whole. Runs on the
-engine-core thread, after vLLM has processed the step.
+Most steps bring nearly all requests one token of text and nothing else, and are counted as a whole for these requests.
+Runs on the engine-core thread, after vLLM has processed the step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ class StepAccounting:
         the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in the
         step."""
         own = self._without_probes(runner_output.req_ids)
-        if not (self._probing.placed.keys() >= finished and self._all_text(runner_output, outputs, told, own)):
-            self._singly(runner_output, outputs, None if told is None else StepSignals.decode(told), own)
+        others = self._others(runner_output, outputs, told, own, finished)
+        self._tracker.count(others)
+        if others or len(own) < len(runner_output.req_ids):
+            signals = None if told is None else StepSignals.decode(told)
+            self._singly(outputs, runner_output.req_id_to_index, signals, {own[row] for row in others})
+        self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
 
@@ -61,34 +65,41 @@ class StepAccounting:
             number -= 1
         return request_ids if number == len(request_ids) else request_ids[:number]
 
-    def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, own: list[str]) -> bool:
-        """Process a step as a whole if it brought each of its requests one token of text and nothing else, probes
-        aside; return False otherwise. own: the step's ids without its probes."""
+    def _others(
+        self,
+        runner_output: Any,
+        outputs: dict[int, Any],
+        told: SignalBytes | None,
+        own: list[str],
+        finished: AbstractSet[str],
+    ) -> list[int]:
+        """Return the rows of the requests that the step did not bring one token of text and nothing else, which cannot
+        be counted as a whole. own: the step's ids without its probes."""
         if isinstance(told, tuple):
-            return False
+            return self._tracker.note_nothing(own)
         sampled, probes = runner_output.sampled_token_ids, len(runner_output.req_ids) - len(own)
-        # vLLM has no output for requests that were aborted during the step.
-        if sum(len(group.outputs) for group in outputs.values()) != len(own) + probes:
-            return False
-        if not self._tracker.note(own, sampled[: len(own)] if probes else sampled):
-            return False
-        if probes:
-            self._collect(runner_output, outputs, None if told is None else StepSignals.decode(told))
-        return True
+        others = self._tracker.note(own, sampled[: len(own)] if probes else sampled, finished)
+        expected = len(own)
+        if probes or others:
+            # vLLM has no output for prompts in pieces and for requests that were aborted during the step.
+            ids = {own[row] for row in others}.union(runner_output.req_ids[len(own) :])
+            expected += sum(out.request_id in ids for group in outputs.values() for out in group.outputs) - len(others)
+        if sum(len(group.outputs) for group in outputs.values()) != expected:
+            return self._tracker.note_nothing(own)
+        return others
 
-    def _collect(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None) -> None:
+    def _singly(
+        self, outputs: dict[int, Any], index: dict[str, int], signals: StepSignals | None, others: AbstractSet[str]
+    ) -> None:
+        """Take the probes out of the outputs, and process the outputs of the requests in `others` one by one. index:
+        row of each id."""
+        by_id = self._tracker.by_id
         for group in outputs.values():
-            self._probing.collect(group, signals, runner_output.req_id_to_index)
-
-    def _singly(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None, own: list[str]) -> None:
-        by_id, index = self._tracker.by_id, runner_output.req_id_to_index
-        if self._probing.placed:
-            self._collect(runner_output, outputs, signals)
-        for group in outputs.values():
+            if self._probing.placed:
+                self._probing.collect(group, signals, index)
             for out in group.outputs:
-                if live := by_id.get(out.request_id):
+                if out.request_id in others and (live := by_id.get(out.request_id)):
                     self._one(live, out, index, signals)
-        self._tracker.noted_singly(own)
 
     def _one(self, live: LiveRequest, out: Any, index: dict[str, int], signals: StepSignals | None) -> None:
         if out.new_token_ids:

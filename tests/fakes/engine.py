@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from meridian_agent.core.directives import Directives
 from meridian_agent.core.phases import Markers, Phase
-from meridian_agent.core.reclaim import Tier
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_record import Outcome, Tier
 from meridian_agent.core.tracker import Tracker
 
 if TYPE_CHECKING:

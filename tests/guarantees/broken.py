@@ -17,7 +17,7 @@ GUARD, STATE, LEASE = (
 PROBING, RING, RECLAIM = (
     "meridian_agent/engine/probe_runner.py",
     "meridian_agent/link/record_queue.py",
-    "meridian_agent/core/reclaim.py",
+    "meridian_agent/engine/kv_blocks.py",
 )
 QUEUES, PLUGIN, VERSION = (
     "meridian_agent/engine/queue_order.py",
@@ -223,7 +223,7 @@ BROKEN: tuple[Broken, ...] = (
         RECLAIM,
         "    return {b for b in block_ids[kept:] if reference_count(b) == 1}\n",
         "    return set(block_ids[kept:])\n",
-        "tests/unit/agent/core/test_reclaim.py",
+        "tests/unit/agent/engine/test_reclaim.py",
     ),
     _new(
         KEPT,
@@ -231,7 +231,7 @@ BROKEN: tuple[Broken, ...] = (
         RECLAIM,
         "    kept = reachable_tokens // block_size\n",
         "    kept = 0\n",
-        "tests/unit/agent/core/test_reclaim.py",
+        "tests/unit/agent/engine/test_reclaim.py",
     ),
     _known(
         OUTCOMES,

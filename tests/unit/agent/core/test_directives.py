@@ -11,8 +11,7 @@ from meridian_agent.core.directives import MAX_SKIP_STEPS
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
-from meridian_agent.core.reclaim import Tier
-from meridian_agent.core.step_record import NOT_KNOWN, Outcome
+from meridian_agent.core.step_record import NOT_KNOWN, Outcome, Tier
 from tests.fakes.engine import END, MARKERS, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan, text_until_end
 

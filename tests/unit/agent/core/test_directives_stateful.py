@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
-from meridian_agent.core.reclaim import Tier
+from meridian_agent.core.step_record import Tier
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan
 

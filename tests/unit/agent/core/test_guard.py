@@ -12,8 +12,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import guard as guard_module
 from meridian_agent.core.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard, hook
-from meridian_agent.core.reclaim import unreachable_blocks
 from meridian_agent.engine.agent import Agent
+from meridian_agent.engine.kv_blocks import unreachable_blocks
 from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
 
@@ -201,7 +201,7 @@ def test_a_fault_tells_no_text_of_an_exception() -> None:
 def test_a_fault_names_the_agents_line_beside_the_innermost() -> None:
     guard = Guard()
     guard.run(unreachable_blocks, [1], 0, 16, lambda _: fail())
-    place = f"KeyError at {__name__}:{LINE} (fail), from meridian_agent.core.reclaim:"
+    place = f"KeyError at {__name__}:{LINE} (fail), from meridian_agent.engine.kv_blocks:"
     assert guard.fault.startswith(f"unreachable_blocks: {place}")
 
 

@@ -54,11 +54,8 @@ class Engine:
         lease.found()
         for name in IDS:
             self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, SimpleNamespace())
-        for _ in range(2):
-            for name in IDS:
-                self.tracker.feed(self.tracker.by_id[name], [TEXT], 0)
-            self.tracker.noted_singly(IDS)
-        assert self.tracker.run.number
+        self.counted(TEXT, TEXT)
+        assert self.tracker.run.whole
 
     def look(self, plan: Any = None, limits: list[Limit] | None = None) -> bool:
         """Have a full look; return whether the coming step is calm."""
@@ -70,8 +67,17 @@ class Engine:
         probe = agent_pb2.EatProbe(decision_id=1, slot=0, placement=placement)
         self.directives.probes.add(probe, self.tracker.by_id["a"])
 
+    def counted(self, *tokens: int) -> list[int]:
+        """Account a step; return the rows that were looked at one by one."""
+        others = self.tracker.note(IDS, [[token] for token in tokens])
+        self.tracker.count(others)
+        for row in others:
+            self.tracker.feed(self.tracker.by_id[IDS[row]], [tokens[row]], row)
+        self.tracker.looked_at(others)
+        return others
+
     def step(self, *tokens: int) -> None:
-        assert self.tracker.note(IDS, [[token] for token in tokens])
+        assert not self.counted(*tokens)
         self.calm.generated(tokens)
 
 

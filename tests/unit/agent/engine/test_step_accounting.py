@@ -19,6 +19,7 @@ from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.link.messages import step_report
+from tests.fakes.records import in_slot_order
 
 START, END, TEXT, STOP = 1, 2, 3, 4
 
@@ -63,11 +64,13 @@ class Engine:
         )
         column = np.array(entropies, np.float32)
         told = StepSignals(None, column, np.ones(len(column), np.int32), -column, -column).encode()
-        self.accounts.take(runner_output, {0: group}, told, finished | ({"another request"} if self.singly else set()))
+        self.accounts.take(runner_output, {0: group}, told, finished)
         self.whole += bool(self.tracker.record.text)
+        if self.singly:
+            self.tracker.run.end()
         record = self.tracker.take_record()
         record.told = told
-        report = step_report([record]).SerializeToString(deterministic=True)
+        report = step_report([in_slot_order(record)]).SerializeToString(deterministic=True)
         return report, [out.request_id for out in group.outputs] + sorted(group.finished_requests)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.reclaim import unreachable_blocks
+from meridian_agent.engine.kv_blocks import unreachable_blocks
 
 BLOCKS = [10, 11, 12, 13]
 

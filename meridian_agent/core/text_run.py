@@ -1,0 +1,144 @@
+"""Counts the steps of all requests that generate one token of text a step, at a cost that hardly grows with their
+number.
+
+Nearly all tokens belong to such a run. A counted step is applied to a request when a caller reads the request's state
+or the request leaves the run, at the latest when it comes near its cap. Requests join and leave one by one, so an end
+of one request costs the others nothing. Runs on the engine-core thread only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_agent.core.request_info import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from meridian_agent.core.live_request import LiveRequest
+
+# The token of a row that has no single new token.
+NO_TOKEN = -1
+
+
+class TextRun:
+    """The members of the run of one engine, by the runner's rows; the tracker keeps one object.
+
+    request_ids: ids of the newest step's rows. slots, phases, rows: columns of the members, in the order of the rows;
+    these lists never change once they are made. steps: number of steps counted so far. number: a number that changes
+    whenever a member, its row or the set of live requests changes.
+    """
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+        self.slots: list[int] = []
+        self.phases: list[int] = []
+        self.rows: list[int] = []
+        # Sentence and paragraph flags by token id.
+        self.boundaries = b""
+        self.steps = 0
+        self.number = 0
+        # Number of members, and whether the newest step had no other live requests.
+        self.members = 0
+        self.whole = False
+        # The member of each row, None for a row whose request is not a member; the newest token of each row.
+        self._by_row: list[LiveRequest | None] = []
+        self._newest: Sequence[int] = ()
+        # The columns are older than the members.
+        self._stale = False
+        # A member may come near a cap, which must be checked, once this many steps are counted.
+        self._steps_until_cap = NEVER
+
+    def changed(self) -> None:
+        """Note that something has changed for the live requests."""
+        self.number += 1
+
+    def arrange(self, request_ids: list[str]) -> None:
+        """Give the members the rows that their requests have in a new step; members without a row there leave."""
+        known = self.request_ids
+        if request_ids == known:
+            return
+        self.changed()
+        self._stale = True
+        rows = [row for row, (new, old) in enumerate(zip(request_ids, known, strict=False)) if new != old]
+        both = min(len(request_ids), len(known))
+        moved = {}
+        for row in (*rows, *range(both, len(known))):
+            if (live := self._by_row[row]) is not None:
+                moved[known[row]] = live
+        newest, was = [*self._newest[:both], *[NO_TOKEN] * (len(request_ids) - both)], self._newest
+        by_row: list[LiveRequest | None] = [*self._by_row[:both], *[None] * (len(request_ids) - both)]
+        for row in (*rows, *range(both, len(request_ids))):
+            by_row[row] = live = moved.pop(request_ids[row], None)
+            if live is not None:
+                newest[row] = was[live.run_row]
+                live.move_in_run(row)
+        self.members -= len(moved)
+        for live in moved.values():
+            live.leave_run()
+        # The ids are copied, because the runner may change its own list.
+        self.request_ids, self._by_row, self._newest = list(request_ids), by_row, newest
+
+    def join(self, live: LiveRequest, row: int) -> None:
+        """Let a request join that has just generated one token of text, unless it is in its prompt, is being ended, or
+        is near its cap."""
+        if (left := live.text_steps()) <= 0:
+            return
+        self.changed()
+        self._by_row[row], self._stale = live, True
+        self.members += 1
+        self._steps_until_cap = min(self._steps_until_cap, self.steps + left)
+        live.join_run(row, self.steps)
+
+    def leave(self, live: LiveRequest) -> None:
+        """Let a request leave, because something is about to change for it; do nothing if it is not a member."""
+        if (row := live.run_row) >= 0:
+            live.leave_run()
+            self._by_row[row] = None
+            self.members -= 1
+            self._stale, self.whole = True, False
+            self.changed()
+
+    def leave_rows(self, rows: Collection[int]) -> None:
+        """Let the members of these rows leave."""
+        for row in rows:
+            if (live := self._by_row[row]) is not None:
+                self.leave(live)
+
+    def end(self) -> None:
+        """Let all members leave."""
+        self.leave_rows(range(len(self._by_row)))
+
+    def ready(self) -> list[int]:
+        """Let the members leave that are near a cap, and bring the columns up to date; return the rows of the newest
+        step whose requests are not members."""
+        if self.steps >= self._steps_until_cap:
+            self._check_caps()
+        if self._stale:
+            members = [live for live in self._by_row if live is not None]
+            self.slots = [live.slot for live in members]
+            self.phases = [int(live.own_state.phase) for live in members]
+            self.rows = [live.run_row for live in members]
+            self._stale = False
+        if self.members == len(self._by_row):
+            return []
+        return [row for row, live in enumerate(self._by_row) if live is None]
+
+    def _check_caps(self) -> None:
+        left = {live: live.text_steps() for live in self._by_row if live is not None}
+        for live, steps in left.items():
+            if steps <= 0:
+                self.leave(live)
+        self._steps_until_cap = self.steps + min((steps for steps in left.values() if steps > 0), default=NEVER)
+
+    def count(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Count a step; return the members' tokens, in the order of their rows. tokens: by row, one of text for each
+        member. Called only after `ready`."""
+        self.steps += 1
+        self._newest = tokens
+        return tokens if self.members == len(tokens) else [tokens[row] for row in self.rows]
+
+    def newest_boundary(self, row: int) -> int:
+        """Return the sentence and paragraph flags of the newest counted token in this row."""
+        token = self._newest[row]
+        return self.boundaries[token] if token < len(self.boundaries) else 0
