@@ -76,6 +76,15 @@ STEPS: tuple[tuple[str, ...], ...] = (
             rollout TEXT NOT NULL
         )""",
     ),
+    (
+        """CREATE TABLE budgets (
+            name VARCHAR(64) NOT NULL PRIMARY KEY,
+            used_tokens BIGINT NOT NULL,
+            minute_missing DOUBLE PRECISION NOT NULL,
+            day_missing DOUBLE PRECISION NOT NULL,
+            updated_at TIMESTAMPTZ NOT NULL
+        )""",
+    ),
 )
 
 # An arbitrary number, which must be the same in every replica.

@@ -1,0 +1,100 @@
+"""Stores the usage of thinking budgets in the database, one row for each budget that was ever used.
+
+The store owns the table `budgets`. Replicas add their usage to the same rows, each within one transaction that locks
+the rows, so that no usage is lost or counted twice. The module does not know who thinks. All code runs on the control
+plane's event loop and never blocks it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Column, DateTime, Float, MetaData, Row, String, Table, insert, select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from meridian_control.budgets.token_bucket import Account, charged
+from meridian_control.storage.database import utc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+    from meridian_control.policy.budget_schema import BudgetPolicy
+    from meridian_control.storage.database import Database
+
+_budgets = Table(
+    "budgets",
+    MetaData(),
+    Column("name", String(64), primary_key=True),
+    Column("used_tokens", BigInteger, nullable=False),
+    Column("minute_missing", Float, nullable=False),
+    Column("day_missing", Float, nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False),
+)
+
+
+class BudgetStore:
+    """The accounts of the budgets in a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def charge(
+        self, tokens: Mapping[str, int], budgets: Mapping[str, BudgetPolicy], now: datetime
+    ) -> dict[str, Account]:
+        """Add the thinking tokens of this replica to the budgets' accounts, and return the accounts of all budgets.
+
+        tokens, budgets: by the budget's name; every name in `tokens` is in `budgets`. now: UTC. If the call raises, no
+        tokens were added, unless the database was lost while it committed. Raises StoreUnavailable.
+        """
+        names, used = sorted(budgets), {name: count for name, count in tokens.items() if count}
+        if not used:
+            async with self._database.reading() as connection:
+                return await _accounts(connection, names)
+        while True:
+            try:
+                async with self._database.writing(tell=False) as connection:
+                    if not self._database.shared:
+                        # SQLite's driver would begin the transaction only at the first change, after the accounts
+                        # were read.
+                        await connection.execute(text("BEGIN IMMEDIATE"))
+                    before = await _accounts(connection, names, locked=sorted(used))
+                    for name, count in sorted(used.items()):
+                        account = charged(before.get(name), count, budgets[name], now)
+                        await _write(connection, name, account, known=name in before)
+                        before[name] = account
+                return before
+            except IntegrityError:
+                # Another replica has just made the row of a budget, so the next attempt finds it.
+                continue
+
+
+async def _accounts(
+    connection: AsyncConnection, names: list[str], locked: list[str] | None = None
+) -> dict[str, Account]:
+    """Return the accounts of the named budgets that were ever used.
+
+    locked: names of the accounts that no other replica may change until the transaction ends. All replicas lock them in
+    the order of their names, so that replicas do not wait for each other in a circle.
+    """
+    query = select(_budgets).order_by(_budgets.c.name)
+    rows: dict[str, Row[Any]] = {}
+    for wanted, read in ((names, query), (locked or [], query.with_for_update())):
+        if wanted:
+            found = await connection.execute(read.where(_budgets.c.name.in_(wanted)))
+            rows |= {row.name: row for row in found}
+    return {name: _account(row) for name, row in rows.items()}
+
+
+def _account(row: Row[Any]) -> Account:
+    return Account(row.used_tokens, row.minute_missing, row.day_missing, utc(row.updated_at))
+
+
+async def _write(connection: AsyncConnection, name: str, account: Account, *, known: bool) -> None:
+    values = account._asdict()
+    if known:
+        await connection.execute(update(_budgets).where(_budgets.c.name == name).values(values))
+    else:
+        await connection.execute(insert(_budgets).values(values | {"name": name}))

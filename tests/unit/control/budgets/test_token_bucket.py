@@ -1,0 +1,84 @@
+"""The arithmetic of a thinking budget."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_control.budgets.token_bucket import Account, charged, left, left_ratio
+from meridian_control.policy.budget_schema import BudgetPolicy
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+MINUTE = BudgetPolicy(name="a", tokens_per_minute=600)
+BOTH = BudgetPolicy(name="a", tokens_per_minute=600, burst_tokens=1200, tokens_per_day=86_400)
+
+
+def later(seconds: float) -> datetime:
+    return NOW + timedelta(seconds=seconds)
+
+
+def test_an_unused_budget_is_full() -> None:
+    assert left(None, BOTH, NOW) == (1200, 86_400)
+    assert left(None, MINUTE, NOW) == (600, None)
+    assert left_ratio(None, BOTH, NOW) == 1
+
+
+def test_usage_empties_both_buckets_and_time_fills_them() -> None:
+    account = charged(None, 300, BOTH, NOW)
+    assert account == Account(300, 300, 300, NOW)
+    assert left(account, BOTH, later(10)) == (1000, 86_110)
+    assert left(account, BOTH, later(30)) == (1200, 86_130), "a bucket holds no more than its capacity"
+    assert charged(account, 100, BOTH, later(10)) == Account(400, 300 - 100 + 100, 300 - 10 + 100, later(10))
+
+
+def test_the_scarcer_bucket_counts() -> None:
+    assert left_ratio(charged(None, 600, BOTH, NOW), BOTH, NOW) == 0.5
+    day = BudgetPolicy(name="a", tokens_per_minute=10_000, tokens_per_day=20_000)
+    assert left_ratio(charged(None, 5_000, day, NOW), day, NOW) == 0.5
+    assert left_ratio(charged(None, 15_000, day, later(0)), day, later(60)) == pytest.approx(0.25, abs=0.001)
+
+
+def test_thinking_beyond_the_budget_is_paid_back_up_to_one_capacity() -> None:
+    account = charged(None, 900, MINUTE, NOW)
+    assert left_ratio(account, MINUTE, NOW) == -0.5
+    assert left_ratio(account, MINUTE, later(30)) == 0
+    much = charged(account, 10**9, MINUTE, NOW)
+    assert left_ratio(much, MINUTE, NOW) == -1
+    assert much.used_tokens == 10**9 + 900
+    assert left_ratio(much, MINUTE, later(60)) == 0
+
+
+def test_changed_limits_hold_at_once() -> None:
+    account = charged(None, 300, MINUTE, NOW)
+    wider = MINUTE.model_copy(update={"tokens_per_minute": 1200})
+    assert left(account, wider, NOW) == (900, None)
+    assert left(account, BOTH, NOW)[1] == 86_400, "a new limit begins with a full bucket"
+
+
+def test_a_clock_that_lags_refills_nothing_twice() -> None:
+    account = charged(None, 300, MINUTE, later(10))
+    behind = charged(account, 50, MINUTE, later(5))
+    assert behind == Account(350, 350, 0, later(10))
+    assert left(behind, MINUTE, later(15)) == (600 - 300, None)
+
+
+def test_rejected_tokens_come_back() -> None:
+    account = charged(charged(None, 100, MINUTE, NOW), -30, MINUTE, NOW)
+    assert account == Account(70, 70, 0, NOW)
+    assert charged(None, -30, MINUTE, NOW) == Account(0, 0, 0, NOW)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 5, allow_nan=False)), max_size=40))
+def test_steady_usage_within_the_refill_never_empties_a_bucket(steps: list[tuple[int, float]]) -> None:
+    """The tokens that are missing equal the usage minus the refill, as long as neither bound is reached."""
+    account, now, missing = charged(None, 0, MINUTE, NOW), NOW, 0.0
+    for tokens, seconds in steps:
+        now += timedelta(seconds=seconds)
+        missing = max(0.0, missing - 10 * seconds) + tokens
+        account = charged(account, tokens, MINUTE, now)
+        assert account.minute_missing == pytest.approx(min(missing, 1200), abs=1e-3)
+        missing = min(missing, 1200)
+    assert account.used_tokens == sum(tokens for tokens, _ in steps)
