@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from meridian_control.policy.budget_schema import BudgetPolicy
 from meridian_control.policy.diff import spelled
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.drift_schema import EatBin, SignalBin
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type[Section]] = {
     "kv_memory": KvMemoryPolicy,
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,
+    "budget": BudgetPolicy,
     "model.NAME": ModelPolicy,
 }
 HEAD = """# Policy fields

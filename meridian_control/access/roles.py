@@ -80,6 +80,7 @@ RULES: dict[str, AccessRule] = {
     "meridian.v1.FleetService/EndThinking": CHANGE,
     "meridian.v1.FleetService/ExplainRequest": READ,
     "meridian.v1.FleetService/GetSavings": READ,
+    "meridian.v1.FleetService/ListBudgets": READ,
     "meridian.v1.FleetService/ListDecisions": READ,
     "meridian.v1.FleetService/ListEngines": READ,
     "meridian.v1.FleetService/ListRequests": READ,

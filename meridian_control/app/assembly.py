@@ -18,11 +18,13 @@ from meridian_control.access.interceptor import Gate
 from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
 from meridian_control.app.flags import advertised, everybody_may_change
+from meridian_control.budgets.store import BudgetStore
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.harm_guard import HarmGuard
 from meridian_control.cluster.membership import Replica, Replicas, new_id
 from meridian_control.cluster.peers import Peers
 from meridian_control.common.errors import EtagMismatch
+from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.policy import formats as forms
@@ -66,19 +68,22 @@ class Parts:
     rollouts: Rollouts
     guard: HarmGuard
     freezes: FreezeStore
+    budgets: BudgetSharing
     gate: Gate
     server: ControlServer
     replicas: Replicas | None
     directory: PolicyDirectory | None
 
     async def look(self) -> None:
-        """Read the active rollout and the freezes in force from the store, and hand them to the fleet.
+        """Read the active rollout, the freezes in force and the usage of budgets from the store, and hand them to the
+        fleet.
 
         Call `look` before engines connect, because the engines of a rollout's group must not get an older revision.
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
         await self.rollouts.look()
         await self.freezes.look()
+        await self.budgets.share()
 
     def jobs(self) -> list[Coroutine[Any, Any, None]]:
         """Return the tasks that run beside the server."""
@@ -92,6 +97,7 @@ class Parts:
             self.whole.watch(),
             self.whole.share_pool(),
             self.guard.run(),
+            self.budgets.run(),
             *more,
         ]
 
@@ -124,7 +130,8 @@ def build(
     gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
-    return Parts(store, whole, rollouts, guard, freezes, gate, server, replicas, directory)
+    budgets = BudgetSharing(fleet, BudgetStore(database))
+    return Parts(store, whole, rollouts, guard, freezes, budgets, gate, server, replicas, directory)
 
 
 async def assemble(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from meridian_control.cluster.membership import Replicas
     from meridian_control.decision_log.records import Life
+    from meridian_control.fleet.budget_sharing import BudgetSharing
 
 logger = logging.getLogger("meridian_control")
 
@@ -77,6 +78,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             page = StatusPage(parts.whole, parts.store, parts.rollouts.store, access_notice(args))
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
+        ending.push_async_callback(save, parts.budgets)
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)
         if parts.replicas is not None:
@@ -100,6 +102,13 @@ async def leave(replicas: Replicas) -> None:
     with suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(LEAVE_S):
             await replicas.leave()
+
+
+async def save(budgets: BudgetSharing) -> None:
+    """Store the usage of thinking budgets after the streams have ended, unless the database does not answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S):
+            await budgets.share()
 
 
 async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -20,7 +20,7 @@ MINUTE_S, DAY_S = 60.0, 86_400.0
 MOST_MISSING = 2.0
 
 
-class Limit(NamedTuple):
+class Bucket(NamedTuple):
     """A bucket's capacity in tokens, and its refill in tokens per second; both are 0 if the budget has no such
     limit."""
 
@@ -38,13 +38,13 @@ class Account(NamedTuple):
     updated_at: datetime
 
 
-def minute_limit(budget: BudgetPolicy) -> Limit:
+def minute_limit(budget: BudgetPolicy) -> Bucket:
     capacity = budget.burst_tokens or budget.tokens_per_minute
-    return Limit(float(capacity), budget.tokens_per_minute / MINUTE_S)
+    return Bucket(float(capacity), budget.tokens_per_minute / MINUTE_S)
 
 
-def day_limit(budget: BudgetPolicy) -> Limit:
-    return Limit(float(budget.tokens_per_day), budget.tokens_per_day / DAY_S)
+def day_limit(budget: BudgetPolicy) -> Bucket:
+    return Bucket(float(budget.tokens_per_day), budget.tokens_per_day / DAY_S)
 
 
 def charged(before: Account | None, tokens: int, budget: BudgetPolicy, now: datetime) -> Account:
@@ -82,6 +82,6 @@ def left_ratio(account: Account | None, budget: BudgetPolicy, now: datetime) -> 
     return min(shares, default=1.0)
 
 
-def _missing(before: float, tokens: int, limit: Limit, elapsed_s: float) -> float:
+def _missing(before: float, tokens: int, limit: Bucket, elapsed_s: float) -> float:
     refilled = max(0.0, before - limit.tokens_per_s * elapsed_s)
     return min(max(0.0, refilled + tokens), MOST_MISSING * limit.capacity_tokens)

@@ -1,4 +1,5 @@
-"""Defines the command line of `meridianctl`, and its commands `engines`, `requests` and `wait`.
+"""Defines the command line of `meridianctl`, and its commands `engines`, `requests`, `budgets` and
+`wait`.
 
 The module owns the commands' names, the common options and the exit codes. The module uses the control plane only
 through its gRPC API, on one thread with blocking calls.
@@ -13,6 +14,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli.audit import audit
 from meridian_control.cli.console import (
+    CALL_TIMEOUT_S,
     FAILED,
     Client,
     Output,
@@ -29,7 +31,7 @@ from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
 from meridian_control.cli.rollout import rollout_app
-from meridian_control.cli.tables import engine_table, pool_lines, request_table
+from meridian_control.cli.tables import budget_table, engine_table, pool_lines, request_table
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
 from meridian_control.common.enum_names import entropy_backend_name
@@ -115,6 +117,17 @@ def requests(
     found = [live for page in answers for live in page.requests]
     show(found, output, request_table(found))
     warn_unreachable(name for page in answers for name in page.unreachable_replicas)
+
+
+@app.command()
+def budgets(context: typer.Context, output: OutputOption = Output.table) -> None:
+    """List the thinking budgets with their usage over the whole fleet, what is left of them, and their stages."""
+    with connect(context) as client:
+        answer = client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S)
+    show(list(answer.budgets), output, budget_table(answer.budgets))
+    if output is Output.table and answer.budgets:
+        told = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
+        typer.echo(f"usage of all replicas as of {told}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Formats engines, live requests, and comparisons with the control group as tables for a terminal."""
+"""Formats engines, live requests, budgets, and comparisons with the control group as tables for a terminal."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,7 +7,13 @@ from rich.table import Table
 
 from meridian_control.cli.console import add, new_table
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.enum_names import entropy_backend_name, outcome_name, phase_name, state_name
+from meridian_control.common.enum_names import (
+    budget_stage_name,
+    entropy_backend_name,
+    outcome_name,
+    phase_name,
+    state_name,
+)
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
@@ -47,6 +53,24 @@ def handover_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
         if count := e.shadow_handovers.requests:
             sums = e.shadow_handovers.transfer_ms, e.shadow_handovers.recompute_ms, e.shadow_handovers.gain_ms
             add(shown, e.engine_id, count, *(f"{total / count:.0f}" for total in sums))
+    return shown
+
+
+def budget_table(rows: Iterable[fleet_pb2.Budget]) -> Table:
+    """Return the budgets. What is left of a limit stands before the most that the limit saves up."""
+    shown = new_table("budget", "requests", "stage", "left", "of the minute", "of the day", "used")
+    for row in rows:
+        entry = row.policy
+        globs = (("model", entry.model), ("tenant", entry.tenant), ("class", entry.slo_class), ("effort", entry.effort))
+        who = " ".join(f"{name}={glob}" for name, glob in globs if glob) or "all"
+        stage = budget_stage_name(row.stage) + " (shadow)" * entry.shadow
+        minute, day = row.HasField("minute_left_tokens"), row.HasField("day_left_tokens")
+        most = entry.burst_tokens or entry.tokens_per_minute
+        limits = (
+            f"{row.minute_left_tokens:.0f}/{most}" if minute else "",
+            f"{row.day_left_tokens:.0f}/{entry.tokens_per_day}" if day else "",
+        )
+        add(shown, entry.name, who, stage, f"{row.left_ratio:.0%}", *limits, row.used_tokens)
     return shown
 
 

@@ -151,6 +151,16 @@ class WholeFleet:
         told.unreachable_replicas.extend(unreachable)
         return told
 
+    def budgets(self) -> fleet_pb2.ListBudgetsResponse:
+        """Return the thinking budgets of the policy in force. Every replica knows the usage of all replicas."""
+        fleet = self.fleet
+        told = fleet_pb2.ListBudgetsResponse()
+        if fleet.policy is not None:
+            told.budgets.extend(fleet.budgets.messages(fleet.policy.policy, fleet.clock()))
+        if fleet.budgets.share_time is not None:
+            told.share_time.FromDatetime(fleet.budgets.share_time)
+        return told
+
     @asynccontextmanager
     async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:
         """Record an engine, or all engines, on this replica and on every other replica that can be reached."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
@@ -20,6 +20,7 @@ PHASES = _names(agent_pb2.Phase, "PHASE_")
 STATES = _names(agent_pb2.AgentState, "AGENT_STATE_")
 FAULT_CAUSE_NAMES = _names(agent_pb2.FaultCause, "FAULT_CAUSE_")
 ENTROPY_BACKENDS = _names(agent_pb2.EntropyBackend, "ENTROPY_BACKEND_")
+BUDGET_STAGES = _names(fleet_pb2.BudgetStage, "BUDGET_STAGE_")
 
 
 def outcome_name(outcome: int) -> str:
@@ -40,3 +41,7 @@ def state_name(state: int) -> str:
 
 def entropy_backend_name(backend: int) -> str:
     return ENTROPY_BACKENDS.get(backend, "unknown")
+
+
+def budget_stage_name(stage: int) -> str:
+    return BUDGET_STAGES.get(stage, "unknown")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import datetime
 
+    from meridian_control.budgets.stages import Shortening
     from meridian_control.decision_log.log import DecisionLog
     from meridian_control.decision_log.records import Decision
     from meridian_control.decisions.moments import RequestChange
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from meridian_control.decisions.termination import Seen
     from meridian_control.policy.model import Policy
 
+# The scheduler value that a budget may have changed for a decision, by the decision's kind and reason.
+BY_BUDGET = {
+    ("cap", "budget"): "max_think_tokens",
+    ("cap", "empty_answer"): "max_think_tokens",
+    ("force", "soft_close"): "soft_think_tokens",
+}
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",
     agent_pb2.FINISH_REASON_LENGTH: "length",
@@ -131,10 +138,20 @@ class Journal:
                 self._log.over(life)
         self._lives = {}
 
-    def decided(self, made: Decision, shadow: bool, seen: tuple[Seen, int], policy: Policy, revision: int) -> None:
+    def decided(
+        self,
+        made: Decision,
+        shadow: bool,
+        seen: tuple[Seen, int],
+        policy: Policy,
+        revision: int,
+        *,
+        shortening: Shortening | None = None,
+    ) -> None:
         """Log a decision about a request if the request's life is kept.
 
-        `seen` has the values that the rule saw, and their index. `policy` and `revision` were in force for the request.
+        `seen` has the values that the rule saw, and their index. `policy` and `revision` were in force for the request;
+        `shortening` is the budget that has shortened `policy`.
         """
         slot = made.slot
         if slot is None or (life := self._lives.get(slot)) is None:
@@ -142,6 +159,10 @@ class Journal:
         what = made.decision_id, made.kind, made.reason, shadow
         signals, number = signals_of(*seen, policy.entropy.confirm_sentence_ends), self._log.number()
         made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, signals)
+        limit = BY_BUDGET.get((made.kind, made.reason))
+        if shortening is not None and limit is not None:
+            by_budget = getattr(policy.scheduler, limit) != getattr(shortening.without, limit)
+            made.logged.shortening = shortening if by_budget else None
         self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
 
     def settled(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
+from meridian_control.common.enum_names import budget_stage_name
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.handover_messages import compared_handover, handover_message, refs_of
 from meridian_control.decision_log.records import LoggedDecision
@@ -191,6 +192,8 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
         measured_eat_nats=made.measured_eat_nats,
         operator_reason=made.operator_reason,
         hand_over=handover_message(made.hand_over) if made.hand_over is not None else None,
+        budget=made.shortening.budget if made.shortening is not None else "",
+        budget_stage=made.shortening.stage if made.shortening is not None else None,  # type: ignore[arg-type]
     )
     for row in compared(made):
         told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
@@ -215,6 +218,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("force", "loop"): _loop,
         ("force", "near_loop"): _near_loop,
         ("cap", "hard_cap"): _cap,
+        ("cap", "budget"): _cap,
         ("cap", "empty_answer"): _cap,
         ("probe", "eat"): _probe,
         ("probe", "empty_answer"): _cap_probe,
@@ -288,7 +292,7 @@ def _give_up(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
 
 def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
-    name = "scheduler.soft_think_tokens" if soft >= own else "own min_think_tokens"
+    name = _limit_name(made, "scheduler.soft_think_tokens") if soft >= own else "own min_think_tokens"
     yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
     rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
@@ -314,16 +318,24 @@ def _near_loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
 
 def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     cap, limit = made.signals.max_think_tokens, policy.scheduler.max_think_tokens
-    name = "scheduler.max_think_tokens"
+    name = _limit_name(made, "scheduler.max_think_tokens")
     if made.reason == "empty_answer":
         limit += policy.scheduler.empty_answer_extension_tokens
         name += " + scheduler.empty_answer_extension_tokens"
+    if made.shortening is not None and made.life.opened.min_think_tokens > limit:
+        limit, name = made.life.opened.min_think_tokens, "own min_think_tokens"
     if made.life.opened.HasField("max_think_tokens") and made.life.opened.max_think_tokens < limit:
         limit, name = made.life.opened.max_think_tokens, "own max_think_tokens"
     if cap is not None:
         yield "max_think_tokens", cap, "=", name, limit
     if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):
         yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
+
+
+def _limit_name(made: LoggedDecision, field: str) -> str:
+    """Return the name of a limit: the policy's field, or the budget that has changed its value."""
+    by = made.shortening
+    return field if by is None else f"budget {by.budget} in stage {budget_stage_name(by.stage)}"
 
 
 def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:

@@ -13,6 +13,7 @@ from meridian_control.decision_log.request_ids import is_called
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from meridian_control.budgets.stages import Shortening
     from meridian_control.handover.results import Handover
     from meridian_control.policy.model import Policy
 
@@ -95,6 +96,8 @@ class LoggedDecision:
     operator_reason: str = ""
     # The handover with its result, for a decision of kind hand_over.
     hand_over: Handover | None = None
+    # The budget that lowered the cap or made soft close begin earlier; None if no budget did.
+    shortening: Shortening | None = None
 
 
 @dataclass(eq=False, slots=True)

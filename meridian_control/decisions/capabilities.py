@@ -8,6 +8,7 @@ because obeying half of the new policy would be worse. All functions are pure.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.decisions.probe_timing import eat_may_end
@@ -68,6 +69,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _rules("entropy", policy.entropy)
     yield from _loop_rules("loop", policy.loop)
     yield from _handovers(policy.disagg, hello)
+    yield from _budgets(policy, hello)
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
@@ -125,6 +127,13 @@ def _handovers(disagg: DisaggPolicy, hello: agent_pb2.Hello) -> Iterator[tuple[s
         yield "disagg.thinking_pool", "hand_over"
     if disagg.answers(hello.labels):
         yield "disagg.answering_pool", "answer_handed_over"
+
+
+def _budgets(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
+    """Yield what the budgets in force need that may match a request for the engine's own model."""
+    for index, budget in enumerate(policy.budget if policy.scheduler.enabled and not policy.scheduler.shadow else ()):
+        if not budget.shadow and (not budget.model or fnmatchcase(hello.model, budget.model)):
+            yield f"budget[{index}].max_think_tokens", "force_end"
 
 
 def _loop_rules(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:

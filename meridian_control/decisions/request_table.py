@@ -133,7 +133,8 @@ class RequestTable(DecidedColumns):
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
-        self.think_tokens[slot] = opened.think_tokens
+        # Thinking before the request was opened has been counted for budgets where it happened.
+        self.think_tokens[slot] = self.charged_tokens[slot] = opened.think_tokens
         self.output_tokens[slot] = opened.output_tokens
         self.preempted[slot] = opened.preempted
         self.own_min_think_tokens[slot] = opened.min_think_tokens

@@ -101,6 +101,10 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # treated or as control when it closes.
     "control": (bool, False),
     "counted": (bool, False),
+    # Combination of thinking budgets that the request counts towards, as an index among the session's combinations, and
+    # the thinking tokens that were counted for them.
+    "budget_set": (np.int64, 0),
+    "charged_tokens": (np.int64, 0),
     # The signals whose first value that a rule could read is still to be compared with the calibration, one bit for
     # each of drift_schema.SIGNALS.
     "awaited_signals": (np.uint8, 0),
@@ -184,6 +188,8 @@ class Columns:
     reentered: NDArray[np.bool_]
     control: NDArray[np.bool_]
     counted: NDArray[np.bool_]
+    budget_set: NDArray[np.int64]
+    charged_tokens: NDArray[np.int64]
     awaited_signals: NDArray[np.uint8]
     stop_tokens: NDArray[np.int64]
     probes_since_stop: NDArray[np.int64]

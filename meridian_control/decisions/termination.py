@@ -34,12 +34,21 @@ if TYPE_CHECKING:
 Seen: TypeAlias = "RequestTable | Moments"
 
 
-def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened, extended: bool = False) -> int:
+def cap(
+    policy: SchedulerPolicy,
+    opened: agent_pb2.RequestOpened,
+    extended: bool = False,
+    without_budget: SchedulerPolicy | None = None,
+) -> int:
     """Return the request's hard cap: the smaller of the policy's cap and the request's own.
 
-    An extension raises the policy's cap, but never above the request's own cap.
+    An extension raises the policy's cap, but never above the request's own cap. without_budget: the values before a
+    budget shortened them, if one did; a budget does not lower the cap below the request's own floor.
     """
-    limit = policy.max_think_tokens + (policy.empty_answer_extension_tokens if extended else 0)
+    extension = policy.empty_answer_extension_tokens if extended else 0
+    limit = policy.max_think_tokens + extension
+    if without_budget is not None:
+        limit = min(without_budget.max_think_tokens + extension, max(limit, opened.min_think_tokens))
     return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
 
 
@@ -53,7 +62,13 @@ def needs_signals(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads signals that the workers measure."""
     entropy, scheduler = _of_any_request(policy)
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
+    reads = reads or may_shorten(policy)
     return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
+
+
+def may_shorten(policy: Policy) -> bool:
+    """Whether a budget may make soft close begin earlier."""
+    return any(not budget.shadow for budget in policy.budget)
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
@@ -61,7 +76,8 @@ def reads_sentence_ends(policy: Policy) -> bool:
     entropy, scheduler = _of_any_request(policy)
     reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
     rules_read = reads and any(e.enabled for e in entropy)
-    return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
+    soft_closes = any(s.soft_think_tokens for s in scheduler) or may_shorten(policy)
+    return rules_read or (policy.scheduler.enabled and soft_closes)
 
 
 def probes_within(policy: Policy, tokens: int) -> bool:

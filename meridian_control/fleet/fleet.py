@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.common.errors import MeridianError, NotFound, StoreUnavailable
+from meridian_control.budgets.fleet_budgets import FleetBudgets
+from meridian_control.common.errors import MeridianError, NotFound
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.fleet.connection import Connection
@@ -23,15 +24,16 @@ from meridian_control.fleet.recording import (
     Recording,
     down_record,
     end_record,
-    freeze_records,
     hello_record,
     policy_record,
     pool_record,
-    pool_records,
+    records_at_start,
+    stages_record,
     up_record,
 )
-from meridian_control.fleet.savings import withdrawn
+from meridian_control.fleet.savings import mark_withdrawn
 from meridian_control.fleet.status_messages import engine_view, request_views, subject_among
+from meridian_control.fleet.store_reads import RETRY_S, read_stored
 from meridian_control.handover.results import Handovers
 from meridian_control.rollout.transitions import revision_of
 from meridian_control.session.arms import Experiments
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from meridian_control.policy.diff import Subject
-    from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
     from meridian_control.session.freeze_state import Freeze
@@ -54,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 # A changed policy is sent after QUIET_S seconds without a newer change, at most MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
-# Seconds between two attempts to read from the store.
-RETRY_S = 1.0
 
 
 class Fleet:
@@ -82,6 +81,7 @@ class Fleet:
         # Counts of treated requests and of the control group, over all engines.
         self.experiments = Experiments()
         self.handovers, self.pool = Handovers(), HandoverPool()
+        self.budgets = FleetBudgets()
         self.connections: set[Connection] = set()
         # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
         # that counters never fall.
@@ -110,12 +110,18 @@ class Fleet:
         now = self.clock()
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
-        shadow, counts = self.shadows.get(hello.engine_id), self.experiments
-        session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=self.handovers)
+        same = (hello.engine_id, hello.incarnation)
+        # An agent has one stream, so an older stream has ended although its end was not noticed yet.
+        replaced = [c for c in self.connections if c.session.identity == same]
+        charged = self.budgets.carried(same, [older.session.charges for older in replaced])
+        shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
+        session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, charged=charged)
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session)
-        for recording in self._recording(session):
-            recording.add(hello_record(session, now))
+        self.note(session, hello_record(session, now))
+        if self.budgets.stages:
+            session.on_budget_stages(self.budgets.stages)
+            self.note(session, stages_record(session, now))
         welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         freezes = self._freezes_of(session)
@@ -126,9 +132,7 @@ class Fleet:
             self._start(self._catch_up(connection, refresh))
         elif wanted is not None:
             self._give_policy(connection, wanted, now)
-        same = (hello.engine_id, hello.incarnation)
-        for older in [c for c in self.connections if c.session.identity == same]:
-            # An agent has one stream, so the older stream has ended although its end was not noticed yet.
+        for older in replaced:
             self.connections.discard(older)
             older.close("replaced")
         self.connections.add(connection)
@@ -186,8 +190,7 @@ class Fleet:
         for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
             session = connection.session
             if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
-                for recording in self._recording(session):
-                    recording.add(end_record(session, now, request_id))
+                self.note(session, end_record(session, now, request_id))
                 self._say(connection, ended.responses, now)
                 return connection, ended
         raise NotFound(f'no live request "{request_id}" on engine "{engine_id}"')
@@ -202,30 +205,22 @@ class Fleet:
         self, connection: Connection, revision: int, read: Callable[[int], Awaitable[StoredRevision]]
     ) -> None:
         session = connection.session
-        while connection in self.connections:
-            try:
-                stored = await read(revision)
-            except StoreUnavailable:
-                await asyncio.sleep(RETRY_S)
-                continue
-            except MeridianError as error:
-                logger.warning("the policy in force on engine %s cannot be read: %s", session.hello.engine_id, error)
-                return
-            if session.last_good_wanted == revision and connection in self.connections:
-                now = self.clock()
-                self._record_policy(session, now, revision, stored.policy)
-                self._say(connection, session.on_last_good(revision, stored.policy), now)
-            return
+        stored = await read_stored(read, revision, lambda: connection in self.connections)
+        if stored is not None and session.last_good_wanted == revision and connection in self.connections:
+            now = self.clock()
+            self.note(session, policy_record(session, now, revision, stored.policy))
+            self._say(connection, session.on_last_good(revision, stored.policy), now)
 
     def _give_policy(self, connection: Connection, stored: StoredRevision, now: datetime) -> None:
         session = connection.session
-        self._record_policy(session, now, stored.revision, stored.policy)
+        self.note(session, policy_record(session, now, stored.revision, stored.policy))
         self._say(connection, session.on_policy(stored.revision, stored.policy), now)
         self._restore_last_good(connection)
 
-    def _record_policy(self, session: Session, now: datetime, revision: int, policy: Policy) -> None:
+    def note(self, session: Session, record: fleet_pb2.TraceRecord) -> None:
+        """Add a record to the recordings of a session."""
         for recording in self._recording(session):
-            recording.add(policy_record(session, now, revision, policy))
+            recording.add(record)
 
     def _say(self, connection: Connection, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
         for recording in self._recording(connection.session):
@@ -239,18 +234,16 @@ class Fleet:
     def record(self, engine_id: str) -> Recording:
         """Begin a recording with records of the open sessions; the caller later discards it from `recordings`."""
         recording, now = Recording(engine_id), self.clock()
-        for session in (c.session for c in self.connections):
-            if recording.wants(session):
-                recording.add(hello_record(session, now, joined_late=True))
-                for record in (*freeze_records(session, now), *pool_records(session, now)):
-                    recording.add(record)
-                for revision, policy in session.given:
-                    recording.add(policy_record(session, now, revision, policy))
+        for session in (c.session for c in self.connections if recording.wants(c.session)):
+            for record in records_at_start(session, now):
+                recording.add(record)
         self.recordings.add(recording)
         return recording
 
     def leave(self, connection: Connection, reason: str) -> None:
         """End a session and count the reason."""
+        if connection in self.connections:
+            self.budgets.carry(connection.session.identity, connection.session.charges)
         self.connections.discard(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
@@ -266,6 +259,7 @@ class Fleet:
         for gone in (forgotten := self.departed.forget(now)):
             self.shadows.pop(gone, None)
         self.handovers.forget(forgotten)
+        self.budgets.forget(forgotten)
         self.share_pool()
 
     def share_pool(self) -> None:
@@ -273,8 +267,7 @@ class Fleet:
         now = self.clock()
         self.handovers.expire(now)
         for session, engines in self.pool.changed([c.session for c in self.connections]):
-            for recording in self._recording(session):
-                recording.add(pool_record(session, now, engines))
+            self.note(session, pool_record(session, now, engines))
             session.on_answering_engines(engines)
 
     def count_end(self, reason: str) -> None:
@@ -366,6 +359,10 @@ class Fleet:
         """The revision that engines outside a rollout's group are given; None before there is one."""
         return self._policy
 
+    def counted_sessions(self) -> list[Session]:
+        """Return all sessions, also those that a newer stream has replaced, until they end."""
+        return [connection.session for connection in self._counted]
+
     def totals(self) -> Totals:
         """Return the counters summed over all sessions since the server started."""
         total = Totals()
@@ -379,9 +376,7 @@ class Fleet:
         ids = {e.engine_id for e in live}
         now = self.clock()
         gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]
-        if (withdrawal := withdrawn(self._policy)) is not None:
-            for engine in live:
-                engine.withdrawn = withdrawal.reason if engine.revision == withdrawal.revision else ""
+        mark_withdrawn(live, self._policy)
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:

@@ -81,6 +81,14 @@ class Recording:
             await self._more.wait()
 
 
+def records_at_start(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
+    """Return records of an open session, for a recording that begins now."""
+    given = [policy_record(session, now, revision, policy) for revision, policy in session.given]
+    states = (freeze_records, pool_records, stages_records)
+    found = [record for state in states for record in state(session, now)]
+    return [hello_record(session, now, joined_late=True), *found, *given]
+
+
 def hello_record(session: Session, now: datetime, joined_late: bool = False) -> fleet_pb2.TraceRecord:
     record = _record(session, now)
     record.up.hello.CopyFrom(session.hello)
@@ -123,6 +131,19 @@ def pool_record(session: Session, now: datetime, engines: Iterable[fleet_pb2.Ans
 def pool_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return a record of the session's answering engines, if it has any, for a recording that begins now."""
     return [pool_record(session, now, pool)] if (pool := session.handovers.pool) else []
+
+
+def stages_record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    for name, stage in session.budget_stages.items():
+        record.budget_stages.stages[name] = stage  # type: ignore[assignment]
+    record.budget_stages.SetInParent()
+    return record
+
+
+def stages_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
+    """Return a record of the stages of budgets, if any shortens thinking, for a recording that begins now."""
+    return [stages_record(session, now)] if session.budget_stages else []
 
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:

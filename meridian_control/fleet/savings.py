@@ -36,6 +36,13 @@ def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
     return policy if policy is not None and policy.author == WITHDRAWER else None
 
 
+def mark_withdrawn(engines: Iterable[fleet_pb2.Engine], policy: StoredRevision | None) -> None:
+    """Set on the engines of a withdrawing revision why the entropy rules are in shadow. policy: that in force."""
+    if (withdrawal := withdrawn(policy)) is not None:
+        for engine in engines:
+            engine.withdrawn = withdrawal.reason if engine.revision == withdrawal.revision else ""
+
+
 def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fleet_pb2.Savings]:
     """Return the counts of the newest experiment of each set of rules, without estimates."""
     in_force = rules_of(policy.policy) if policy is not None else ""

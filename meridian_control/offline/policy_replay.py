@@ -181,16 +181,16 @@ class SessionReplay:
 
         A trace has no record of the given freezes, so this run derives them from the freeze message to the agent.
         """
-        kind = event.up.WhichOneof("message")
+        kind, responses = event.up.WhichOneof("message"), list[agent_pb2.ConnectResponse]()
         if event.HasField("policy"):
             responses = self._give(event, said)
         elif event.down.HasField("freeze"):
             (freeze,) = self.session.on_freezes(given_freezes(event), _time(event))
             self._freeze_nonces[event.down.freeze.nonce] = freeze.freeze.nonce
-            responses = []
         elif event.HasField("answering_pool"):
             self.session.on_answering_engines(event.answering_pool.engines)
-            responses = []
+        elif event.HasField("budget_stages"):
+            self.session.on_budget_stages(dict(event.budget_stages.stages))
         elif event.HasField("end_thinking"):
             ended = self.session.on_end_thinking(event.end_thinking.request_id, "", _time(event))
             responses = ended.responses if ended is not None else []

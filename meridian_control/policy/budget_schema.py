@@ -3,9 +3,10 @@
 The module knows no engine, and no usage. Its values are immutable, so any thread may use them.
 """
 
+import re
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.section import INT32_MAX, Section, advice
@@ -14,6 +15,13 @@ from meridian_control.policy.section import INT32_MAX, Section, advice
 MAX_BUDGET_TOKENS = 10**15
 MAX_BUDGETS = 256
 
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
+        raise PydanticCustomError("budget_name", "must be 1 to 64 letters, digits, dots, underscores or hyphens")
+    return value
+
+
 Tokens = Annotated[int, Field(ge=0, le=MAX_BUDGET_TOKENS)]
 
 
@@ -21,14 +29,12 @@ class BudgetPolicy(Section):
     """Limits the thinking tokens of all requests that match every glob, over all engines and replicas. No request is
     rejected: the less of the budget is left, the earlier thinking ends ([stages](../budgets/budgets.md))."""
 
-    name: str = Field(
+    name: Annotated[str, AfterValidator(_name)] = Field(
         "",
-        min_length=1,
-        max_length=64,
-        pattern=r"^[A-Za-z0-9._-]+$",
+        validate_default=True,
         description="Name of the budget, unique in the policy; usage is kept under it, also when other fields change.",
         json_schema_extra=advice(
-            "Choose another name to begin with a full budget.", range="letters, digits, `.`, `_`, `-`"
+            "Choose another name to begin with a full budget.", range="1 to 64 letters, digits, `.`, `_`, `-`"
         ),
     )
     model: str = Field(

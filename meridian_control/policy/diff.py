@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meridian_control.policy.model import PER_REQUEST, Policy, Who
+from meridian_control.policy.budget_schema import BudgetPolicy
+from meridian_control.policy.model import PER_REQUEST, Policy, Who, matches_globs
 from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.validation_errors import dotted, quoted
 
@@ -56,7 +57,8 @@ def diff(before: Policy, after: Policy) -> list[FieldChange]:
 
 
 def explain(policy: Policy, subject: Subject) -> list[Explained]:
-    """Return every field's value for one engine or request, as `Policy.of` and the request's own limits give it."""
+    """Return every field's value for one engine or request, as `Policy.of` and the request's own limits give it, with
+    the fields of the budgets that the request counts towards."""
     holds = policy.of(subject.who)
     model = policy.model.get(subject.served_model)
     values = _sections(holds) | dict(_model_values(subject.served_model, model or ModelPolicy()))
@@ -75,6 +77,10 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
         values[CAP], origins[CAP] = subject.own_cap_tokens, REQUEST
     if subject.own_floor_tokens is not None and subject.own_floor_tokens > values[FLOOR]:
         values[FLOOR], origins[FLOOR] = subject.own_floor_tokens, REQUEST
+    for index, budget in enumerate(policy.budget):
+        if matches_globs(budget, subject.who):
+            found = _budget_values(index, budget)
+            values, origins = values | found, origins | dict.fromkeys(found, POLICY)
     return [Explained(path, spelled(value), origins[path]) for path, value in values.items()]
 
 
@@ -95,12 +101,18 @@ def _flat(policy: Policy) -> dict[str, Any]:
         flat |= {path: v for (path, v), d in zip(_model_values(name, model), default, strict=True) if v != d}
     for index, override in enumerate(policy.override):
         flat |= dict(_leaves(("override", index), override.model_dump(mode="json", exclude_none=True)))
+    for index, budget in enumerate(policy.budget):
+        flat |= _budget_values(index, budget)
     return flat
 
 
+def _budget_values(index: int, budget: BudgetPolicy) -> dict[str, Any]:
+    return dict(_leaves(("budget", index), budget.model_dump(mode="json")))
+
+
 def _sections(policy: Any, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the set fields by dotted path, without models and overrides; `names` limits the sections."""
-    dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override"})
+    """Return the set fields by dotted path, without models, overrides and budgets; `names` limits the sections."""
+    dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override", "budget"})
     return {
         dotted((section, field)): value
         for section, fields in dumped.items()

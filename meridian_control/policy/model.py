@@ -1,4 +1,4 @@
-"""A complete policy: its sections, and overrides with other values for some requests.
+"""A complete policy: its sections, overrides with other values for some requests, and budgets.
 
 The module knows nothing of engines, storage or gRPC. The module's values are immutable, and the functions may run on
 any thread.
@@ -11,8 +11,11 @@ from typing import Annotated, Any, NamedTuple, Optional, Self, get_origin
 from pydantic import (
     Field,
     create_model,
+    field_validator,
 )
+from pydantic_core import PydanticCustomError
 
+from meridian_control.policy.budget_schema import MAX_BUDGETS, BudgetPolicy
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model_section import ModelPolicy
@@ -91,6 +94,17 @@ class Who(NamedTuple):
     engine_labels: Mapping[str, str] = {}
 
 
+def matches_globs(entry: Any, who: Who) -> bool:
+    """Whether a request fits the globs over model, tenant, SLO class and effort; an empty glob fits every request."""
+    pairs = (
+        (entry.model, who.model),
+        (entry.tenant, who.tenant),
+        (entry.slo_class, who.slo_class),
+        (entry.effort, who.effort),
+    )
+    return all(not glob or fnmatchcase(name, glob) for glob, name in pairs)
+
+
 class Override(Section):
     """Other values of policy fields for the requests that the override matches."""
 
@@ -104,10 +118,9 @@ class Override(Section):
     loop: LoopOverride = Field(LoopOverride(), description="Other loop values.")  # type: ignore[valid-type]
 
     def matches(self, who: Who) -> bool:
-        pairs = ((self.model, who.model), (self.tenant, who.tenant), (self.slo_class, who.slo_class))
-        if not all(not glob or fnmatchcase(name, glob) for glob, name in (*pairs, (self.effort, who.effort))):
-            return False
-        return all(who.engine_labels.get(name) == value for name, value in self.engine_labels.items())
+        return matches_globs(self, who) and all(
+            who.engine_labels.get(name) == value for name, value in self.engine_labels.items()
+        )
 
 
 class Policy(Section):
@@ -129,6 +142,21 @@ class Policy(Section):
         max_length=256,
         description="Other values for some requests; later entries win, field by field.",
     )
+    budget: tuple[BudgetPolicy, ...] = Field(
+        (),
+        strict=False,
+        max_length=MAX_BUDGETS,
+        description="Budgets of thinking tokens over the whole fleet.",
+    )
+
+    @field_validator("budget")
+    @classmethod
+    def _named_once(cls, value: tuple[BudgetPolicy, ...]) -> tuple[BudgetPolicy, ...]:
+        names = [budget.name for budget in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise PydanticCustomError("same_name", 'must not have two budgets "{name}"', {"name": name})
+        return value
 
     def of(self, who: Who) -> Self:
         """Return the policy for one request, with every matching override applied in order.

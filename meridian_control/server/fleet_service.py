@@ -91,6 +91,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.GetSavingsResponse:
         return await self._whole.savings(request.local_only)
 
+    async def ListBudgets(  # noqa: N802
+        self, request: fleet_pb2.ListBudgetsRequest, context: Context
+    ) -> fleet_pb2.ListBudgetsResponse:
+        return self._whole.budgets()
+
     async def EndThinking(  # noqa: N802
         self, request: fleet_pb2.EndThinkingRequest, context: Context
     ) -> fleet_pb2.EndThinkingResponse:

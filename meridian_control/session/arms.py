@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
-# Sections of the policy that have no effect on when thinking ends.
-UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg"}
+# Sections of the policy that have no effect on when thinking ends, and budgets, which shorten both groups alike.
+UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "budget"}
 TREATED, CONTROL = "treated", "control"
 
 

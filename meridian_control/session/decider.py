@@ -42,6 +42,7 @@ class Decider:
     """Makes the decisions of one session.
 
     `review` is set when the policy changes or the engine thaws: the next decisions then revise all earlier ones.
+    `review_caps` is set when budgets shorten requests more or less: the next decisions then revise the caps.
     """
 
     def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
@@ -51,7 +52,7 @@ class Decider:
         self._kv_tokens = hello.num_blocks * hello.block_size_tokens
         self.cost = dispatch.StepCost()
         self._share, self._hold = dispatch.Share(), False
-        self.review = self._reported = False
+        self.review = self.review_caps = self._reported = False
 
     def learn(self, report: agent_pb2.StepReport) -> None:
         """Update the estimate of the step cost with the report's steps."""
@@ -99,19 +100,26 @@ class Decider:
         table, shadow = self._table, policy.scheduler.shadow
         extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
         table.extend_caps(extend)
-        for slot in np.flatnonzero(table.live & (self.review | extend | (table.max_think_tokens == UNTOLD))).tolist():
-            cap = self._cap(policy, slot)
+        due = extend | (table.max_think_tokens == UNTOLD) | (self.review or self.review_caps)
+        self.review_caps = False
+        for slot in np.flatnonzero(table.live & due).tolist():
+            cap, why = self._cap(policy, slot)
             reserve = self._groups.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
             told = table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]
             if (cap, shadow, reserve) != told:
-                self._tell_cap(slot, (cap, shadow, reserve), "empty_answer" if extend[slot] else "hard_cap", out)
+                self._tell_cap(slot, (cap, shadow, reserve), "empty_answer" if extend[slot] else why, out)
 
-    def _cap(self, policy: Policy, slot: int) -> int:
+    def _cap(self, policy: Policy, slot: int) -> tuple[int, str]:
+        """Return a request's cap, and whether a budget or the policy's own cap sets it."""
         info = self._table.info[slot]
         assert info is not None
         if not policy.scheduler.enabled:
-            return NO_CAP
-        return termination.cap(self._groups.of(slot).scheduler, info, bool(self._table.extended[slot]))
+            return NO_CAP, "hard_cap"
+        own, extended = self._groups.of(slot).scheduler, bool(self._table.extended[slot])
+        if (shortening := self._groups.shortening(slot)) is None:
+            return termination.cap(own, info, extended), "hard_cap"
+        cap = termination.cap(own, info, extended, shortening.without)
+        return cap, "budget" if cap < termination.cap(shortening.without, info, extended) else "hard_cap"
 
     def _tell_cap(self, slot: int, limits: tuple[int, bool, int], why: str, out: Out) -> None:
         """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""

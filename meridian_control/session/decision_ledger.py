@@ -73,9 +73,9 @@ class Ledger:
         made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
         self.open[made.decision_id] = made
         if self._journal is not None and slot is not None:
-            self._journal.decided(
-                made, shadow, seen or (self._table, slot), self._groups.of(slot), self._groups.revision
-            )
+            policy, by = self._groups.of(slot), self._groups.shortening(slot)
+            revision, read = self._groups.revision, seen or (self._table, slot)
+            self._journal.decided(made, shadow, read, policy, revision, shortening=by)
         if slot is not None and kind != "probe":
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:

@@ -1,5 +1,5 @@
-"""Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides, and
-with its entropy rules in shadow for the control group.
+"""Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides,
+with its entropy rules in shadow for the control group, and shortened by the strictest of the request's budgets.
 
 The table's column `group` holds indices into this module's list of policies. The module does not know how a policy
 reaches the engine. The code does no I/O and reads no clock; each object belongs to one session.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from meridian_control.budgets.stages import Shortening, budgets_of, shortened
 from meridian_control.decisions.control_group import (
     compared_signals,
     has_control_group,
@@ -25,11 +26,12 @@ from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.model import Policy, Who
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
+    from meridian_control.budgets.charges import Charges
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.arms import Experiment, Experiments
@@ -49,19 +51,30 @@ class Groups:
     """The policies of one engine's requests. `policy` is None and `revision` 0 until a policy is in force."""
 
     def __init__(
-        self, table: RequestTable, hello: agent_pb2.Hello, experiments: Experiments, journal: Journal | None
+        self,
+        table: RequestTable,
+        hello: agent_pb2.Hello,
+        experiments: Experiments,
+        charges: Charges,
+        journal: Journal | None,
     ) -> None:
-        self._table, self._labels = table, dict(hello.labels)
+        self._table, self._labels, self._charges = table, dict(hello.labels), charges
         self._experiments, self._journal = experiments, journal
         self._experiment: Experiment | None = None
         self.policy: Policy | None = None
         self.revision = 0
+        # The policies, and beside each the budget that shortens it, None for a policy that no budget shortens.
         self._policies: list[Policy] = []
+        self._shortenings: list[Shortening | None] = []
         self._room = ROOM
+        # The stages of budgets by the budget's name; a missing budget is unshortened.
+        self.stages: Mapping[str, int] = {}
 
     def apply(self, revision: int, policy: Policy) -> None:
         """Put a policy in force and find the policy of each live request under it."""
-        self.policy, self.revision, self._policies = policy, revision, [policy]
+        if self.policy is not None:
+            self._charges.settle_all()
+        self.policy, self.revision, self._policies, self._shortenings = policy, revision, [policy], [None]
         before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
@@ -90,13 +103,34 @@ class Groups:
             own = in_shadow(own)
             if self._journal is not None:
                 self._journal.in_control_group(slot)
-        if own is self.policy:
-            return
-        if own not in self._policies:
-            if len(self._policies) >= self._room:
-                self._forget_unused()
-            self._policies.append(own)
-        self._table.set_group(slot, self._policies.index(own))
+        shortening = None
+        if self.policy.budget:
+            self._charges.assign(slot, tuple(budget.name for budget in budgets_of(own, self._who(opened))))
+            own, shortening = shortened(own, self._who(opened), self.stages)
+        elif self._charges.names(slot):
+            self._charges.assign(slot, ())
+        self._table.set_group(slot, 0 if own is self.policy else self._index_of(own, shortening))
+
+    def set_stages(self, stages: Mapping[str, int]) -> bool:
+        """Set the stages of budgets; return whether the policy of a live request may have changed."""
+        changed = {name for name in stages.keys() | self.stages.keys() if stages.get(name) != self.stages.get(name)}
+        self.stages = stages
+        found = [(slot, opened) for slot, opened in self._table.requests() if changed & {*self._charges.names(slot)}]
+        for slot, opened in found:
+            self.assign(slot, opened, same_rules=True)
+        return bool(found)
+
+    def _index_of(self, own: Policy, shortening: Shortening | None) -> int:
+        """Return the index of a policy, which is added to the list if it is new."""
+        known = zip(self._policies, self._shortenings, strict=True)
+        for index, (policy, by) in enumerate(known):
+            if by == shortening and policy == own:
+                return index
+        if len(self._policies) >= self._room:
+            self._forget_unused()
+        self._policies.append(own)
+        self._shortenings.append(shortening)
+        return len(self._policies) - 1
 
     def _await_signals(
         self, slot: int, own: Policy, opened: agent_pb2.RequestOpened, *, begins: bool, same_rules: bool
@@ -159,11 +193,16 @@ class Groups:
         used = sorted({0, *table.group[table.live].tolist()})
         table.set_groups(np.where(table.live, np.searchsorted(used, table.group), 0))
         self._policies = [self._policies[index] for index in used]
+        self._shortenings = [self._shortenings[index] for index in used]
         self._room = max(ROOM, 2 * len(used))
 
     def of(self, slot: int) -> Policy:
         """Return the policy that holds for the request in a slot; a policy must be in force."""
         return self._policies[int(self._table.group[slot])]
+
+    def shortening(self, slot: int) -> Shortening | None:
+        """Return the budget that shortens the request in a slot, None if none does."""
+        return self._shortenings[int(self._table.group[slot])]
 
     def in_use(self) -> Iterator[tuple[Policy, Among]]:
         """Yield each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""

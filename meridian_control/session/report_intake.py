@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.budgets.charges import Charges
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.counters import Totals
@@ -45,9 +46,10 @@ class Intake:
         totals: Totals,
         *,
         shadow: Comparison,
+        charges: Charges,
         journal: Journal | None,
     ) -> None:
-        self._table, self._groups, self._ledger = table, groups, ledger
+        self._table, self._groups, self._ledger, self._charges = table, groups, ledger, charges
         self._totals, self._shadow, self._journal = totals, shadow, journal
         self._endings = ThinkEnds(table, totals)
         # Step of each entry of the newest report, by field.
@@ -56,9 +58,11 @@ class Intake:
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
         """Replace the table's requests by those of a snapshot. Raises ValueError if one of them is out of range."""
         _check_length("requests", snapshot.requests)
+        charged = self._charges.charged()
         self._table.clear()
         for opened in snapshot.requests:
             self._table.open(opened, now_ms)
+        self._charges.resume(charged)
         self._shadow.new_stream()
         if self._journal is not None:
             self._journal.snapshot(snapshot.requests, self._sample_ratio)
@@ -109,6 +113,7 @@ class Intake:
             self._endings.count_answer(closed)
             if governed:
                 self._groups.count_closed(closed)
+            self._charges.settle(closed.slot)
             table.close(closed.slot)
             self._ledger.forget(closed.slot)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.budgets.charges import Charges
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
@@ -30,7 +31,7 @@ from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from datetime import datetime
 
     from meridian.v1 import fleet_pb2
@@ -54,7 +55,8 @@ class Session:
 
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
     streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
-    became of requests that were to be handed over, both over all engines.
+    became of requests that were to be handed over, both over all engines. `charged` has the thinking tokens that an
+    earlier stream has counted for budgets, by request id.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Session:
         *,
         experiments: Experiments | None = None,
         handovers: Handovers | None = None,
+        charged: Mapping[str, int] | None = None,
     ) -> None:
         _check(hello)
         self.session_id, self.hello, self.connected_at = session_id, hello, now
@@ -81,9 +84,18 @@ class Session:
         self.last_report: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
-        self._groups = Groups(self.table, hello, experiments or Experiments(), journal)
+        self.charges = Charges(self.table, charged or {})
+        self._groups = Groups(self.table, hello, experiments or Experiments(), self.charges, journal)
         self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
-        self._intake = Intake(self.table, self._groups, self._ledger, self.totals, shadow=self.shadow, journal=journal)
+        self._intake = Intake(
+            self.table,
+            self._groups,
+            self._ledger,
+            self.totals,
+            shadow=self.shadow,
+            charges=self.charges,
+            journal=journal,
+        )
         self._decider = Decider(hello, self.table, self._groups, self._ledger)
         self.handovers = SessionHandovers(
             session_id, hello, self.table, self._ledger, totals=self.totals, results=handovers or Handovers()
@@ -132,6 +144,10 @@ class Session:
             return "no policy is in force on it yet"
         # An engine without requests sends no report; its KV cache is empty.
         return "it has not reported yet" if self.last_report is None and self.table.live.any() else ""
+
+    @property
+    def budget_stages(self) -> Mapping[str, int]:
+        return self._groups.stages
 
     @property
     def open_decisions(self) -> dict[int, Decision]:
@@ -184,6 +200,10 @@ class Session:
     def on_answering_engines(self, engines: Iterable[fleet_pb2.AnsweringEngine]) -> None:
         """Set the engines to which requests may be handed over; the next report's decisions read them."""
         self.handovers.pool = tuple(engines)
+
+    def on_budget_stages(self, stages: Mapping[str, int]) -> None:
+        """Set the stages of thinking budgets by the budget's name; the next report's decisions read them."""
+        self._decider.review_caps |= self._groups.set_stages(stages)
 
     def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
         """End a request's thinking because an operator asks for it; None if no live request has this id.

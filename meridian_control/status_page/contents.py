@@ -17,9 +17,10 @@ from google.protobuf.json_format import MessageToDict
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
+from meridian_control.budgets.stages import FLOOR, UNSHORTENED
 from meridian_control.cluster import decision_queries
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.enum_names import outcome_name, phase_name, state_name
+from meridian_control.common.enum_names import budget_stage_name, outcome_name, phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # Largest number of rows in each table; the totals above the tables count everything.
 MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
-ASKED_DECISIONS, MAX_SAVINGS = 200, 3
+ASKED_DECISIONS, MAX_SAVINGS, MAX_BUDGETS = 200, 3, 256
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
@@ -59,6 +60,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
+        "budgets": [budget_row(row) for row in whole.budgets().budgets[:MAX_BUDGETS]],
         "savings": [savings_row(row) for row in compared.savings[:MAX_SAVINGS]],
         "withdrawn": withdrawal_text(compared),
         **await stored(policies, rollouts, engines),
@@ -247,6 +249,23 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "output_tokens": request.output_tokens,
         "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
         "last_decision": decision_text(last) if last.decision_id else "",
+    }
+
+
+def budget_row(budget: fleet_pb2.Budget) -> dict[str, Any]:
+    """Return a thinking budget's row; `level` says whether the budget shortens thinking now."""
+    entry = budget.policy
+    globs = {"model": entry.model, "tenant": entry.tenant, "class": entry.slo_class, "effort": entry.effort}
+    acts = budget.stage > UNSHORTENED and not entry.shadow
+    return {
+        "name": entry.name,
+        "requests": ", ".join(f"{name} {glob}" for name, glob in globs.items() if glob) or "every request",
+        "stage": budget_stage_name(budget.stage).replace("_", " ") + ", in shadow" * entry.shadow,
+        "level": ("bad" if budget.stage == FLOOR else "warn") if acts else "",
+        "left": percent(budget.left_ratio),
+        "tokens_per_minute": entry.tokens_per_minute,
+        "tokens_per_day": entry.tokens_per_day,
+        "used_tokens": budget.used_tokens,
     }
 
 

@@ -6,6 +6,7 @@ writes the tables of the operations guide from it.
 
 from __future__ import annotations
 
+from meridian_control.telemetry.budget_metrics import BUDGETS
 from meridian_control.telemetry.catalogue_entry import _counter, _gauge, _histogram
 from meridian_control.telemetry.control_group_entries import CONTROL_GROUP
 
@@ -378,6 +379,7 @@ GROUPS = {
     "Rollouts": ROLLOUT,
     "Decisions": DECISIONS,
     "Thinking": THINKING,
+    "Thinking budgets": BUDGETS,
     "The control group": CONTROL_GROUP,
     "Streams": STREAMS,
     "Engines": ENGINES,

@@ -20,6 +20,7 @@ from meridian_control.common import enum_names
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.rollout.state import State
+from meridian_control.telemetry.budget_metrics import budgets
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.control_group_metrics import control_group
 
@@ -96,10 +97,10 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
 class FleetCollector(Collector):
     """Collects the fleet's metrics for Prometheus.
 
-    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections and
-    guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the leading replica knows
-    it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop. `savings` is the newest comparison
-    over all replicas, None on replicas that do not lead.
+    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections, budgets
+    and guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the leading replica
+    knows it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop. `savings` is the newest
+    comparison over all replicas, None on replicas that do not lead.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class FleetCollector(Collector):
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", self._agents()),
+            *budgets(self._fleet),
             *control_group(self._fleet, self._savings()),
             *self._counted(),
             ("meridian_engine_state", self._states(engines)),

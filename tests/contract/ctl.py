@@ -34,6 +34,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
         self.savings = fleet_pb2.GetSavingsResponse()
+        self.budgets = fleet_pb2.ListBudgetsResponse()
         self.watch_ends = False
         # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
         # open.
@@ -70,6 +71,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
 
     async def GetSavings(self, request: Any, context: Any) -> fleet_pb2.GetSavingsResponse:  # noqa: N802
         return self.savings
+
+    async def ListBudgets(self, request: Any, context: Any) -> fleet_pb2.ListBudgetsResponse:  # noqa: N802
+        return self.budgets
 
     async def EndThinking(  # noqa: N802
         self, request: fleet_pb2.EndThinkingRequest, context: Any

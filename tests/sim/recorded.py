@@ -52,6 +52,8 @@ class Replayed:
             self._say(ended.responses if ended is not None else [])
         elif record.HasField("answering_pool"):
             self.session.on_answering_engines(record.answering_pool.engines)
+        elif record.HasField("budget_stages"):
+            self.session.on_budget_stages(dict(record.budget_stages.stages))
         elif record.down.HasField("freeze"):
             self.session.on_freezes(given_freezes(record), self._now)
         elif record.down.WhichOneof("message") in SAID:

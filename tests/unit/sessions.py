@@ -40,8 +40,11 @@ class Stream:
     hello_fields: dict[str, Any] = field(default_factory=dict)
     now: datetime = NOW
     revision: int = 0
-    # The session's inputs with their times: a message, a policy with its revision, or a request that an operator ends.
-    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy] | str]] = field(default_factory=list)
+    # The session's inputs with their times: a message, a policy with its revision, a request that an operator ends, or
+    # the stages of budgets.
+    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy] | str | dict[str, int]]] = field(
+        default_factory=list
+    )
     responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
     log: DecisionLog = field(default_factory=DecisionLog)
 
@@ -81,6 +84,11 @@ class Stream:
         assert ended is not None
         self.deliver(ended.responses)
         return ended
+
+    def stages(self, **stages: int) -> None:
+        """Set the stages of thinking budgets."""
+        self.trace.append((self.now, stages))
+        self.session.on_budget_stages(stages)
 
     def step(self, count: int = 1, then_ms: float = 5.0) -> agent_pb2.Directives:
         """Make engine steps and return all directives that the session sent, merged into one message."""

@@ -16,6 +16,7 @@ function show(state) {
   showTotals(state.totals);
   showEngines(state);
   showFreezes(state.freezes);
+  showBudgets(state.budgets);
   if (state.rollouts) showRollouts(state.rollouts);
   showEnds(state.ends);
   showSavings(state.savings);
@@ -88,6 +89,14 @@ function showFreezes(freezes) {
     [`${f.confirmed} of ${counted(f.engines, "engine")}`, f.confirmed < f.engines ? "warn" : ""], f.author,
     [f.reason, "wrap"],
   ], "No freeze is in force.");
+}
+
+function showBudgets(budgets) {
+  table("budgets", budgets, (b) => b.name, (b) => [
+    b.name, [b.requests, "wrap"], [b.stage, b.level], [b.left, "num"],
+    [b.tokens_per_minute ? number.format(b.tokens_per_minute) : "", "num"],
+    [b.tokens_per_day ? number.format(b.tokens_per_day) : "", "num"], [number.format(b.used_tokens), "num"],
+  ], "The policy has no budget.");
 }
 
 function showEnds(ends) {

@@ -74,6 +74,38 @@ CONTINUED_STATE_GONE: ContinuedState.ValueType  # 3
 """The request was aborted, or the stream of its engine has ended."""
 Global___ContinuedState: _TypeAlias = ContinuedState  # noqa: Y015
 
+class _BudgetStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BudgetStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BudgetStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BUDGET_STAGE_UNSPECIFIED: _BudgetStage.ValueType  # 0
+    """The stage is not set."""
+    BUDGET_STAGE_UNSHORTENED: _BudgetStage.ValueType  # 1
+    """Enough of the budget is left; thinking ends as the other sections of the policy say."""
+    BUDGET_STAGE_SOFT_CLOSE: _BudgetStage.ValueType  # 2
+    """Soft close begins at the budget's soft_think_tokens, unless the policy's begins earlier."""
+    BUDGET_STAGE_LOWER_CAP: _BudgetStage.ValueType  # 3
+    """The cap is the budget's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
+    BUDGET_STAGE_FLOOR: _BudgetStage.ValueType  # 4
+    """The cap is the floor of the request."""
+
+class BudgetStage(_BudgetStage, metaclass=_BudgetStageEnumTypeWrapper):
+    """How far a thinking budget shortens the thinking of its requests."""
+
+BUDGET_STAGE_UNSPECIFIED: BudgetStage.ValueType  # 0
+"""The stage is not set."""
+BUDGET_STAGE_UNSHORTENED: BudgetStage.ValueType  # 1
+"""Enough of the budget is left; thinking ends as the other sections of the policy say."""
+BUDGET_STAGE_SOFT_CLOSE: BudgetStage.ValueType  # 2
+"""Soft close begins at the budget's soft_think_tokens, unless the policy's begins earlier."""
+BUDGET_STAGE_LOWER_CAP: BudgetStage.ValueType  # 3
+"""The cap is the budget's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
+BUDGET_STAGE_FLOOR: BudgetStage.ValueType  # 4
+"""The cap is the floor of the request."""
+Global___BudgetStage: _TypeAlias = BudgetStage  # noqa: Y015
+
 class _EndThinkingState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1311,6 +1343,7 @@ class TraceRecord(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     END_THINKING_FIELD_NUMBER: _builtins.int
     ANSWERING_POOL_FIELD_NUMBER: _builtins.int
+    BUDGET_STAGES_FIELD_NUMBER: _builtins.int
     JOINED_LATE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the session's engine."""
@@ -1344,6 +1377,10 @@ class TraceRecord(_message.Message):
     def answering_pool(self) -> Global___TracedPool:
         """The answering engines that the control plane gave to the session, sent whenever they change."""
 
+    @_builtins.property
+    def budget_stages(self) -> Global___TracedStages:
+        """The stages of thinking budgets that the control plane gave to the session, sent whenever they change."""
+
     def __init__(
         self,
         *,
@@ -1355,13 +1392,14 @@ class TraceRecord(_message.Message):
         policy: Global___TracedPolicy | None = ...,
         end_thinking: Global___TracedEnd | None = ...,
         answering_pool: Global___TracedPool | None = ...,
+        budget_stages: Global___TracedStages | None = ...,
         joined_late: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "down", b"down", "end_thinking", b"end_thinking", "message", b"message", "policy", b"policy", "time", b"time", "up", b"up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "budget_stages", b"budget_stages", "down", b"down", "end_thinking", b"end_thinking", "message", b"message", "policy", b"policy", "time", b"time", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "down", b"down", "end_thinking", b"end_thinking", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "budget_stages", b"budget_stages", "down", b"down", "end_thinking", b"end_thinking", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy", "end_thinking", "answering_pool"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy", "end_thinking", "answering_pool", "budget_stages"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1440,6 +1478,154 @@ class TracedPool(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TracedPool: _TypeAlias = TracedPool  # noqa: Y015
+
+@_typing.final
+class TracedStages(_message.Message):
+    """The stages of thinking budgets that a session was given; they replace the earlier ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class StagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: Global___BudgetStage.ValueType
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___BudgetStage.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stages(self) -> _containers.ScalarMap[_builtins.str, Global___BudgetStage.ValueType]:
+        """Stage of each budget by its name; a missing budget is unshortened."""
+
+    def __init__(
+        self,
+        *,
+        stages: _abc.Mapping[_builtins.str, Global___BudgetStage.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedStages: _TypeAlias = TracedStages  # noqa: Y015
+
+@_typing.final
+class ListBudgetsRequest(_message.Message):
+    """Selects the budgets of the policy in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBudgetsRequest: _TypeAlias = ListBudgetsRequest  # noqa: Y015
+
+@_typing.final
+class ListBudgetsResponse(_message.Message):
+    """The budgets of the policy in force, in its order. A policy has at most 256 budgets, so that there is one page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUDGETS_FIELD_NUMBER: _builtins.int
+    SHARE_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def budgets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Budget]:
+        """The budgets."""
+
+    @_builtins.property
+    def share_time(self) -> _timestamp_pb2.Timestamp:
+        """Time when the asked replica last read the usage of all replicas from the store; absent before the first time."""
+
+    def __init__(
+        self,
+        *,
+        budgets: _abc.Iterable[Global___Budget] | None = ...,
+        share_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["share_time", b"share_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budgets", b"budgets", "share_time", b"share_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBudgetsResponse: _TypeAlias = ListBudgetsResponse  # noqa: Y015
+
+@_typing.final
+class Budget(_message.Message):
+    """A thinking budget with its usage over all replicas."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    USED_TOKENS_FIELD_NUMBER: _builtins.int
+    MINUTE_LEFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DAY_LEFT_TOKENS_FIELD_NUMBER: _builtins.int
+    LEFT_RATIO_FIELD_NUMBER: _builtins.int
+    UNSAVED_TOKENS_FIELD_NUMBER: _builtins.int
+    stage: Global___BudgetStage.ValueType
+    """Stage of the budget."""
+    used_tokens: _builtins.int
+    """Thinking tokens since the budget was first used."""
+    minute_left_tokens: _builtins.float
+    """Tokens that are left of the limit per minute, negative if thinking has exceeded it; absent without such a limit."""
+    day_left_tokens: _builtins.float
+    """Tokens that are left of the limit per day, negative if thinking has exceeded it; absent without such a limit."""
+    left_ratio: _builtins.float
+    """What is left of the scarcer limit, as a share of what it can save up: 1 if nothing is missing."""
+    unsaved_tokens: _builtins.int
+    """Thinking tokens on the asked replica's engines that it has not added to the store yet; `used_tokens` and what is
+    left include them.
+    """
+    @_builtins.property
+    def policy(self) -> _policy_pb2.BudgetPolicy:
+        """The entry of the policy, with every field set."""
+
+    def __init__(
+        self,
+        *,
+        policy: _policy_pb2.BudgetPolicy | None = ...,
+        stage: Global___BudgetStage.ValueType = ...,
+        used_tokens: _builtins.int = ...,
+        minute_left_tokens: _builtins.float | None = ...,
+        day_left_tokens: _builtins.float | None = ...,
+        left_ratio: _builtins.float = ...,
+        unsaved_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_day_left_tokens", b"_day_left_tokens", "_minute_left_tokens", b"_minute_left_tokens", "day_left_tokens", b"day_left_tokens", "minute_left_tokens", b"minute_left_tokens", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_day_left_tokens", b"_day_left_tokens", "_minute_left_tokens", b"_minute_left_tokens", "day_left_tokens", b"day_left_tokens", "left_ratio", b"left_ratio", "minute_left_tokens", b"minute_left_tokens", "policy", b"policy", "stage", b"stage", "unsaved_tokens", b"unsaved_tokens", "used_tokens", b"used_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__day_left_tokens: _TypeAlias = _typing.Literal["day_left_tokens"]  # noqa: Y015
+    _WhichOneofArgType__day_left_tokens: _TypeAlias = _typing.Literal["_day_left_tokens", b"_day_left_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__minute_left_tokens: _TypeAlias = _typing.Literal["minute_left_tokens"]  # noqa: Y015
+    _WhichOneofArgType__minute_left_tokens: _TypeAlias = _typing.Literal["_minute_left_tokens", b"_minute_left_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__day_left_tokens) -> _WhichOneofReturnType__day_left_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__minute_left_tokens) -> _WhichOneofReturnType__minute_left_tokens | None: ...
+
+Global___Budget: _TypeAlias = Budget  # noqa: Y015
 
 @_typing.final
 class ExplainRequestRequest(_message.Message):
@@ -1711,6 +1897,8 @@ class LoggedDecision(_message.Message):
     MEASURED_EAT_NATS_FIELD_NUMBER: _builtins.int
     OPERATOR_REASON_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    BUDGET_STAGE_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision, unique within its session."""
     session_id: _builtins.str
@@ -1731,7 +1919,7 @@ class LoggedDecision(_message.Message):
     """Kind of the decision: cap, force, hand_over, probe or tier."""
     reason: _builtins.str
     """Reason of the decision. For a force: a ForceReason without its prefix, in lower case. For a cap: hard_cap,
-    empty_answer or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable. For a hand_over:
+    empty_answer, budget or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable. For a hand_over:
     kv_pressure, preempted_answers or step_gain, or taken_back.
     """
     shadow: _builtins.bool
@@ -1746,6 +1934,12 @@ class LoggedDecision(_message.Message):
     """EAT that the probe measured, in nats; absent for other decisions and for probes without a result."""
     operator_reason: _builtins.str
     """Reason that the operator gave for a force with the reason operator; empty for all other decisions."""
+    budget: _builtins.str
+    """Name of the thinking budget that shortened the request, for a cap that the budget lowered or a soft close that it
+    made earlier; empty for all other decisions.
+    """
+    budget_stage: Global___BudgetStage.ValueType
+    """Stage of that budget."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time when the decision was made."""
@@ -1790,10 +1984,12 @@ class LoggedDecision(_message.Message):
         measured_eat_nats: _builtins.float | None = ...,
         operator_reason: _builtins.str = ...,
         hand_over: Global___LoggedHandover | None = ...,
+        budget: _builtins.str = ...,
+        budget_stage: Global___BudgetStage.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "hand_over", b"hand_over", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "signals", b"signals", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "budget", b"budget", "budget_stage", b"budget_stage", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_eat_nats: _TypeAlias = _typing.Literal["measured_eat_nats"]  # noqa: Y015
     _WhichOneofArgType__measured_eat_nats: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats"]  # noqa: Y015

@@ -72,6 +72,11 @@ class FleetServiceStub(object):
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsRequest.SerializeToString,
                 response_deserializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsResponse.FromString,
                 _registered_method=True)
+        self.ListBudgets = channel.unary_unary(
+                '/meridian.v1.FleetService/ListBudgets',
+                request_serializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsResponse.FromString,
+                _registered_method=True)
         self.EndThinking = channel.unary_unary(
                 '/meridian.v1.FleetService/EndThinking',
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.EndThinkingRequest.SerializeToString,
@@ -137,6 +142,13 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBudgets(self, request, context):
+        """Lists the thinking budgets of the policy in force with their usage over all replicas.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EndThinking(self, request, context):
         """Ends the thinking of one live request now, so that the engine generates the answer. Any replica passes the call on
         to the replica that has the engine's stream. A call that is repeated while an end is under way returns the decision
@@ -183,6 +195,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.GetSavings,
                     request_deserializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsRequest.FromString,
                     response_serializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsResponse.SerializeToString,
+            ),
+            'ListBudgets': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBudgets,
+                    request_deserializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsResponse.SerializeToString,
             ),
             'EndThinking': grpc.unary_unary_rpc_method_handler(
                     servicer.EndThinking,
@@ -382,6 +399,33 @@ class FleetService(object):
             '/meridian.v1.FleetService/GetSavings',
             meridian_dot_v1_dot_fleet__pb2.GetSavingsRequest.SerializeToString,
             meridian_dot_v1_dot_fleet__pb2.GetSavingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBudgets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.FleetService/ListBudgets',
+            meridian_dot_v1_dot_fleet__pb2.ListBudgetsRequest.SerializeToString,
+            meridian_dot_v1_dot_fleet__pb2.ListBudgetsResponse.FromString,
             options,
             channel_credentials,
             insecure,

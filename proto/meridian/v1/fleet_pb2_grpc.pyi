@@ -56,6 +56,8 @@ class FleetServiceStub:
     """
     GetSavings: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetSavingsRequest, _fleet_pb2.GetSavingsResponse]
     """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
+    ListBudgets: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListBudgetsRequest, _fleet_pb2.ListBudgetsResponse]
+    """Lists the thinking budgets of the policy in force with their usage over all replicas."""
     EndThinking: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.EndThinkingRequest, _fleet_pb2.EndThinkingResponse]
     """Ends the thinking of one live request now, so that the engine generates the answer. Any replica passes the call on
     to the replica that has the engine's stream. A call that is repeated while an end is under way returns the decision
@@ -90,6 +92,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """
     GetSavings: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetSavingsRequest, _fleet_pb2.GetSavingsResponse]  # type: ignore[assignment]
     """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
+    ListBudgets: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListBudgetsRequest, _fleet_pb2.ListBudgetsResponse]  # type: ignore[assignment]
+    """Lists the thinking budgets of the policy in force with their usage over all replicas."""
     EndThinking: _aio.UnaryUnaryMultiCallable[_fleet_pb2.EndThinkingRequest, _fleet_pb2.EndThinkingResponse]  # type: ignore[assignment]
     """Ends the thinking of one live request now, so that the engine generates the answer. Any replica passes the call on
     to the replica that has the engine's stream. A call that is repeated while an end is under way returns the decision
@@ -163,6 +167,14 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetSavingsResponse, _abc.Awaitable[_fleet_pb2.GetSavingsResponse]]:
         """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
+
+    @_abc_1.abstractmethod
+    def ListBudgets(
+        self,
+        request: _fleet_pb2.ListBudgetsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListBudgetsResponse, _abc.Awaitable[_fleet_pb2.ListBudgetsResponse]]:
+        """Lists the thinking budgets of the policy in force with their usage over all replicas."""
 
     @_abc_1.abstractmethod
     def EndThinking(

@@ -57,6 +57,7 @@ class Policy(_message.Message):
     OVERRIDE_FIELD_NUMBER: _builtins.int
     LOOP_FIELD_NUMBER: _builtins.int
     DISAGG_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -93,6 +94,10 @@ class Policy(_message.Message):
     def disagg(self) -> Global___DisaggPolicy:
         """Handovers of requests to other engines at the end of their thinking."""
 
+    @_builtins.property
+    def budget(self) -> _containers.RepeatedCompositeFieldContainer[Global___BudgetPolicy]:
+        """Budgets of thinking tokens over the whole fleet."""
+
     def __init__(
         self,
         *,
@@ -105,10 +110,11 @@ class Policy(_message.Message):
         override: _abc.Iterable[Global___Override] | None = ...,
         loop: Global___LoopPolicy | None = ...,
         disagg: Global___DisaggPolicy | None = ...,
+        budget: _abc.Iterable[Global___BudgetPolicy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1196,6 +1202,113 @@ class DisaggPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
 Global___DisaggPolicy: _TypeAlias = DisaggPolicy  # noqa: Y015
+
+@_typing.final
+class BudgetPolicy(_message.Message):
+    """Limits the thinking tokens of all requests that match every pattern, over all engines and replicas. Patterns are globs;
+    an empty pattern matches everything. No request is rejected: the less is left, the earlier thinking ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    BURST_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_DAY_FIELD_NUMBER: _builtins.int
+    SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the budget, unique in the policy, under which its usage is kept."""
+    model: _builtins.str
+    """Glob over the name of the model or LoRA adapter."""
+    tenant: _builtins.str
+    """Glob over the request's meridian_tenant."""
+    slo_class: _builtins.str
+    """Glob over the request's meridian_slo_class."""
+    effort: _builtins.str
+    """Glob over the request's effort."""
+    tokens_per_minute: _builtins.int
+    """Thinking tokens that the budget regains in a minute; 0 sets no limit per minute."""
+    burst_tokens: _builtins.int
+    """Thinking tokens that the limit per minute may save up; 0 means those of one minute."""
+    tokens_per_day: _builtins.int
+    """Thinking tokens that the budget regains in 24 hours, and saves up at most; 0 sets no limit per day."""
+    soft_think_tokens: _builtins.int
+    """Stage soft_close: thinking tokens from which on soft close ends thinking."""
+    max_think_tokens: _builtins.int
+    """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it."""
+    shadow: _builtins.bool
+    """Count usage and show the stage, but shorten no thinking."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        tenant: _builtins.str | None = ...,
+        slo_class: _builtins.str | None = ...,
+        effort: _builtins.str | None = ...,
+        tokens_per_minute: _builtins.int | None = ...,
+        burst_tokens: _builtins.int | None = ...,
+        tokens_per_day: _builtins.int | None = ...,
+        soft_think_tokens: _builtins.int | None = ...,
+        max_think_tokens: _builtins.int | None = ...,
+        shadow: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens", "_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "burst_tokens", b"burst_tokens", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens", "_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "burst_tokens", b"burst_tokens", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__burst_tokens: _TypeAlias = _typing.Literal["burst_tokens"]  # noqa: Y015
+    _WhichOneofArgType__burst_tokens: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__effort: _TypeAlias = _typing.Literal["effort"]  # noqa: Y015
+    _WhichOneofArgType__effort: _TypeAlias = _typing.Literal["_effort", b"_effort"]  # noqa: Y015
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
+    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    _WhichOneofReturnType__slo_class: _TypeAlias = _typing.Literal["slo_class"]  # noqa: Y015
+    _WhichOneofArgType__slo_class: _TypeAlias = _typing.Literal["_slo_class", b"_slo_class"]  # noqa: Y015
+    _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_day: _TypeAlias = _typing.Literal["tokens_per_day"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_day: _TypeAlias = _typing.Literal["_tokens_per_day", b"_tokens_per_day"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_minute: _TypeAlias = _typing.Literal["tokens_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_minute: _TypeAlias = _typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__burst_tokens) -> _WhichOneofReturnType__burst_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__effort) -> _WhichOneofReturnType__effort | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_class) -> _WhichOneofReturnType__slo_class | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_day) -> _WhichOneofReturnType__tokens_per_day | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_minute) -> _WhichOneofReturnType__tokens_per_minute | None: ...
+
+Global___BudgetPolicy: _TypeAlias = BudgetPolicy  # noqa: Y015
 
 @_typing.final
 class KvMemoryPolicy(_message.Message):

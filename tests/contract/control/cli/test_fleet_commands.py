@@ -8,7 +8,7 @@ from asyncio.subprocess import PIPE
 from contextlib import suppress
 from pathlib import Path
 
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
 from tests.contract.ctl import (
     CONNECTED,
@@ -133,3 +133,25 @@ async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control) -
     control.fleet.engines = [engine("b", 0, nack_error="old")]
     result = await control("wait", "--revision", 2, "--timeout", 0)
     assert result.stderr == "b is at revision 0\n"
+
+
+async def test_budgets(control: Control) -> None:
+    acme = policy_pb2.BudgetPolicy(name="acme", tenant="a*", effort="high", tokens_per_minute=600, burst_tokens=900)
+    every = policy_pb2.BudgetPolicy(name="all", tokens_per_day=10**9, shadow=True)
+    floor, whole = fleet_pb2.BUDGET_STAGE_FLOOR, fleet_pb2.BUDGET_STAGE_UNSHORTENED
+    control.fleet.budgets = fleet_pb2.ListBudgetsResponse(
+        budgets=[
+            fleet_pb2.Budget(policy=acme, stage=floor, used_tokens=5000, minute_left_tokens=-90.4, left_ratio=-0.1),
+            fleet_pb2.Budget(policy=every, stage=whole, used_tokens=12, day_left_tokens=10**9 - 12, left_ratio=1.0),
+        ]
+    )
+    result = await control("budgets")
+    assert result.exit_code == OK
+    rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert rows[1:] == [
+        "acme tenant=a* effort=high floor -10% -90/900 5000",
+        "all all unshortened (shadow) 100% 999999988/1000000000 12",
+        "usage of all replicas as of never",
+    ]
+    (first, _) = json.loads((await control("budgets", "-o", "json")).stdout)
+    assert (first["policy"]["name"], first["stage"]) == ("acme", "BUDGET_STAGE_FLOOR")

@@ -135,3 +135,20 @@ def test_an_engine_in_a_pool_needs_what_the_pool_does(pool: str, capability: str
     assert missing(policy(disagg=POOLS), hello(capabilities=NONE, labels={"pool": "other"})) == ""
     for off in ({"shadow": True}, {"enabled": False}):
         assert missing(policy(disagg=POOLS | off), lacks) == ""
+
+
+@pytest.mark.parametrize(
+    ("budget", "scheduler", "asks"),
+    [
+        ({"shadow": False}, {}, True),
+        ({"shadow": False, "model": "m*"}, {}, True),
+        ({"shadow": False, "model": "other"}, {}, False),
+        ({}, {}, False),
+        ({"shadow": False}, {"enabled": False}, False),
+        ({"shadow": False}, {"shadow": True}, False),
+    ],
+)
+def test_a_budget_in_force_asks_for_forced_ends(budget: dict[str, Any], scheduler: dict[str, Any], asks: bool) -> None:
+    asked = policy(scheduler=scheduler, budget=[{"name": "a", "tokens_per_day": 1, **budget}])
+    said = "the engine lacks force_end, needed for budget[0].max_think_tokens" if asks else ""
+    assert missing(asked, hello(capabilities=NONE)) == said

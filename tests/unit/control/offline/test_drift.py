@@ -448,7 +448,7 @@ def test_a_recorded_stream_with_a_description_replays_byte_for_byte(signal: str)
     for now, message in recorded.trace:
         if isinstance(message, tuple):
             replayed += session.on_policy(*message)
-        elif not isinstance(message, str):
+        elif not isinstance(message, str | dict):
             replayed += session.on_message(message, now)
     assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
     assert session._groups._experiments.newest()[0].samples == samples(recorded)

@@ -56,6 +56,11 @@ DIFFS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ],
     ),
     ("[[override]]\nscheduler.soft_close_rank = 1", "", [("override[0].scheduler.soft_close_rank", "1", "")]),
+    (
+        '[[budget]]\nname = "a"\ntokens_per_day = 1',
+        '[[budget]]\nname = "a"\ntokens_per_day = 2\ntenant = "b"',
+        [("budget[0].tokens_per_day", "1", "2"), ("budget[0].tenant", "", '"b"')],
+    ),
 ]
 
 
@@ -83,6 +88,15 @@ entropy.ema_alpha = 0.5
 [[override]]
 tenant = "ab"
 entropy.ema_alpha = 0.2
+
+[[budget]]
+name = "b"
+tokens_per_day = 1
+
+[[budget]]
+name = "c"
+tenant = "ab"
+tokens_per_day = 7
 """)
 
 
@@ -102,6 +116,13 @@ def test_explain_names_default_policy_and_override() -> None:
 
 def test_explain_names_the_later_override() -> None:
     assert explained(Subject(Who(tenant="ab"), ""))["entropy.ema_alpha"] == ("0.2", "override[1]")
+
+
+def test_explain_lists_the_budgets_that_match() -> None:
+    rows = explained(Subject(Who(tenant="ab"), ""))
+    assert rows["budget[1].tokens_per_day"] == ("7", "policy")
+    assert rows["budget[0].shadow"] == ("true", "policy")
+    assert not [path for path in explained(Subject(Who(tenant="a"), "")) if path.startswith("budget[1]")]
 
 
 def test_explain_names_what_lowered_the_floor() -> None:

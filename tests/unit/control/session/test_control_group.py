@@ -289,7 +289,7 @@ def test_a_recorded_stream_replays_byte_for_byte(seed: int) -> None:
         if isinstance(message, tuple):
             replayed += session.on_policy(*message)
         else:
-            assert not isinstance(message, str), "no operator ends thinking here"
+            assert not isinstance(message, str | dict), "no operator ends thinking here, and no budget shortens it"
             replayed += session.on_message(agent_pb2.ConnectRequest.FromString(message.SerializeToString()), now)
     assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
     shadows = {force.shadow for r in recorded.responses for force in r.directives.forces}

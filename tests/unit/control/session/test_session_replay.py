@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.link.messages import mergeable
 from meridian_control.common.enum_names import outcome_name
@@ -20,6 +20,8 @@ from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
+
+BUDGET_STAGES = fleet_pb2.BudgetStage.values()[1:]
 
 
 def test_close_settles_what_is_open() -> None:
@@ -36,12 +38,16 @@ def test_close_settles_what_is_open() -> None:
 
 
 def busy(seed: int) -> Stream:
-    """Make 150 random steps with arrivals, aborts, preemptions, operators' ends, new policies and refused settings."""
-    rng, operator = random.Random(seed), random.Random(f"operator {seed}")
-    made = stream(policy(scheduler={"max_think_tokens": 40, "min_think_tokens": 0}, entropy=CALIBRATED))
+    """Make 150 random steps with arrivals, aborts, preemptions, operators' ends, new policies and refused settings, and
+    with budgets that are used up and refilled."""
+    rng, operator, spender = random.Random(seed), random.Random(f"operator {seed}"), random.Random(f"spender {seed}")
+    budget = {"name": "b", "tokens_per_day": 1, "soft_think_tokens": 8, "max_think_tokens": 12, "shadow": False}
+    made = stream(
+        policy(scheduler={"max_think_tokens": 40, "min_think_tokens": 0}, entropy=CALIBRATED, budget=[budget])
+    )
     policies = [
         policy(),
-        policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 0}, entropy=CALIBRATED),
+        policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 0}, entropy=CALIBRATED, budget=[budget]),
         policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 3, "shadow": True}, kv_memory={"shadow": True}),
         policy(scheduler={"enabled": False}, entropy={"enabled": False}, kv_memory={"enabled": False}),
     ]
@@ -51,6 +57,8 @@ def busy(seed: int) -> Stream:
             prompt = rng.choice([[1], [1, 2], [40]])
             think, answer = rng.randrange(25), 1 + rng.randrange(10)
             made.open(f"r{number}", think, answer, prompt=prompt, own_cap=rng.choice([None, None, 0, 7]))
+        if spender.random() < 0.1:
+            made.stages(b=spender.choice(BUDGET_STAGES))
         if live and operator.random() < 0.15:
             made.end(operator.choice(live))
         if live and rng.random() < 0.05:
@@ -106,6 +114,8 @@ def test_a_recorded_stream_replays_exactly(seed: int) -> None:
     for now, message in recorded.trace:
         if isinstance(message, tuple):
             replayed += session.on_policy(*message)
+        elif isinstance(message, dict):
+            session.on_budget_stages(message)
         elif isinstance(message, str):
             ended = session.on_end_thinking(message, "", now)
             replayed += ended.responses if ended is not None else []

@@ -6,10 +6,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
 from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.status_page.contents import (
+    budget_row,
     condition,
     freeze_row,
     handovers_text,
@@ -149,3 +150,23 @@ def test_harm_and_drift_stand_beside_each_other() -> None:
     assert '>Harm</th><th scope="col">Drift</th>' in (page / "index.html").read_text()
     assert "s.harm" in (page / "page.js").read_text()
     assert "s.drift" in (page / "page.js").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stage", "shadow", "text", "level"),
+    [
+        (fleet_pb2.BUDGET_STAGE_UNSHORTENED, False, "unshortened", ""),
+        (fleet_pb2.BUDGET_STAGE_LOWER_CAP, False, "lower cap", "warn"),
+        (fleet_pb2.BUDGET_STAGE_FLOOR, False, "floor", "bad"),
+        (fleet_pb2.BUDGET_STAGE_FLOOR, True, "floor, in shadow", ""),
+    ],
+)
+def test_a_budget_that_shortens_thinking_stands_out(
+    stage: fleet_pb2.BudgetStage.ValueType, shadow: bool, text: str, level: str
+) -> None:
+    entry = policy_pb2.BudgetPolicy(name="a", tenant="acme", effort="high", tokens_per_day=9, shadow=shadow)
+    row = budget_row(fleet_pb2.Budget(policy=entry, stage=stage, used_tokens=12, left_ratio=-0.125))
+    assert (row["stage"], row["level"], row["left"]) == (text, level, "-12.50 %")
+    assert (row["requests"], row["used_tokens"]) == ("tenant acme, effort high", 12)
+    entry = policy_pb2.BudgetPolicy(name="a")
+    assert budget_row(fleet_pb2.Budget(policy=entry))["requests"] == "every request"

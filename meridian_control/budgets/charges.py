@@ -1,0 +1,101 @@
+"""Counts the thinking tokens of one engine's requests for the budgets that the requests count towards.
+
+The tokens are read from the request table when somebody asks and when a request closes, so a report costs nothing. The
+code does no I/O and reads no clock; each object belongs to one session.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meridian_control.decisions.request_table import RequestTable
+
+# Number of combinations of budgets above which those that no live request has are dropped.
+ROOM = 1024
+
+
+class Charges:
+    """The tokens that have not been taken yet. The table's column `budget_set` holds indices into a list of
+    combinations of budgets, of which the first has none.
+
+    carried: the tokens of live requests that an earlier stream of the engine has counted, by request id.
+    """
+
+    def __init__(self, table: RequestTable, carried: Mapping[str, int]) -> None:
+        self._table, self._carried = table, dict(carried)
+        self._sets: list[tuple[str, ...]] = [()]
+        self._indices: dict[tuple[str, ...], int] = {(): 0}
+        self._open: Counter[str] = Counter()
+
+    def names(self, slot: int) -> tuple[str, ...]:
+        """Return the names of the budgets that the request in a slot counts towards."""
+        return self._sets[int(self._table.budget_set[slot])]
+
+    def assign(self, slot: int, names: tuple[str, ...]) -> None:
+        """Note the budgets that a live request counts towards. Tokens for its earlier budgets must be settled."""
+        if names == self.names(slot):
+            return
+        if names not in self._indices:
+            if len(self._sets) >= ROOM:
+                self._forget_unused()
+            self._indices[names] = len(self._sets)
+            self._sets.append(names)
+        self._table.set_budget_set(slot, self._indices[names])
+
+    def settle(self, slot: int) -> None:
+        """Count the tokens of a request that closes, if it is live."""
+        table = self._table
+        if table.holds(slot) and (names := self.names(slot)):
+            self._open.update(dict.fromkeys(names, int(table.think_tokens[slot] - table.charged_tokens[slot])))
+            table.note_charged(slot)
+
+    def settle_all(self) -> None:
+        """Count the tokens of all live requests, because their budgets change. Tokens of requests without a budget will
+        not count for a budget that they get now."""
+        self._count()
+        self._table.note_charged(self._table.slots())
+
+    def take(self) -> Counter[str]:
+        """Return the thinking tokens since the last call, by the budget's name."""
+        self._count()
+        taken, self._open = self._open, Counter()
+        return taken
+
+    def _count(self) -> None:
+        table = self._table
+        slots = (table.live & (table.budget_set > 0)).nonzero()[0]
+        if not len(slots):
+            return
+        new = table.think_tokens[slots] - table.charged_tokens[slots]
+        sums = np.bincount(table.budget_set[slots], weights=new, minlength=len(self._sets))
+        for index in sums.nonzero()[0].tolist():
+            self._open.update(dict.fromkeys(self._sets[index], int(sums[index])))
+        table.note_charged(slots)
+
+    def charged(self) -> dict[str, int]:
+        """Count the tokens of all live requests; return the tokens that were counted of each, by its id."""
+        self._count()
+        counted = {opened.request_id: int(self._table.charged_tokens[slot]) for slot, opened in self._table.requests()}
+        carried, self._carried = self._carried, {}
+        return carried | counted
+
+    def resume(self, charged: Mapping[str, int]) -> None:
+        """Note how many tokens of the live requests were counted before the engine's newest snapshot, so that tokens
+        that no report brought count too."""
+        for slot, opened in self._table.requests():
+            if (tokens := charged.get(opened.request_id)) is not None:
+                self._table.resume_charge(slot, tokens)
+
+    def _forget_unused(self) -> None:
+        """Drop combinations that no live request has. Clients choose which budgets match, so the list could grow."""
+        used = {0: (), **{int(index): self._sets[index] for index in self._table.budget_set[self._table.live]}}
+        self._sets = list(used.values())
+        self._indices = {names: index for index, names in enumerate(self._sets)}
+        for slot in self._table.slots().tolist():
+            self._table.set_budget_set(slot, self._indices[used[int(self._table.budget_set[slot])]])

@@ -1,0 +1,124 @@
+"""The thinking budgets as one replica knows them: their usage over all replicas, and their stages.
+
+The module owns the tokens that the replica has counted but not stored yet. A crash of the replica loses these tokens,
+so they are stored every second. Times are passed in. All code runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.budgets.stages import UNSHORTENED, stage_of
+from meridian_control.budgets.token_bucket import Account, charged, left, left_ratio
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from datetime import datetime
+
+    from meridian.v1 import policy_pb2
+
+    from meridian_control.budgets.charges import Charges
+    from meridian_control.budgets.store import BudgetStore
+    from meridian_control.policy.budget_schema import BudgetPolicy
+
+
+class FleetBudgets:
+    """`budgets` has the budgets by name, `stages` the stages of those that shorten thinking, `counted` the thinking
+    tokens on this replica's engines since it started. `share_time` is the time of the newest exchange with the store,
+    None before the first."""
+
+    def __init__(self) -> None:
+        self.budgets: dict[str, BudgetPolicy] = {}
+        self.stages: dict[str, int] = {}
+        self.counted: Counter[str] = Counter()
+        self.share_time: datetime | None = None
+        self._accounts: dict[str, Account] = {}
+        self._unsaved: Counter[str] = Counter()
+        # By engine id, the incarnation and the counted tokens of its live requests when its stream ended.
+        self._carried: dict[str, tuple[str, dict[str, int]]] = {}
+
+    def add(self, tokens: Mapping[str, int]) -> None:
+        """Add thinking tokens of this replica's engines, by the budget's name."""
+        self.counted.update(tokens)
+        self._unsaved.update(tokens)
+
+    def carry(self, engine: tuple[str, str], charges: Charges) -> None:
+        """Keep what a stream that ends has counted, for the next stream of the engine. engine: id and incarnation."""
+        counted = charges.charged()
+        self.add(charges.take())
+        self._carried[engine[0]] = engine[1], counted
+
+    def carried(self, engine: tuple[str, str], replaced: Iterable[Charges]) -> dict[str, int]:
+        """Return what the engine's previous stream has counted, by request id; empty if nothing is known.
+
+        replaced: the charges of streams whose end was not noticed yet.
+        """
+        for charges in replaced:
+            self.carry(engine, charges)
+        incarnation, counted = self._carried.pop(engine[0], ("", {}))
+        return counted if incarnation == engine[1] else {}
+
+    def forget(self, engine_ids: Iterable[str]) -> None:
+        """Drop what is kept of engines that did not come back."""
+        for engine_id in engine_ids:
+            self._carried.pop(engine_id, None)
+
+    def set_budgets(self, policies: Iterable[model.Policy]) -> None:
+        """Set the budgets of several policies; the first policy that has a budget sets its values."""
+        found: dict[str, BudgetPolicy] = {}
+        for policy in policies:
+            found = {budget.name: budget for budget in policy.budget} | found
+        self.budgets = found
+
+    async def share(self, store: BudgetStore, now: datetime) -> None:
+        """Add this replica's tokens to the store, and read the usage of all replicas. Raises StoreUnavailable; then the
+        tokens are kept for the next time."""
+        sent = {name: self._unsaved[name] for name in self.budgets if self._unsaved[name]}
+        self._accounts = await store.charge(sent, self.budgets, now)
+        self.share_time = now
+        self._unsaved.subtract(sent)
+        # Tokens of budgets that no policy has any more are dropped.
+        self._unsaved = Counter({name: tokens for name, tokens in self._unsaved.items() if name in self.budgets})
+
+    def find_stages(self, now: datetime) -> None:
+        """Find the stage of each budget, also from tokens that are not stored yet."""
+        found = {
+            name: stage_of(self.left_ratio(budget, now), self.stages.get(name, UNSHORTENED))
+            for name, budget in self.budgets.items()
+        }
+        self.stages = {name: stage for name, stage in found.items() if stage > UNSHORTENED}
+
+    def left_ratio(self, budget: BudgetPolicy, now: datetime) -> float:
+        """Return what is left of a budget, as a share of what it can save up, negative if thinking has exceeded it."""
+        return left_ratio(self._account(budget, now), budget, now)
+
+    @property
+    def unsaved_tokens(self) -> int:
+        """Thinking tokens that a crash of this replica would lose, summed over all budgets."""
+        return self._unsaved.total()
+
+    def messages(self, policy: model.Policy, now: datetime) -> list[fleet_pb2.Budget]:
+        """Return the budgets of a policy, in its order."""
+        told = forms.to_proto(model.Policy(budget=policy.budget)).budget
+        return [self._message(budget, entry, now) for budget, entry in zip(policy.budget, told, strict=True)]
+
+    def _message(self, budget: BudgetPolicy, entry: policy_pb2.BudgetPolicy, now: datetime) -> fleet_pb2.Budget:
+        account = self._account(budget, now)
+        minute, day = left(account, budget, now)
+        return fleet_pb2.Budget(
+            policy=entry,
+            stage=self.stages.get(budget.name, UNSHORTENED),  # type: ignore[arg-type]
+            used_tokens=account.used_tokens,
+            minute_left_tokens=minute,
+            day_left_tokens=day,
+            left_ratio=self.left_ratio(budget, now),
+            unsaved_tokens=self._unsaved[budget.name],
+        )
+
+    def _account(self, budget: BudgetPolicy, now: datetime) -> Account:
+        return charged(self._accounts.get(budget.name), self._unsaved[budget.name], budget, now)

@@ -1,0 +1,80 @@
+"""Exchanges the usage of thinking budgets with the store, and gives each session the stages of the budgets.
+
+The module owns how often usage is stored. All code runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet.recording import stages_record
+
+if TYPE_CHECKING:
+    from meridian_control.budgets.store import BudgetStore
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.policy.model import Policy
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two exchanges with the store. A replica that crashes loses the usage since its newest exchange.
+SHARE_S = 1.0
+
+
+class BudgetSharing:
+    def __init__(self, fleet: Fleet, store: BudgetStore) -> None:
+        self._fleet, self._store = fleet, store
+        self._heard = True
+        self._sharing = asyncio.Lock()
+        self._newest: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Call `share` every SHARE_S seconds until cancelled.
+
+        A call in progress is never cancelled, because it would then be unknown whether the store has its tokens.
+        """
+        while True:
+            self._newest = asyncio.create_task(self.share())
+            await asyncio.shield(self._newest)
+            await asyncio.sleep(SHARE_S)
+
+    async def share(self) -> None:
+        """Store the usage of this replica's engines, read that of all replicas, and set the stages of all sessions.
+
+        While the store is unreachable, the stages follow from what was last read and from this replica's usage.
+        """
+        async with self._sharing:
+            await self._share()
+
+    async def _share(self) -> None:
+        fleet, budgets = self._fleet, self._fleet.budgets
+        budgets.set_budgets(self._policies())
+        sessions = fleet.counted_sessions()
+        if budgets.budgets or budgets.stages:
+            for session in sessions:
+                budgets.add(session.charges.take())
+            await self._exchange()
+            budgets.find_stages(fleet.clock())
+        now = fleet.clock()
+        for session in sessions:
+            if session.budget_stages != budgets.stages:
+                session.on_budget_stages(budgets.stages)
+                fleet.note(session, stages_record(session, now))
+
+    async def _exchange(self) -> None:
+        try:
+            await self._fleet.budgets.share(self._store, self._fleet.clock())
+            self._heard = True
+        except StoreUnavailable as error:
+            if self._heard:
+                logger.warning("the usage of thinking budgets is kept in memory: %s", error)
+            self._heard = False
+
+    def _policies(self) -> list[Policy]:
+        """Return the policy in force first, then the other policies of sessions, such as a rollout's candidate."""
+        stored = self._fleet.policy
+        found = {id(stored.policy): stored.policy} if stored is not None else {}
+        found |= {id(s.policy): s.policy for s in self._fleet.counted_sessions() if s.policy is not None}
+        return list(found.values())

@@ -1,0 +1,281 @@
+"""Thinking budgets over a real gRPC server and a real store: two replicas with eight engines count exactly, a killed
+replica loses only what it had not stored, and stages reach every engine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import fleet_pb2, policy_pb2
+
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet.budget_sharing import SHARE_S
+from meridian_control.policy import formats
+from tests.contract.control.fleet.test_record import Recorder, replayed
+from tests.contract.ctl import run
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+from tests.replicated import Replicated, client, until_answer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from meridian_control.policy.model import Policy
+    from tests.contract.streams import Control
+    from tests.postgres import Postgres
+
+ENGINES, REQUESTS = 8, 4
+FLOOR_TOKENS = 8
+
+
+def budgeted(tokens: int, shadow: bool = False) -> Policy:
+    budget = {"name": "acme", "tenant": "acme", "tokens_per_day": tokens, "max_think_tokens": 5000, "shadow": shadow}
+    every = {"name": "all", "tokens_per_minute": 10**12}
+    limits = {"min_think_tokens": FLOOR_TOKENS, "max_think_tokens": 100_000}
+    return policy(scheduler=limits, entropy={"enabled": False}, budget=[budget, every])
+
+
+def thought(*engines: LinkedEngine, tenant: str = "acme") -> int:
+    """Return the thinking tokens of the engines' live requests of a tenant, without each request's first token.
+
+    The first step of a stream sends a snapshot, whose tokens count where they were generated.
+    """
+    live = [live for engine in engines for live in engine.engine.live.values()]
+    return sum(one.state.think_tokens - 1 for one in live if one.info.tenant == tenant)
+
+
+# --------------------------------------------------------------------------------------------------------- one replica
+
+
+async def stepped(control: Control, engine: LinkedEngine, steps: int) -> None:
+    """Make steps, and wait until the control plane has received them."""
+    for _ in range(steps):
+        engine.step()
+    wanted = engine.engine.step
+    await until(lambda: any(shown.step == wanted for shown in control.fleet.engines()))
+
+
+async def in_stage(control: Control, engine: LinkedEngine, stage: int) -> None:
+    """Store the usage and check the stage."""
+    await stepped(control, engine, 1)
+    await control.parts.budgets.share()
+    assert control.fleet.budgets.stages.get("acme", UNSHORTENED) == stage
+
+
+async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -> None:
+    await control.set_policy(budgeted(80))
+    async with Recorder(control) as recorder:
+        with LinkedEngine([control.target]) as engine:
+            await until(lambda: engine.link.lease.revision == control.fleet.revision)
+            engine.open("a", tenant="acme")
+            engine.open("b", tenant="other")
+            await stepped(control, engine, 20)
+            await in_stage(control, engine, UNSHORTENED)
+            await stepped(control, engine, 40)
+            await in_stage(control, engine, LOWER_CAP)
+            await engine.steps_until(lambda: (0, 5000) in engine.caps())
+            await stepped(control, engine, 10)
+            await in_stage(control, engine, FLOOR)
+            # The request has thought longer than its floor, so its thinking ends at once.
+            await engine.steps_until(lambda: engine.engine.live["a"].state.output_tokens)
+            assert engine.engine.live["b"].state.think_tokens > engine.engine.live["a"].state.think_tokens
+            engine.open("late", tenant="acme")
+            late = engine.engine.live["late"]
+            await engine.steps_until(lambda: late.state.output_tokens)
+            assert (late.slot, FLOOR_TOKENS) in engine.caps()
+
+            life = json.loads((await run("explain", "a", "-o", "json", server=control.target)).stdout)["life"]
+            named = [event["decision"].get("budget") for event in life["events"] if event["kind"] == "decision"]
+            assert named.count("acme") == 2
+            rows = (await run("budgets", server=control.target)).stdout.splitlines()
+            assert [row.split()[0:3] for row in rows[1:3]] == [
+                ["acme", "tenant=acme", "floor"],
+                ["all", "all", "unshortened"],
+            ]
+
+            await control.set_policy(budgeted(10**9))
+            await engine.steps_until(lambda: engine.link.lease.revision == control.fleet.revision)
+            await in_stage(control, engine, UNSHORTENED)
+            engine.open("last", tenant="acme")
+            await engine.steps_until(lambda: engine.caps()[-1][1] == 100_000)
+            await stepped(control, engine, 1)
+        (waiting,) = control.fleet.recordings
+        waiting.close()
+        records = await recorder.rest()
+    assert [dict(r.budget_stages.stages) for r in records if r.HasField("budget_stages")] == [
+        {"acme": LOWER_CAP},
+        {"acme": FLOOR},
+        {},
+    ]
+    sent = [r.down.SerializeToString(deterministic=True) for r in records if r.HasField("down")]
+    assert sent[1:] == [response.SerializeToString(deterministic=True) for response in replayed(records)]
+
+
+async def test_usage_outlives_a_restart_and_a_store_that_is_away(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await control.set_policy(budgeted(80))
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: engine.link.lease.revision == control.fleet.revision)
+        engine.open("a", tenant="acme")
+        await stepped(control, engine, 15)
+        await control.parts.budgets.share()
+
+        async def away(*_: Any) -> None:
+            raise StoreUnavailable("policy store: away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(control.parts.budgets._store, "charge", away)
+            await stepped(control, engine, 40)
+            await control.parts.budgets.share()
+            acme, _ = control.parts.whole.budgets().budgets
+            assert (acme.used_tokens, acme.unsaved_tokens, acme.stage) == (54, 40, SOFT_CLOSE)
+        await control.parts.budgets.share()
+        assert control.parts.whole.budgets().budgets[0].unsaved_tokens == 0
+        await control.kill()
+        await control.start()
+        acme, _ = control.parts.whole.budgets().budgets
+        assert (acme.used_tokens, acme.stage) == (54, SOFT_CLOSE)
+        await until(lambda: engine.link.lease.revision == control.fleet.revision and control.fleet.connections)
+
+
+async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) -> None:
+    await control.set_policy(budgeted(10**9))
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: engine.link.lease.revision == control.fleet.revision)
+        engine.open("a", tenant="acme")
+        await stepped(control, engine, 15)
+        (connection,) = control.fleet.connections
+        connection.close("overflow")
+        await until(lambda: connection not in control.fleet.connections)
+        await engine.steps_until(lambda: any(c.session.acked_revision for c in control.fleet.connections))
+        await stepped(control, engine, 5)
+        await control.parts.budgets.share()
+        assert control.parts.whole.budgets().budgets[0].used_tokens == thought(engine)
+
+
+# -------------------------------------------------------------------------------------------------------- two replicas
+
+
+@pytest.fixture
+def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
+    made = Replicated(tmp_path, postgres)
+    yield made
+    for process in made.processes:
+        process.kill()
+        assert "Traceback" not in process.log()
+
+
+class Pair:
+    """Two replicas, and eight engines of which each replica has four; an engine whose replica dies moves."""
+
+    def __init__(self, replicated: Replicated, ending: ExitStack) -> None:
+        self._replicated, self._ending = replicated, ending
+
+    async def begin(self, first: Policy) -> None:
+        self.one, self.two = await self._replicated.pair()
+        async with client(self.two) as asked:
+            await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=formats.to_proto(first)))
+        targets = [self.one.target, self.two.target]
+        self.engines = [
+            self._ending.enter_context(LinkedEngine(targets if number < 4 else targets[::-1], f"e{number}"))
+            for number in range(ENGINES)
+        ]
+        await until(lambda: all(engine.link.lease.revision == 2 for engine in self.engines))
+        for engine in self.engines:
+            for number in range(REQUESTS):
+                tenant = "acme" if number else "other"
+                engine.open(f"{engine.engine_id}-{number}", tenant=tenant, max_tokens=100_000)
+
+    def step(self, steps: int, *engines: LinkedEngine) -> None:
+        for _ in range(steps):
+            for engine in engines or self.engines:
+                engine.step()
+
+    async def used(self, process: Any, name: str = "acme") -> int:
+        async with client(process) as asked:
+            answer = await asked.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest())
+        return {entry.policy.name: int(entry.used_tokens) for entry in answer.budgets}[name]
+
+
+@asynccontextmanager
+async def paired(replicated: Replicated, first: Policy) -> AsyncIterator[Pair]:
+    with ExitStack() as ending:
+        pair = Pair(replicated, ending)
+        await pair.begin(first)
+        yield pair
+
+
+async def test_two_replicas_and_eight_engines_count_exactly_and_a_killed_replica_loses_little(
+    replicated: Replicated,
+) -> None:
+    async with paired(replicated, budgeted(10**9, shadow=True)) as pair:
+        for _ in range(3):
+            pair.step(40)
+            told = thought(*pair.engines)
+            for process in (pair.one, pair.two):
+                # The engines go on while the replicas exchange what they have counted.
+                async def caught_up(process: Any = process, told: int = told) -> bool:
+                    pair.step(1)
+                    used = await pair.used(process)
+                    assert used <= thought(*pair.engines)
+                    return used >= 0.98 * told
+
+                await until_answer(caught_up, True)
+        whole = thought(*pair.engines)
+        every = whole + thought(*pair.engines, tenant="other")
+        for process in (pair.one, pair.two):
+            await until_answer(lambda process=process: pair.used(process), whole)
+            await until_answer(lambda process=process: pair.used(process, "all"), every)
+
+        # Nothing that was stored is lost. A replica stores its tokens every second, so that it loses those of one
+        # second, and what its engines generate until they have another stream.
+        assert SHARE_S <= 5
+        orphans = pair.engines[:4]
+        stored = thought(*orphans)
+        pair.step(3, *orphans)
+        pair.one.kill()
+        async with client(pair.two) as asked:
+
+            async def moved() -> int:
+                pair.step(1)
+                return len(await asked.requests(local_only=True))
+
+            await until_answer(moved, ENGINES * REQUESTS)
+        at_risk = thought(*orphans) - stored
+        pair.step(20)
+
+        async def nearly_all() -> bool:
+            used = await pair.used(pair.two)
+            assert used <= thought(*pair.engines)
+            return used >= thought(*pair.engines) - at_risk
+
+        await until_answer(nearly_all, True)
+        again = await replicated.started()
+        await until_answer(lambda: pair.used(again), await pair.used(pair.two))
+
+
+async def test_a_budget_of_the_fleet_shortens_thinking_on_every_replica(replicated: Replicated) -> None:
+    async with paired(replicated, budgeted(10**9)) as pair:
+        pair.step(40)
+        whole = thought(*pair.engines)
+        await until_answer(lambda: pair.used(pair.one), whole)
+        for tokens, cap in ((whole, FLOOR_TOKENS), (10**9, 100_000)):
+            async with client(pair.one) as asked:
+                new = formats.to_proto(budgeted(tokens))
+                await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=new))
+
+            def told(cap: int = cap) -> bool:
+                pair.step(1)
+                for engine in pair.engines:
+                    name = f"{engine.engine_id}-late"
+                    if name not in engine.engine.live:
+                        engine.open(name, tenant="acme")
+                late = [engine.engine.live[f"{engine.engine_id}-late"] for engine in pair.engines]
+                return all(one.cap is not None and one.cap.max_think_tokens == cap for one in late)
+
+            await until(told, 60)

@@ -1,0 +1,99 @@
+"""The stages of a budget, and the values that a stage gives a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, shortened, stage_of
+from meridian_control.policy.model import Who
+from tests.fakes.tables import policy
+
+ACME = {"name": "acme", "tenant": "acme*", "tokens_per_day": 1000, "shadow": False}
+WHO = Who(tenant="acme-1", model="m")
+
+
+@pytest.mark.parametrize(
+    ("left", "stage"),
+    [(1, UNSHORTENED), (0.51, UNSHORTENED), (0.5, SOFT_CLOSE), (0.25, LOWER_CAP), (0.11, LOWER_CAP), (0.1, FLOOR)],
+)
+def test_a_stage_begins_at_its_share(left: float, stage: int) -> None:
+    assert stage_of(left) == stage
+    assert stage_of(-1) == FLOOR
+
+
+def test_a_stage_ends_only_above_the_share_at_which_it_began() -> None:
+    stage: int = UNSHORTENED
+    course = []
+    for percent in (52, 50, 52, 54, 56, 25, 29, 31, 10, 14, 16, 54, 99):
+        stage = stage_of(percent / 100, stage)
+        course.append(stage)
+    rising = [UNSHORTENED, SOFT_CLOSE, SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED, LOWER_CAP, LOWER_CAP, SOFT_CLOSE]
+    assert course == [*rising, FLOOR, FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "stage", "soft", "cap"),
+    [
+        ({}, SOFT_CLOSE, 4096, 32768),
+        ({}, LOWER_CAP, 1024, 2048),
+        ({}, FLOOR, 512, 512),
+        ({"soft_think_tokens": 9000}, SOFT_CLOSE, 4096, 32768),
+        ({"soft_think_tokens": 1000}, LOWER_CAP, 1000, 2048),
+        ({"min_think_tokens": 3000}, LOWER_CAP, 3000, 3000),
+        ({"min_think_tokens": 5000}, SOFT_CLOSE, 5000, 32768),
+        ({"min_think_tokens": 0}, FLOOR, 1, 1),
+        ({"max_think_tokens": 1500}, LOWER_CAP, 750, 1500),
+    ],
+)
+def test_each_stage_shortens_and_none_goes_below_the_floor(
+    scheduler: dict[str, Any], stage: int, soft: int, cap: int
+) -> None:
+    own = policy(scheduler=scheduler, budget=[ACME])
+    held, by = shortened(own, WHO, {"acme": stage})
+    assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
+    assert held.scheduler.min_think_tokens == own.scheduler.min_think_tokens
+    assert by is not None
+    assert (by.budget, by.stage, by.without) == ("acme", stage, own.scheduler)
+
+
+@pytest.mark.parametrize(
+    ("budget", "scheduler", "stages"),
+    [
+        (ACME, {}, {}),
+        (ACME, {}, {"acme": UNSHORTENED, "other": FLOOR}),
+        ({**ACME, "shadow": True}, {}, {"acme": FLOOR}),
+        ({**ACME, "model": "other"}, {}, {"acme": FLOOR}),
+        ({**ACME, "slo_class": "batch"}, {}, {"acme": FLOOR}),
+        ({**ACME, "effort": "high"}, {}, {"acme": FLOOR}),
+        (ACME, {"soft_think_tokens": 100}, {"acme": SOFT_CLOSE}),
+    ],
+)
+def test_other_requests_keep_their_policy(
+    budget: dict[str, Any], scheduler: dict[str, Any], stages: dict[str, int]
+) -> None:
+    own = policy(scheduler=scheduler, budget=[budget])
+    assert shortened(own, WHO, stages) == (own, None)
+
+
+@pytest.mark.parametrize(
+    ("stages", "name", "cap"),
+    [
+        ({"acme": LOWER_CAP, "all": SOFT_CLOSE}, "acme", 2048),
+        ({"acme": LOWER_CAP, "all": FLOOR}, "all", 512),
+        ({"acme": LOWER_CAP, "all": LOWER_CAP}, "all", 1000),
+        ({"acme": SOFT_CLOSE, "all": SOFT_CLOSE}, "acme", 32768),
+    ],
+)
+def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int) -> None:
+    every = {
+        "name": "all",
+        "tokens_per_minute": 9,
+        "max_think_tokens": 1000,
+        "soft_think_tokens": 9000,
+        "shadow": False,
+    }
+    held, by = shortened(policy(budget=[ACME, every]), WHO, stages)
+    assert by is not None
+    assert (by.budget, held.scheduler.max_think_tokens) == (name, cap)

@@ -1,0 +1,276 @@
+"""A session counts thinking for budgets, and shortens requests as the budgets' stages say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.budgets.charges import ROOM as SETS_ROOM
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.decision_log.messages import explain_request
+from meridian_control.session.session import Session
+from tests.fakes.engine import TEXT
+from tests.fakes.tables import policy
+from tests.unit.sessions import Stream, step_report, stream
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+
+BUDGETS: list[dict[str, Any]] = [
+    {"name": "acme", "tenant": "acme", "tokens_per_minute": 1000, "soft_think_tokens": 10, "max_think_tokens": 20},
+    {"name": "high", "effort": "high", "tokens_per_day": 1000, "soft_think_tokens": 10, "max_think_tokens": 30},
+]
+
+
+def budgeted(shadow: bool = False, entropy: bool = False, **scheduler: Any) -> Policy:
+    limits = {"min_think_tokens": 4, "max_think_tokens": 100, **scheduler}
+    budgets = [{**budget, "shadow": shadow} for budget in BUDGETS]
+    return policy(scheduler=limits, entropy={"enabled": entropy}, budget=budgets)
+
+
+def closable(first: Policy) -> Stream:
+    """Return an engine on which every token ends a sentence with a likely end marker."""
+    made = stream(first)
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.end_rank = 1
+    return made
+
+
+def caps(made: Stream) -> dict[str, int]:
+    """Return the caps in force on the agent, by request."""
+    live = made.agent.engine.live.values()
+    return {one.info.request_id: one.cap.max_think_tokens for one in live if one.cap is not None}
+
+
+def life(made: Stream, request_id: str) -> fleet_pb2.RequestLife:
+    return explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
+
+
+# -------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_caps_fall_and_rise_with_the_stages() -> None:
+    made = stream(budgeted())
+    made.open("ours", tenant="acme")
+    made.open("floored", tenant="acme", min_think_tokens=12)
+    made.open("small", tenant="acme", own_cap=9)
+    made.open("other", tenant="else")
+    made.step(3)
+    whole = {"ours": 100, "floored": 100, "small": 9, "other": 100}
+    assert caps(made) == whole
+    for stage, cap, floored in ((SOFT_CLOSE, 100, 100), (LOWER_CAP, 20, 20), (FLOOR, 4, 12), (UNSHORTENED, 100, 100)):
+        made.stages(acme=stage)
+        if stage == FLOOR:
+            made.agent.abort("ours")
+            made.open("ours2", tenant="acme")
+        said = made.step()
+        wanted = {"ours": cap, "floored": floored, "small": 9 if cap >= 9 else 4, "other": 100}
+        told = {name.removesuffix("2"): limit for name, limit in caps(made).items()}
+        assert told == wanted
+        assert all(cap.slot != made.agent.engine.live["other"].slot for cap in said.caps)
+    assert made.step(5).caps == [], "nothing is sent until a stage changes"
+    assert made.balanced()
+
+
+def test_a_running_request_ends_at_once_when_its_cap_falls_below_its_thinking() -> None:
+    made = stream(budgeted())
+    made.open("a", tenant="acme")
+    made.step(50)
+    made.stages(acme=LOWER_CAP)
+    made.step(3)
+    assert made.session.totals.ends["hard_cap"] == 1
+    decisions = [event.decision for event in life(made, "a").events if event.decision.reason == "budget"]
+    assert [(d.kind, d.budget, d.budget_stage) for d in decisions] == [("cap", "acme", LOWER_CAP)]
+    assert decisions[0].outcome == agent_pb2.OUTCOME_APPLIED
+    (compared,) = decisions[0].comparisons
+    assert (compared.value, compared.limit_name) == (20, "budget acme in stage lower_cap")
+
+
+def test_soft_close_begins_earlier_and_names_the_budget() -> None:
+    made = closable(budgeted())
+    made.stages(acme=SOFT_CLOSE)
+    made.open("ours", tenant="acme")
+    made.open("other", tenant="else")
+    made.step(100)
+    closed = life(made, "ours")
+    (force,) = [event.decision for event in closed.events if event.decision.kind == "force"]
+    assert (force.reason, force.budget, force.budget_stage) == ("soft_close", "acme", SOFT_CLOSE)
+    assert force.comparisons[0].limit_name == "budget acme in stage soft_close"
+    assert force.signals.think_tokens >= 10
+    assert not [event for event in life(made, "other").events if event.decision.kind == "force"]
+
+
+def test_a_soft_close_of_the_policy_names_no_budget() -> None:
+    made = closable(budgeted(soft_think_tokens=8))
+    made.stages(acme=LOWER_CAP)
+    made.open("ours", tenant="acme")
+    made.step(60)
+    (force,) = [event.decision for event in life(made, "ours").events if event.decision.kind == "force"]
+    assert (force.reason, force.budget) == ("soft_close", "")
+    assert force.comparisons[0].limit_name == "scheduler.soft_think_tokens"
+
+
+def test_an_extended_cap_names_the_budget() -> None:
+    made = stream(budgeted(empty_answer_extension_tokens=30))
+    made.agent.empty_answer = True
+    made.stages(acme=LOWER_CAP)
+    made.open("a", tenant="acme", min_think_tokens=25)
+    made.step(20)
+    extended = [event.decision for event in life(made, "a").events if event.decision.reason == "empty_answer"]
+    (cap,) = [d for d in extended if d.kind == "cap"]
+    assert (cap.budget, cap.comparisons[0].value, cap.comparisons[0].limit) == ("acme", 50, 50)
+
+
+@pytest.mark.parametrize("acts", [{"shadow": True}, {"enabled": False}])
+def test_a_budget_in_shadow_and_a_scheduler_that_is_off_shorten_nothing(acts: dict[str, bool]) -> None:
+    made = stream(budgeted(shadow=True) if "shadow" in acts else budgeted(**acts))
+    made.stages(acme=FLOOR)
+    made.open("a", tenant="acme")
+    made.step(50)
+    assert made.session.totals.ends == {}
+    assert made.session.charges.take() == {"acme": 50}
+
+
+def test_a_scheduler_in_shadow_shadows_its_budgets() -> None:
+    limits = {"shadow": True, "min_think_tokens": 4}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}, budget=[{**BUDGETS[0], "shadow": False}]))
+    made.stages(acme=FLOOR)
+    made.open("a", tenant="acme")
+    made.step(50)
+    assert made.session.totals.ends["hard_cap_shadowed"] == 0
+    assert [event.decision.shadow for event in life(made, "a").events if event.decision.reason == "budget"] == [True]
+    assert made.agent.engine.live["a"].state.think_tokens == 50
+
+
+def test_stages_that_come_before_the_policy_hold() -> None:
+    made = Stream()
+    made.stages(acme=LOWER_CAP)
+    made.apply(budgeted())
+    made.open("a", tenant="acme")
+    made.step()
+    assert caps(made) == {"a": 20}
+
+
+# --------------------------------------------------------------------------------------------------------------- usage
+
+
+def test_tokens_count_for_every_budget_that_matches_and_once() -> None:
+    made = stream(budgeted())
+    made.open("both", tenant="acme", effort="high")
+    made.open("one", tenant="acme")
+    made.open("none", tenant="else")
+    made.step(7)
+    assert made.session.charges.take() == {"acme": 14, "high": 7}
+    assert made.session.charges.take() == {}
+    made.step(2)
+    made.agent.abort("both")
+    made.step()
+    assert made.session.charges.take() == {"acme": 2 + 3, "high": 2}
+
+
+def test_only_thinking_counts() -> None:
+    made = stream(budgeted())
+    made.open("a", 5, 20, tenant="acme")
+    made.step(40)
+    assert made.session.charges.take() == {"acme": 5}
+
+
+def test_tokens_from_before_the_stream_do_not_count() -> None:
+    made = stream(budgeted())
+    opened = agent_pb2.RequestOpened(
+        slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, think_tokens=500
+    )
+    made.session.on_message(step_report(opened=[opened], tokens=tokens(3)), made.now)
+    assert made.session.charges.take() == {"acme": 3}
+
+
+def tokens(count: int) -> agent_pb2.TokenColumns:
+    """Return thinking tokens of slot 0."""
+    nothing = [float("nan")] * count
+    think = [agent_pb2.PHASE_THINK] * count
+    return agent_pb2.TokenColumns(
+        slot=[0] * count,
+        phase=think,
+        flags=[0] * count,
+        entropy_nats=nothing,
+        end_rank=[0] * count,
+        end_logprob_nats=nothing,
+    )
+
+
+def snapshot(think_tokens: int) -> agent_pb2.ConnectRequest:
+    opened = agent_pb2.RequestOpened(
+        slot=3, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, think_tokens=think_tokens
+    )
+    return agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=9, requests=[opened]))
+
+
+def test_a_snapshot_brings_tokens_that_no_report_brought() -> None:
+    made = stream(budgeted())
+    made.open("a", tenant="acme")
+    made.step(5)
+    made.session.on_message(snapshot(40), made.now)
+    assert made.session.charges.take() == {"acme": 40}
+
+
+def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
+    made = stream(budgeted())
+    made.open("a", tenant="acme")
+    made.step(5)
+    counted = made.session.charges.charged()
+    assert (counted, made.session.charges.take()) == ({"a": 5}, {"acme": 5})
+    again = Session("s2", made.hello, made.now, charged=counted)
+    again.on_message(snapshot(30), made.now)
+    settings = again.on_policy(1, budgeted())[0].settings
+    status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=1)
+    again.on_message(agent_pb2.ConnectRequest(settings_status=status), made.now)
+    assert again.charges.take() == {"acme": 25}
+    again.on_message(snapshot(31), made.now)
+    assert again.charges.take() == {"acme": 1}, "what was carried over holds for the first snapshot only"
+
+
+def test_a_new_budget_begins_with_the_tokens_from_now_on() -> None:
+    made = stream(policy(entropy={"enabled": False}))
+    made.open("a", tenant="acme")
+    made.step(5)
+    made.apply(budgeted())
+    made.step(2)
+    assert made.session.charges.take() == {"acme": 2}
+    made.apply(policy(entropy={"enabled": False}))
+    made.step(2)
+    assert made.session.charges.take() == {}
+    made.apply(budgeted())
+    made.step()
+    assert made.session.charges.take() == {"acme": 1}
+
+
+def test_a_budget_that_goes_keeps_what_it_counted() -> None:
+    made = stream(budgeted())
+    made.open("a", tenant="acme")
+    made.step(5)
+    made.apply(policy(entropy={"enabled": False}))
+    made.step(5)
+    assert made.session.charges.take() == {"acme": 5}
+
+
+def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
+    """Clients choose the fields that budgets match on, so eleven budgets make 2048 combinations."""
+    letters = "abcdefghijk"
+    budgets = [{"name": letter, "tenant": f"*{letter}*", "tokens_per_day": 1} for letter in letters]
+    made = stream(policy(entropy={"enabled": False}, budget=budgets))
+    made.open("kept", tenant="b")
+    charges, table = made.session.charges, made.session.table
+    for number in range(1 << len(letters)):
+        tenant = "".join(letter for bit, letter in enumerate(letters) if number >> bit & 1)
+        opened = agent_pb2.RequestOpened(slot=9, request_id=f"r{number}", tenant=tenant)
+        table.close(9)
+        table.open(opened, 0.0)
+        made.session._groups.assign(9, opened)
+        assert charges.names(9) == tuple(tenant)
+        assert len(charges._sets) <= SETS_ROOM
+    table.close(9)
+    made.step(2)
+    assert charges.take()["b"] == 2
