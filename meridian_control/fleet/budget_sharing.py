@@ -9,10 +9,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from meridian_control.budgets.stages import UNSHORTENED
+from meridian_control.common.enum_names import budget_stage_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.recording import stages_record
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from meridian_control.budgets.store import BudgetStore
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.policy.model import Policy
@@ -52,16 +56,25 @@ class BudgetSharing:
         fleet, budgets = self._fleet, self._fleet.budgets
         budgets.set_budgets(self._policies())
         sessions = fleet.counted_sessions()
-        if budgets.budgets or budgets.stages:
+        if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
             for session in sessions:
                 budgets.add(session.charges.take())
             await self._exchange()
+            before = budgets.stages
             budgets.find_stages(fleet.clock())
+            self._log_changes(before)
         now = fleet.clock()
         for session in sessions:
             if session.budget_stages != budgets.stages:
                 session.on_budget_stages(budgets.stages)
                 fleet.note(session, stages_record(session, now))
+
+    def _log_changes(self, before: Mapping[str, int]) -> None:
+        budgets, now = self._fleet.budgets, self._fleet.clock()
+        for name, budget in budgets.budgets.items():
+            if (stage := budgets.stages.get(name, UNSHORTENED)) != before.get(name, UNSHORTENED):
+                told = budget_stage_name(stage), 100 * budgets.left_ratio(budget, now), " (shadow)" * budget.shadow
+                logger.info("thinking budget %s is in stage %s, %.0f %% left%s", name, *told)
 
     async def _exchange(self) -> None:
         try:
