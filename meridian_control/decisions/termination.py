@@ -72,12 +72,15 @@ def may_shorten(policy: Policy) -> bool:
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
-    """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends."""
+    """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends.
+
+    A soft close by a budget does not count: it is rare, and a report for each step would cost the control plane several
+    times as much for all requests.
+    """
     entropy, scheduler = _of_any_request(policy)
     reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
     rules_read = reads and any(e.enabled for e in entropy)
-    soft_closes = any(s.soft_think_tokens for s in scheduler) or may_shorten(policy)
-    return rules_read or (policy.scheduler.enabled and soft_closes)
+    return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
 
 def probes_within(policy: Policy, tokens: int) -> bool:

@@ -274,3 +274,13 @@ def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
     table.close(9)
     made.step(2)
     assert charges.take()["b"] == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_a_budget_in_force_needs_ranks_and_merges_as_many_steps() -> None:
+    for shadow, measured in ((False, True), (True, False)):
+        made = stream(budgeted(shadow=shadow))
+        (told,) = [response.settings for response in made.responses if response.HasField("settings")]
+        assert (told.observe_entropy, told.report_interval_steps) == (measured, 8)
