@@ -48,16 +48,19 @@ def budgets_of(policy: Policy, who: Who) -> tuple[BudgetPolicy, ...]:
     return tuple(budget for budget in policy.budget if matches_globs(budget, who))
 
 
-def shortened(own: Policy, who: Who, stages: Mapping[str, int]) -> tuple[Policy, Shortening | None]:
+def shortened(
+    own: Policy, who: Who, stages: Mapping[str, int], *, shadow: bool = False
+) -> tuple[Policy, Shortening | None]:
     """Return the policy that holds for a request once the strictest of its budgets has shortened it, and that budget.
 
-    own: the request's policy without budgets. stages: by the budget's name; a missing budget is unshortened. A budget
-    in shadow shortens nothing. The budget is None if the request's own values are as strict.
+    own: the request's policy without budgets. stages: by the budget's name; a missing budget is unshortened. shadow:
+    whether to ask the budgets in shadow, which shorten nothing, instead of those in force. The budget is None if the
+    request's own values are as strict.
     """
     found = [
         (budget, stage)
         for budget in budgets_of(own, who)
-        if not budget.shadow and (stage := stages.get(budget.name, UNSHORTENED)) > UNSHORTENED
+        if budget.shadow is shadow and (stage := stages.get(budget.name, UNSHORTENED)) > UNSHORTENED
     ]
     if not found:
         return own, None

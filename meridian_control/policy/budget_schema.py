@@ -96,7 +96,9 @@ class BudgetPolicy(Section):
     shadow: bool = Field(
         True,
         description="Count usage and show the stage, but shorten no thinking.",
-        json_schema_extra=advice("Set it to false once `meridianctl budgets` shows the usage that you expect."),
+        json_schema_extra=advice(
+            "Set it to false once `meridianctl budgets` and `meridianctl shadow` show what you expect."
+        ),
     )
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from meridian_control.budgets.stages import Shortening, budgets_of, shortened
+from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
     compared_signals,
     has_control_group,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.arms import Experiment, Experiments
+    from meridian_control.session.shadow_comparison import Comparison
 
 # Bit of each signal in the table's column `awaited_signals`; and of each signal that is read at sentence ends, the
 # column with its values at the newest ones.
@@ -57,7 +59,10 @@ class Groups:
         experiments: Experiments,
         charges: Charges,
         journal: Journal | None,
+        *,
+        shadow: Comparison,
     ) -> None:
+        self._shadow = shadow
         self._table, self._labels, self._charges = table, dict(hello.labels), charges
         self._experiments, self._journal = experiments, journal
         self._experiment: Experiment | None = None
@@ -105,11 +110,24 @@ class Groups:
                 self._journal.in_control_group(slot)
         shortening = None
         if self.policy.budget:
-            self._charges.assign(slot, tuple(budget.name for budget in budgets_of(own, self._who(opened))))
-            own, shortening = shortened(own, self._who(opened), self.stages)
+            own, shortening = self._shorten(slot, own, opened)
         elif self._charges.names(slot):
             self._charges.assign(slot, ())
+            self._shadow.budgeted(slot, int(self._table.think_tokens[slot]), None)
         self._table.set_group(slot, 0 if own is self.policy else self._index_of(own, shortening))
+
+    def _shorten(self, slot: int, own: Policy, opened: agent_pb2.RequestOpened) -> tuple[Policy, Shortening | None]:
+        """Note the budgets that a request counts towards; return the policy that they shorten, and the budget that
+        does. own: the request's policy without budgets."""
+        who = self._who(opened)
+        found = budgets_of(own, who)
+        self._charges.assign(slot, tuple(budget.name for budget in found))
+        cap = None
+        if own.scheduler.enabled and any(budget.shadow for budget in found):
+            would, _ = shortened(own, who, self.stages, shadow=True)
+            cap = termination.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
+        self._shadow.budgeted(slot, int(self._table.think_tokens[slot]), cap)
+        return shortened(own, who, self.stages)
 
     def set_stages(self, stages: Mapping[str, int]) -> bool:
         """Set the stages of budgets; return whether the policy of a live request may have changed."""

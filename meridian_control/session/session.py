@@ -85,7 +85,8 @@ class Session:
         self.reported_at: datetime | None = None
         self._journal = journal
         self.charges = Charges(self.table, charged or {})
-        self._groups = Groups(self.table, hello, experiments or Experiments(), self.charges, journal)
+        counts = experiments or Experiments()
+        self._groups = Groups(self.table, hello, counts, self.charges, journal, shadow=self.shadow)
         self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
         self._intake = Intake(
             self.table,

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 # Policy section of each rule, by the rule's reason. The rules on near-loops and give-up have shadows of their own, so
-# each counts as a section.
+# each counts as a section. All budgets together count as one section and one rule, with the caps that they would set.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(("eat", "rank", "margin", "rpdi", "same_answer"), "entropy"),
     "give_up": "give_up",
     "loop": "loop",
     "near_loop": "near_loop",
+    "budget": "budget",
 }
 
 
@@ -84,17 +85,30 @@ class Comparison:
         # For each slot, the thinking tokens at which each rule in shadow fired, by the rule's reason.
         self._fired: dict[int, dict[str, int]] = {}
         self._over: set[int] = set()
+        # For each slot, the cap that budgets in shadow would set.
+        self._budget_caps: dict[int, int] = {}
 
     def applied(self, revision: int, policy: Policy) -> None:
         """Note the policy that came into force, and start again if its rules differ from the previous ones."""
-        rules = (policy.scheduler, policy.entropy, policy.loop, policy.override)
+        rules = (policy.scheduler, policy.entropy, policy.loop, policy.override, policy.budget)
         if rules != self._rules:
             self._rules = rules
             self._begin(revision)
 
     def opened(self, slot: int) -> None:
         self._fired.pop(slot, None)
+        self._budget_caps.pop(slot, None)
         self._over.discard(slot)
+
+    def budgeted(self, slot: int, think_tokens: int, cap: int | None) -> None:
+        """Note the cap that budgets in shadow would set for a request from now on; None if none is in shadow for it."""
+        before = self._budget_caps.pop(slot, None)
+        if before is not None and think_tokens >= before:
+            self.fired(slot, "budget", before)
+        if cap is not None:
+            self._budget_caps[slot] = cap
+            if think_tokens >= cap:
+                self.fired(slot, "budget", think_tokens)
 
     def fired(self, slot: int, reason: str, think_tokens: int) -> None:
         """Note the number of thinking tokens at which a rule in shadow would have ended a request's thinking."""
@@ -114,7 +128,11 @@ class Comparison:
         fired = self._fired.pop(slot, {})
         if cap >= 0:
             fired["hard_cap"] = cap
-        for section in _in_shadow(policy):
+        sections, budget_cap = _in_shadow(policy), self._budget_caps.pop(slot, None)
+        if budget_cap is not None:
+            fired.setdefault("budget", budget_cap)
+            sections.append("budget")
+        for section in sections:
             self._ended[section].requests += 1
             self._ended[section].think_tokens += think_tokens
             earlier = {r: t for r, t in fired.items() if SECTIONS[r] == section and t < think_tokens}

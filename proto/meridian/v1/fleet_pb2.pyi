@@ -885,7 +885,8 @@ class ShadowComparison(_message.Message):
     SAVED_TOKENS_FIELD_NUMBER: _builtins.int
     section: _builtins.str
     """Policy section of the rule: scheduler, entropy or loop. The rule on near-loops and the give-up rule, which have
-    shadows of their own, count as the sections near_loop and give_up.
+    shadows of their own, count as the sections near_loop and give_up. All thinking budgets in shadow count as the
+    section budget, with the caps that they would have set, without soft close.
     """
     reason: _builtins.str
     """Reason of the rule (a force's reason, hard_cap or answer_reserve), for that rule alone. Empty for the section as a

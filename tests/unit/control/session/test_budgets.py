@@ -134,6 +134,59 @@ def test_a_budget_in_shadow_and_a_scheduler_that_is_off_shorten_nothing(acts: di
     assert made.session.charges.take() == {"acme": 50}
 
 
+def shadowed(made: Stream) -> tuple[int, ...]:
+    """Return the comparison of budgets in shadow: thinking that ended, its tokens, ends, their tokens, and saved."""
+    (row,) = [row for row in made.session.shadow.messages() if row.section == "budget" and not row.reason]
+    return row.requests, row.think_tokens, row.would_end, row.would_end_think_tokens, row.saved_tokens
+
+
+def test_a_budget_in_shadow_shows_what_its_caps_would_save() -> None:
+    made = stream(budgeted(shadow=True))
+    made.stages(acme=LOWER_CAP)
+    made.open("capped", 50, tenant="acme")
+    made.open("short", 15, tenant="acme")
+    made.open("floored", 50, tenant="acme", min_think_tokens=30)
+    made.open("other", 50, tenant="else")
+    made.step(60)
+    assert shadowed(made) == (3, 115, 2, 50, 30 + 20)
+    assert made.session.totals.shadow_saved["budget", "budget"] == 50
+    assert "hard_cap" not in made.session.totals.ends
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ends_at"),
+    [
+        (LOWER_CAP, UNSHORTENED, 20),
+        (SOFT_CLOSE, LOWER_CAP, 40),
+        (UNSHORTENED, UNSHORTENED, 0),
+        (LOWER_CAP, FLOOR, 20),
+    ],
+)
+def test_a_budget_in_shadow_would_end_thinking_at_the_cap_of_its_time(before: int, after: int, ends_at: int) -> None:
+    made = stream(budgeted(shadow=True))
+    made.stages(acme=before)
+    made.open("a", 90, tenant="acme")
+    made.step(40)
+    made.stages(acme=after)
+    made.step(60)
+    assert shadowed(made) == (1, 90, int(ends_at > 0), ends_at, 90 - ends_at if ends_at else 0)
+
+
+def test_the_comparison_of_budgets_begins_anew_with_other_budgets() -> None:
+    made = stream(budgeted(shadow=True))
+    made.stages(acme=LOWER_CAP)
+    made.open("a", 30, tenant="acme")
+    made.step(40)
+    assert shadowed(made)[2] == 1
+    made.apply(policy(budget=[{"name": "acme", "tokens_per_day": 1}]))
+    assert made.session.shadow.messages() == []
+    made.open("b", 30)
+    made.step(10)
+    made.apply(policy(entropy={"enabled": False}, loop={"enabled": False}))
+    made.step(40)
+    assert made.session.shadow.messages() == [], "no budget is in shadow for the request any more"
+
+
 def test_a_scheduler_in_shadow_shadows_its_budgets() -> None:
     limits = {"shadow": True, "min_think_tokens": 4}
     made = stream(policy(scheduler=limits, entropy={"enabled": False}, budget=[{**BUDGETS[0], "shadow": False}]))
