@@ -171,6 +171,8 @@ FLEET = [
     ),
     panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
     panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
+    panel("Thinking by budget", TOKENS, (total("meridian_budget_think_tokens_total", "budget"), "{{budget}}")),
+    panel("Budgets, left", "percentunit", ("min by (budget) (meridian_budget_left_ratio)", "{{budget}}")),
     panel(
         "Ends of thinking",
         "reqps",

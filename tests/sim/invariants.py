@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
+from meridian_control.budgets.stages import shortened
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -106,12 +107,16 @@ class Invariants:
         assert key not in self.made, f"decision {decision_id} is made twice"
         self.made[key] = made
 
-    def _policy_of(self, session: Session, slot: int) -> Policy:
-        """Return the policy in force for a request, computed independently of the session."""
+    def _policy_of(self, session: Session, slot: int, budgeted: bool = True) -> Policy:
+        """Return the policy in force for a request, computed independently of the session.
+
+        budgeted: whether budgets have shortened it.
+        """
         info, policy = session.table.info[slot], session.policy
         assert info is not None
         assert policy is not None
-        return policy.of(Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels)))
+        who = Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels))
+        return shortened(policy.of(who), who, session.budget_stages if budgeted else {})[0]
 
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
@@ -141,9 +146,12 @@ class Invariants:
 
     def _within_policy(self, session: Session, cap: agent_pb2.ThinkCap) -> None:
         info, own = session.table.info[cap.slot], self._policy_of(session, cap.slot).scheduler
+        whole = self._policy_of(session, cap.slot, budgeted=False).scheduler.max_think_tokens
         assert info is not None
         if cap.HasField("max_think_tokens"):
-            allowed = {own.max_think_tokens, own.max_think_tokens + own.empty_answer_extension_tokens}
+            extensions = (0, own.empty_answer_extension_tokens)
+            # A budget does not lower the cap below the request's own floor.
+            allowed = {min(whole + e, max(own.max_think_tokens + e, info.min_think_tokens)) for e in extensions}
             if info.HasField("max_think_tokens"):
                 allowed = {min(info.max_think_tokens, tokens) for tokens in allowed}
             told, reserve = cap.max_think_tokens, cap.answer_reserve_tokens

@@ -64,6 +64,8 @@ NEAR: dict[str, tuple[Any, ...]] = {
 }
 # Fields of the entropy section that are drawn from a copy of the generator, so that existing seeds keep their policies.
 ASIDE = tuple(name for name in EntropyPolicy.model_fields if name.startswith("give_up"))
+# Names of the budgets that a policy may have.
+BUDGETS = ("one", "two")
 GLOBS = ("", "", "*", "m*", "a", "[ab]", "b?", "?")
 
 
@@ -122,19 +124,27 @@ def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
     return drawn
 
 
+def _budget(rng: random.Random, name: str) -> dict[str, Any]:
+    drawn: dict[str, Any] = {glob: rng.choice(GLOBS) for glob in ("model", "tenant", "slo_class", "effort")}
+    limits = {"tokens_per_minute": rng.choice((0, 60)), "tokens_per_day": 1, "shadow": rng.random() < 0.3}
+    return drawn | limits | {"name": name, "soft_think_tokens": rng.choice((2, 10)), "max_think_tokens": 8}
+
+
 def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
     """Return a valid policy. extreme: how often a number is at the schema's limits. sections: fixed values."""
     while True:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
             for name, info in Policy.model_fields.items()
-            if name not in ("model", "override", "loop", "disagg")
+            if name not in ("model", "override", "loop", "disagg", "budget")
         }
         # Drawn from a copy of the generator, so that existing seeds keep their other sections.
         aside = random.Random(rng.getstate()[1][0])
         values["loop"] = _section(aside, LoopPolicy, extreme)
         values["disagg"] = _section(aside, DisaggPolicy, extreme)
         values["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)
+        if aside.random() < 0.4:
+            values["budget"] = [_budget(aside, name) for name in BUDGETS[: aside.randint(1, 2)]]
         if rng.random() < 0.4:
             values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]
         for name, fixed in sections.items():

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from meridian.v1.fleet_pb2 import BudgetStage
 
 from meridian_agent.core import token_cycles
 from meridian_agent.core.guard import Guard
@@ -24,6 +25,7 @@ from meridian_agent.link import outbox as outbox_module
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import connection as connection_module
+from meridian_control.fleet.recording import stages_record
 from meridian_control.session.operator_ends import ENDING
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, boundaries, mix, tokenizer, words
@@ -32,7 +34,7 @@ from tests.sim.inject import INJECTED_AT, LINK, Fault, Injected
 from tests.sim.invariants import Invariants
 from tests.sim.network import Network, SteppedLink
 from tests.sim.plant import NoFile, Plant
-from tests.sim.policies import draw
+from tests.sim.policies import BUDGETS, draw
 from tests.sim.recorded import Replayed
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ class World:
         self.tick = 0
         self.revision = 0
         self.opened = 0
+        # Draws the stages of budgets, apart from all other draws.
+        self.spenders = random.Random(f"spenders {seed}")
         # Decisions that operators' calls made.
         self.ended = 0
         self.server = self.network.server
@@ -152,6 +156,8 @@ class World:
                     self.fault()
                 if self.operators is not None and self.operators.random() < 0.3:
                     self.end_thinking(self.operators)
+                if self.governed and self.spenders.random() < 0.1:
+                    self.spend(self.spenders)
                 self.pass_time(self.rng.uniform(0.0, 0.5) * self.step_ms / 1e3)
             self.come_to_rest()
             if self.options.fault is not None:
@@ -242,6 +248,17 @@ class World:
         for again in calls[1:]:
             assert again.state != ENDING, f"a second call decides again about {chosen.request_id}"
             assert again.decision is calls[0].decision, "a second call names another decision"
+
+    def spend(self, rng: random.Random) -> None:
+        """Let budgets be used up or be refilled."""
+        fleet = self.server.fleet
+        if fleet is None or self.timeline.now_s < self.server.hung_until_s:
+            return
+        fleet.budgets.stages = {name: rng.choice(BudgetStage.values()[1:]) for name in BUDGETS}
+        self.invariants.note(f"budgets are in stages {fleet.budgets.stages} at tick {self.tick}")
+        for session in fleet.counted_sessions():
+            session.on_budget_stages(fleet.budgets.stages)
+            fleet.note(session, stages_record(session, self.timeline.utc_now()))
 
     # ----------------------------------------------------------------------------------------------------- the faults
 

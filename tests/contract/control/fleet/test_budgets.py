@@ -14,6 +14,7 @@ from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHOR
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.budget_sharing import SHARE_S
 from meridian_control.policy import formats
+from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_record import Recorder, replayed
 from tests.contract.ctl import run
 from tests.fakes.linked import LinkedEngine, until
@@ -156,6 +157,33 @@ async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) 
         await stepped(control, engine, 5)
         await control.parts.budgets.share()
         assert control.parts.whole.budgets().budgets[0].used_tokens == thought(engine)
+
+
+async def test_a_stop_loses_nothing(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    try:
+        await process.started()
+        with LinkedEngine([process.target]) as engine:
+            async with client(process) as asked:
+                new = formats.to_proto(budgeted(10**9))
+                await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=new))
+                await until(lambda: engine.link.lease.revision == 2)
+                engine.open("a", tenant="acme")
+                for _ in range(20):
+                    engine.step()
+
+                async def received() -> list[int]:
+                    return [shown.step for shown in (await asked.engines()).engines]
+
+                await until_answer(received, [20])
+            assert await process.terminate() == 0
+        await process.started()
+        async with client(process) as asked:
+            answer = await asked.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest())
+        assert [int(entry.used_tokens) for entry in answer.budgets] == [thought(engine)] * 2 == [19, 19]
+    finally:
+        process.kill()
+    assert "Traceback" not in process.log()
 
 
 # -------------------------------------------------------------------------------------------------------- two replicas
