@@ -13,7 +13,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.policy.model import Policy, Who, matches_globs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from meridian_control.policy.budget_schema import BudgetPolicy
     from meridian_control.policy.schema import SchedulerPolicy
@@ -49,17 +49,17 @@ def budgets_of(policy: Policy, who: Who) -> tuple[BudgetPolicy, ...]:
 
 
 def shortened(
-    own: Policy, who: Who, stages: Mapping[str, int], *, shadow: bool = False
+    own: Policy, budgets: Iterable[BudgetPolicy], stages: Mapping[str, int], *, shadow: bool = False
 ) -> tuple[Policy, Shortening | None]:
     """Return the policy that holds for a request once the strictest of its budgets has shortened it, and that budget.
 
-    own: the request's policy without budgets. stages: by the budget's name; a missing budget is unshortened. shadow:
-    whether to ask the budgets in shadow, which shorten nothing, instead of those in force. The budget is None if the
-    request's own values are as strict.
+    own: the request's policy without budgets. budgets: those that it counts towards. stages: by the budget's name; a
+    missing budget is unshortened. shadow: whether to ask the budgets in shadow, which shorten nothing, instead of those
+    in force. The budget is None if the request's own values are as strict.
     """
     found = [
         (budget, stage)
-        for budget in budgets_of(own, who)
+        for budget in budgets
         if budget.shadow is shadow and (stage := stages.get(budget.name, UNSHORTENED)) > UNSHORTENED
     ]
     if not found:

@@ -63,11 +63,12 @@ class BudgetSharing:
             before = budgets.stages
             budgets.find_stages(fleet.clock())
             self._log_changes(before)
-        now = fleet.clock()
         for session in sessions:
             if session.budget_stages != budgets.stages:
                 session.on_budget_stages(budgets.stages)
-                fleet.note(session, stages_record(session, now))
+                fleet.note(session, stages_record(session, fleet.clock()))
+                # The streams go on while the requests of many engines are shortened.
+                await asyncio.sleep(0)
 
     def _log_changes(self, before: Mapping[str, int]) -> None:
         budgets, now = self._fleet.budgets, self._fleet.clock()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meridian_control.budgets.charges import Charges
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.policy.budget_schema import BudgetPolicy
     from meridian_control.session.arms import Experiment, Experiments
     from meridian_control.session.shadow_comparison import Comparison
 
@@ -68,9 +69,11 @@ class Groups:
         self._experiment: Experiment | None = None
         self.policy: Policy | None = None
         self.revision = 0
-        # The policies, and beside each the budget that shortens it, None for a policy that no budget shortens.
+        # The policies; beside each the budget that shortens it, None for a policy that no budget shortens, and the
+        # policy without budgets.
         self._policies: list[Policy] = []
         self._shortenings: list[Shortening | None] = []
+        self._unshortened: list[Policy] = []
         self._room = ROOM
         # The stages of budgets by the budget's name; a missing budget is unshortened.
         self.stages: Mapping[str, int] = {}
@@ -79,7 +82,8 @@ class Groups:
         """Put a policy in force and find the policy of each live request under it."""
         if self.policy is not None:
             self._charges.settle_all()
-        self.policy, self.revision, self._policies, self._shortenings = policy, revision, [policy], [None]
+        self.policy, self.revision = policy, revision
+        self._policies, self._shortenings, self._unshortened = [policy], [None], [policy]
         before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
@@ -108,46 +112,58 @@ class Groups:
             own = in_shadow(own)
             if self._journal is not None:
                 self._journal.in_control_group(slot)
-        shortening = None
-        if self.policy.budget:
-            own, shortening = self._shorten(slot, own, opened)
-        elif self._charges.names(slot):
-            self._charges.assign(slot, ())
-            self._shadow.budgeted(slot, int(self._table.think_tokens[slot]), None)
-        self._table.set_group(slot, 0 if own is self.policy else self._index_of(own, shortening))
-
-    def _shorten(self, slot: int, own: Policy, opened: agent_pb2.RequestOpened) -> tuple[Policy, Shortening | None]:
-        """Note the budgets that a request counts towards; return the policy that they shorten, and the budget that
-        does. own: the request's policy without budgets."""
-        who = self._who(opened)
-        found = budgets_of(own, who)
-        self._charges.assign(slot, tuple(budget.name for budget in found))
-        cap = None
-        if own.scheduler.enabled and any(budget.shadow for budget in found):
-            would, _ = shortened(own, who, self.stages, shadow=True)
-            cap = termination.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
-        self._shadow.budgeted(slot, int(self._table.think_tokens[slot]), cap)
-        return shortened(own, who, self.stages)
+        if own is self.policy and not own.budget and not self._charges.names(slot):
+            return
+        budgets = budgets_of(self.policy, self._who(opened)) if self.policy.budget else ()
+        self._charges.assign(slot, tuple(budget.name for budget in budgets))
+        self._shorten([slot], own, budgets)
 
     def set_stages(self, stages: Mapping[str, int]) -> bool:
         """Set the stages of budgets; return whether the policy of a live request may have changed."""
         changed = {name for name in stages.keys() | self.stages.keys() if stages.get(name) != self.stages.get(name)}
         self.stages = stages
-        found = [(slot, opened) for slot, opened in self._table.requests() if changed & {*self._charges.names(slot)}]
-        for slot, opened in found:
-            self.assign(slot, opened, same_rules=True)
+        if self.policy is None or not self.policy.budget:
+            return False
+        # Requests with the same policy and the same budgets go on having the same policy.
+        alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for slot in self._table.slots().tolist():
+            if not changed.isdisjoint(names := self._charges.names(slot)):
+                alike.setdefault((int(self._table.group[slot]), names), []).append(slot)
+        known = {budget.name: budget for budget in self.policy.budget}
+        found = [(self._unshortened[group], names, slots) for (group, names), slots in alike.items()]
+        for own, names, slots in found:
+            self._shorten(slots, own, tuple(known[name] for name in names))
         return bool(found)
 
-    def _index_of(self, own: Policy, shortening: Shortening | None) -> int:
+    def _shorten(self, slots: list[int], own: Policy, budgets: tuple[BudgetPolicy, ...]) -> None:
+        """Find the policy of requests that have the same policy without budgets, and that count towards the same
+        budgets."""
+        policy, by = shortened(own, budgets, self.stages)
+        group = 0 if policy is self.policy else self._index_of(policy, by, own)
+        would = None
+        if own.scheduler.enabled and any(budget.shadow for budget in budgets):
+            would, _ = shortened(own, budgets, self.stages, shadow=True)
+        for slot in slots:
+            self._table.set_group(slot, group)
+            self._shadow.budgeted(slot, int(self._table.think_tokens[slot]), self._cap_under(would, slot, own))
+
+    def _cap_under(self, would: Policy | None, slot: int, own: Policy) -> int | None:
+        """Return the cap that a policy shortened by budgets in shadow would give a request; None for no policy."""
+        opened = self._table.info[slot]
+        if would is None or opened is None:
+            return None
+        return termination.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
+
+    def _index_of(self, policy: Policy, by: Shortening | None, own: Policy) -> int:
         """Return the index of a policy, which is added to the list if it is new."""
-        known = zip(self._policies, self._shortenings, strict=True)
-        for index, (policy, by) in enumerate(known):
-            if by == shortening and policy == own:
+        for index, known in enumerate(zip(self._shortenings, self._policies, self._unshortened, strict=True)):
+            if known == (by, policy, own):
                 return index
         if len(self._policies) >= self._room:
             self._forget_unused()
-        self._policies.append(own)
-        self._shortenings.append(shortening)
+        self._policies.append(policy)
+        self._shortenings.append(by)
+        self._unshortened.append(own)
         return len(self._policies) - 1
 
     def _await_signals(
@@ -212,6 +228,7 @@ class Groups:
         table.set_groups(np.where(table.live, np.searchsorted(used, table.group), 0))
         self._policies = [self._policies[index] for index in used]
         self._shortenings = [self._shortenings[index] for index in used]
+        self._unshortened = [self._unshortened[index] for index in used]
         self._room = max(ROOM, 2 * len(used))
 
     def of(self, slot: int) -> Policy:

@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
-from meridian_control.budgets.stages import shortened
+from meridian_control.budgets.stages import budgets_of, shortened
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -116,7 +116,7 @@ class Invariants:
         assert info is not None
         assert policy is not None
         who = Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels))
-        return shortened(policy.of(who), who, session.budget_stages if budgeted else {})[0]
+        return shortened(policy.of(who), budgets_of(policy, who), session.budget_stages if budgeted else {})[0]
 
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)

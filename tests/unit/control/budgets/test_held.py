@@ -9,7 +9,6 @@ import pytest
 
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, shortened, stage_of
 from meridian_control.budgets.token_bucket import charged, left_ratio
-from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -42,7 +41,7 @@ def course(load: float, seconds: int, seed: int) -> tuple[int, list[int]]:
     thinking: list[tuple[int, int]] = []
     stages: list[int] = []
     for second in range(seconds):
-        own, _ = shortened(POLICY, Who(), {"b": told})
+        own, _ = shortened(POLICY, [budget], {"b": told})
         # Every request past its soft budget finds a sentence end within a second.
         limit = min(own.scheduler.max_think_tokens, own.scheduler.soft_think_tokens or own.scheduler.max_think_tokens)
         arrivals = sum(rng.random() < load * RATE / 2000 / 20 for _ in range(20))
