@@ -6,14 +6,12 @@ server's event loop.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.decision_log.records import Life, LifeEvent, LoggedDecision, Signals
+from meridian_control.decision_log.records import Life, LifeEvent, LoggedDecision
 from meridian_control.decision_log.request_ids import sampled
-from meridian_control.decisions.table_columns import NO_CAP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,35 +37,6 @@ FINISH_NAMES = {
     agent_pb2.FINISH_REASON_ABORT: "abort",
     agent_pb2.FINISH_REASON_ERROR: "error",
 }
-
-
-class Row(NamedTuple):
-    """The columns of `RequestTable` that the signals of a decision come from, with one request's values."""
-
-    phase: int
-    think_tokens: int
-    output_tokens: int
-    entropy_nats: float
-    end_rank: int
-    entropy_sum: float
-    entropy_window_sum: float
-    entropy_count: int
-    eat_nats: float
-    eat_ema_nats: float
-    eat_ema_variance: float
-    eat_count: int
-    eat_think_tokens: int
-    same_answer: int
-    boundary_count: int
-    boundary_ranks: list[int]
-    boundary_margins: list[float]
-    boundary_rpdi: list[float]
-    earlier_eat_ema_nats: list[float]
-    earlier_eat_ema_variance: list[float]
-    max_think_tokens: int
-    loop_period: int
-    loop_tokens: int
-    repeated_tokens: int
 
 
 class Journal:
@@ -157,8 +126,9 @@ class Journal:
         if slot is None or (life := self._lives.get(slot)) is None:
             return
         what = made.decision_id, made.kind, made.reason, shadow
-        signals, number = signals_of(*seen, policy.entropy.confirm_sentence_ends), self._log.number()
-        made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, signals)
+        table, index = seen
+        signals, number = (table.packed_row(index), table.window.shape[1]), self._log.number()
+        made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, *signals)
         limit = BY_BUDGET.get((made.kind, made.reason))
         if shortening is not None and limit is not None:
             by_budget = getattr(policy.scheduler, limit) != getattr(shortening.without, limit)
@@ -188,40 +158,3 @@ class Journal:
         self._log.over(life)
         if self._log.ended is not None:
             self._log.ended(life)
-
-
-def signals_of(seen: Seen, index: int, confirm_sentence_ends: int = 1) -> Signals:
-    """Return the signals of one request: row `index` of the request table, or moment `index` of a report.
-
-    The RPDI is computed for one request here, by the same formula as `signals.rpdi`. confirm_sentence_ends: number of
-    sentence ends in a row that the rules read.
-    """
-    row, width = Row(*seen.values(Row._fields, index)), seen.window.shape[1]
-    total, count, cap = row.entropy_sum, row.entropy_count, row.max_think_tokens
-    ratio = row.entropy_window_sum / width / (total / count) if count >= width and total else math.nan
-    known = min(row.boundary_count, len(row.boundary_ranks))
-    read = min(known, confirm_sentence_ends)
-    sampled = max(0, min(row.eat_count, confirm_sentence_ends) - 1)
-    return Signals(
-        row.phase,
-        max(0, row.think_tokens),
-        max(0, row.output_tokens),
-        row.entropy_nats,
-        row.end_rank,
-        ratio,
-        row.eat_nats,
-        row.eat_ema_nats,
-        row.eat_ema_variance,
-        row.eat_count,
-        tuple(row.boundary_ranks[:known]),
-        cap if cap > NO_CAP and cap >= 0 else None,
-        row.loop_period,
-        row.loop_tokens,
-        row.same_answer,
-        tuple(row.boundary_margins[:read]),
-        tuple(row.boundary_rpdi[:read]),
-        tuple(row.earlier_eat_ema_nats[:sampled]),
-        tuple(row.earlier_eat_ema_variance[:sampled]),
-        row.repeated_tokens,
-        max(0, row.eat_think_tokens),
-    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decision_log.request_ids import is_called
+from meridian_control.decisions.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -74,7 +77,11 @@ class LifeEvent:
 @dataclass(eq=False, slots=True)
 class LoggedDecision:
     """A decision about a request, with the policy in force at the decision. `outcome` is OUTCOME_UNSPECIFIED until the
-    decision has an outcome."""
+    decision has an outcome.
+
+    seen: the request's row of the table at the decision, packed as SIGNAL_ROW has it. The row is unpacked when it is
+    read, because few decisions ever are. window_tokens: length of the entropy window.
+    """
 
     number: int
     time: datetime
@@ -86,7 +93,8 @@ class LoggedDecision:
     shadow: bool
     revision: int
     policy: Policy
-    signals: Signals
+    seen: bytes
+    window_tokens: int
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
     outcome_time: datetime | None = None
     outcome_think_tokens: int = 0
@@ -98,6 +106,48 @@ class LoggedDecision:
     hand_over: Handover | None = None
     # The budget that lowered the cap or made soft close begin earlier; None if no budget did.
     shortening: Shortening | None = None
+
+    @property
+    def signals(self) -> Signals:
+        return unpacked(self.seen, self.window_tokens, self.policy.entropy.confirm_sentence_ends)
+
+
+def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Signals:
+    """Return the signals of one request from its row of the table, packed as SIGNAL_ROW has it.
+
+    The RPDI is computed by the same formula as `signals.rpdi`. window_tokens: length of the entropy window.
+    confirm_sentence_ends: number of sentence ends in a row that the rules read.
+    """
+    values = np.frombuffer(seen, SIGNAL_ROW)[0]
+    row: dict[str, Any] = {name: values[name].tolist() for name in SIGNAL_COLUMNS}
+    total, count, cap = row["entropy_sum"], row["entropy_count"], row["max_think_tokens"]
+    known = min(row["boundary_count"], RANK_HISTORY)
+    read = min(known, confirm_sentence_ends)
+    sampled = max(0, min(row["eat_count"], confirm_sentence_ends) - 1)
+    is_full = count >= window_tokens and total
+    return Signals(
+        phase=row["phase"],
+        think_tokens=max(0, row["think_tokens"]),
+        output_tokens=max(0, row["output_tokens"]),
+        entropy_nats=row["entropy_nats"],
+        end_rank=row["end_rank"],
+        rpdi=row["entropy_window_sum"] / window_tokens / (total / count) if is_full else math.nan,
+        eat_nats=row["eat_nats"],
+        eat_ema_nats=row["eat_ema_nats"],
+        eat_ema_variance=row["eat_ema_variance"],
+        eat_samples=row["eat_count"],
+        boundary_ranks=tuple(row["boundary_ranks"][:known]),
+        max_think_tokens=cap if cap >= 0 else None,
+        loop_period_tokens=row["loop_period"],
+        loop_tokens=row["loop_tokens"],
+        same_answer=row["same_answer"],
+        boundary_margins_nats=tuple(row["boundary_margins"][:read]),
+        boundary_rpdi=tuple(row["boundary_rpdi"][:read]),
+        earlier_eat_ema_nats=tuple(row["earlier_eat_ema_nats"][:sampled]),
+        earlier_eat_ema_variance=tuple(row["earlier_eat_ema_variance"][:sampled]),
+        repeated_tokens=row["repeated_tokens"],
+        eat_think_tokens=max(0, row["eat_think_tokens"]),
+    )
 
 
 @dataclass(eq=False, slots=True)

@@ -23,7 +23,8 @@ def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable)
     """
     if not (capabilities.reclaim and capabilities.template_strips_think):
         return np.zeros(0, np.intp)
-    return np.flatnonzero(table.live & (table.phase == THINK) & (table.tier != agent_pb2.EVICTION_TIER_UNREACHABLE))
+    unmarked: NDArray[np.bool_] = table.thinking & (table.tier != agent_pb2.EVICTION_TIER_UNREACHABLE)
+    return unmarked.nonzero()[0]
 
 
 def reusable_again(table: RequestTable) -> NDArray[np.intp]:
@@ -35,7 +36,9 @@ def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) 
     """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
     if not policy.enabled or kv_tokens == 0:
         return False
-    if not np.any(table.live & table.preempted & (table.phase == OUTPUT)):
+    if not np.count_nonzero(table.preempted):
+        return False
+    if not np.count_nonzero(table.live & table.preempted & (table.phase == OUTPUT)):
         return False
     thinking = table.live & (table.phase == THINK) & ~table.preempted
     held = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())

@@ -111,7 +111,8 @@ class History:
         self._think, self._output = counted
         self._steps: NDArray[np.int64] | None = None
         self.sampled: dict[int, int] = {}
-        self._unsampled: Unsampled
+        # The EAT columns of the sampled slots, with their values before the report.
+        self.unsampled: Unsampled
         self.probed: dict[int, int] = {}
 
     def tell_steps(self, step_of: NDArray[np.int64]) -> None:
@@ -129,7 +130,7 @@ class History:
         """
         self.sampled = sampled
         slots = self.sampled_slots
-        self._unsampled = Unsampled(*(getattr(table, name)[slots] for name in Unsampled._fields))
+        self.unsampled = Unsampled(*(getattr(table, name)[slots] for name in Unsampled._fields))
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
         """Note the step in which the outcome of the slot's probe came."""
@@ -209,11 +210,11 @@ class History:
     def sampled_steps(self) -> NDArray[np.int64]:
         return np.fromiter(self.sampled.values(), np.int64, len(self.sampled))
 
-    def unsampled(self, slots: NDArray[np.int64]) -> Unsampled:
+    def unsampled_of(self, slots: NDArray[np.int64]) -> Unsampled:
         """Return the EAT columns of sampled slots, with their values before the report."""
         number = {slot: number for number, slot in enumerate(self.sampled)}
         at = [number[slot] for slot in slots.tolist()]
-        columns: tuple[NDArray[Any], ...] = self._unsampled
+        columns: tuple[NDArray[Any], ...] = self.unsampled
         return Unsampled(*(column[at] for column in columns))
 
     def rows_of(self, among: NDArray[np.bool_]) -> NDArray[np.intp]:

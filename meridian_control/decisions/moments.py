@@ -6,12 +6,12 @@ reads no clock.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meridian_control.decisions.history import OUTPUT, THINK, SentenceEnds, Unsampled, kept
+from meridian_control.decisions.table_columns import HISTORIES, SIGNAL_COLUMNS, SIGNAL_ROW
 from meridian_control.decisions.token_rows import FLAG_END, differs
 
 if TYPE_CHECKING:
@@ -57,20 +57,31 @@ class Moments:
             self.step = step
         # Rules read only the width of the window.
         self.window = table.window
-        self._values: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
 
     def __len__(self) -> int:
         return len(self.slot)
 
-    def values(self, columns: tuple[str, ...], index: int) -> tuple[Any, ...]:
-        """Return a moment's values of these columns as Python's numbers and lists; those of all moments are read at
-        once."""
-        if columns not in self._values:
-            # The columns that rows do not change are read from the table at once.
-            plain = {} if len(self._earlier) else self._table.values_of(_unchanged(columns), self.slot)
-            read = (plain[name] if name in plain else getattr(self, name).tolist() for name in columns)
-            self._values[columns] = list(zip(*read, strict=True))
-        return self._values[columns][index]
+    def packed_row(self, index: int) -> bytes:
+        """Return a moment's values of the signals, as SIGNAL_ROW has them."""
+        packed: bytes = self._packed[index].tobytes()
+        return packed
+
+    @kept
+    def _packed(self) -> NDArray[np.uint8]:
+        """The rows of all moments as SIGNAL_ROW has them, [moments, bytes]."""
+        packed = self._table.packed(self.slot)
+        rows = packed.view(SIGNAL_ROW)[:, 0]
+        for name in CHANGED:
+            rows[name] = getattr(self, name)
+        here, _, end = self._ends_seen
+        if np.count_nonzero(end > here):
+            for name in CHANGED_AT_ENDS:
+                rows[name] = getattr(self, name)
+        if len(earlier := self._earlier):
+            before = self._history.unsampled_of(self.slot[earlier])
+            for name in UNSAMPLED:
+                rows[name][earlier] = getattr(before, name)
+        return packed
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
@@ -78,7 +89,7 @@ class Moments:
             raise AttributeError(name)
         column: NDArray[Any] = getattr(self._table, name)[self.slot]
         if name in Unsampled._fields and len(earlier := self._earlier):
-            column[earlier] = getattr(self._history.unsampled(self.slot[earlier]), name)
+            column[earlier] = getattr(self._history.unsampled_of(self.slot[earlier]), name)
         setattr(self, name, column)
         return column
 
@@ -135,7 +146,7 @@ class Moments:
 
     def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
         """Return the row column's value in the newest row, or the table's value before the slot's first row."""
-        if self._has_row.all():
+        if np.count_nonzero(self._has_row) == len(self.slot):
             return column[self.place - 1]
         held: NDArray[Any] = getattr(self._table, name)[self.slot]
         if not len(column):
@@ -241,10 +252,11 @@ class Moments:
         return number[self.place], number[self._begin], number[self._over]
 
 
-@functools.cache
-def _unchanged(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of these columns that no row of a report changes."""
-    return tuple(name for name in columns if name not in vars(Moments))
+# Any row of a report changes the signals CHANGED of the decision log, a sentence end those in CHANGED_AT_ENDS, and a
+# probe's result those in UNSAMPLED.
+CHANGED = tuple(name for name in SIGNAL_COLUMNS if name in vars(Moments) and name not in HISTORIES)
+CHANGED_AT_ENDS = tuple(name for name in HISTORIES if name in vars(Moments))
+UNSAMPLED = tuple(name for name in SIGNAL_COLUMNS if name in Unsampled._fields)
 
 
 def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:

@@ -6,7 +6,6 @@ the session changes them through the table's methods. The module does no I/O and
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -20,6 +19,8 @@ from meridian_control.decisions.table_columns import (
     CONFIRM_HISTORY,
     HISTORIES,
     RANK_HISTORY,
+    SIGNAL_COLUMNS,
+    SIGNAL_ROW,
 )
 from meridian_control.decisions.token_rows import (
     FLAG_BOUNDARY,
@@ -48,7 +49,10 @@ NONE = np.zeros(0, np.int64)
 NO_RANKS, NO_VALUES = np.zeros((0, RANK_HISTORY), np.int64), np.zeros((0, CONFIRM_HISTORY))
 NO_ENDS = SentenceEnds(NONE, NONE, NO_RANKS, NO_RANKS, NO_VALUES, NO_VALUES, NO_VALUES, NO_VALUES)
 
-# Values of a new request's columns, by type.
+# Values of a new request's columns: those in SIGNAL_ROW, and the others by type.
+NEW_SIGNALS = np.zeros((), SIGNAL_ROW)
+for _name in SIGNAL_COLUMNS:
+    NEW_SIGNALS[_name] = (HISTORIES[_name] if _name in HISTORIES else COLUMNS[_name])[1]
 NEW_ROW = {kind: np.array([COLUMNS[name][1] for name in names], kind) for kind, names in BY_TYPE.items()}
 
 # Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
@@ -69,8 +73,7 @@ class RequestTable(DecidedColumns):
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
-        for name, (kind, _, number) in HISTORIES.items():
-            setattr(self, name, np.zeros((0, number), kind))
+        self._signals = np.zeros(0, SIGNAL_ROW)
         # Latencies in the newest report, in milliseconds: from one answer token to the next (output_itl_ms), and from
         # the end of thinking to the first answer token (ttot_ms).
         self.output_itl_ms = self.ttot_ms = np.zeros(0)
@@ -78,7 +81,7 @@ class RequestTable(DecidedColumns):
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._loops_known = self._repeats_known = False
-        # The columns by type, [columns, slots]; `self.phase` is a row of one of them.
+        # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
         self._blocks: dict[Any, NDArray[Any]] = {}
         self._resize(capacity)
 
@@ -87,6 +90,8 @@ class RequestTable(DecidedColumns):
         """Return a table for a replay that fills the columns itself. The entropy windows have a width but no values."""
         table = cls(1, capacity)
         table.window = np.broadcast_to(np.zeros((), np.float32), (capacity, window_tokens))
+        # A replay reads whole columns of very many slots, which is much faster if each column is contiguous.
+        vars(table).update((name, np.ascontiguousarray(getattr(table, name))) for name in SIGNAL_COLUMNS)
         return table
 
     def fill(self, count: int, **columns: Any) -> None:
@@ -105,11 +110,13 @@ class RequestTable(DecidedColumns):
         # Only rows of live slots are copied, because copying the rows of free slots would make the system allocate
         # memory for them.
         live = self.live[:old].nonzero()[0]
-        for name in ("window", *HISTORIES):
+        for name in ("window", "_signals"):
             rows = getattr(self, name)
-            grown = np.zeros((capacity, rows.shape[1]), rows.dtype)
+            grown = np.zeros((capacity, *rows.shape[1:]), rows.dtype)
             grown[live] = rows[live]
             setattr(self, name, grown)
+        vars(self).update((name, self._signals[name]) for name in SIGNAL_COLUMNS)
+        self._packed = self._signals.view(np.uint8).reshape(capacity, -1)
         self.info += [None] * (capacity - old)
         self.slot = np.arange(capacity)
 
@@ -128,8 +135,7 @@ class RequestTable(DecidedColumns):
             self._resize(1 << slot.bit_length())
         for kind, values in NEW_ROW.items():
             self._blocks[kind][:, slot] = values
-        for name, (_, value, _) in HISTORIES.items():
-            getattr(self, name)[slot] = value
+        self._signals[slot] = NEW_SIGNALS
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
@@ -161,18 +167,14 @@ class RequestTable(DecidedColumns):
         thinking: NDArray[np.bool_] = self.live & (self.phase == THINK)
         return thinking
 
-    def values(self, columns: tuple[str, ...], slot: int) -> tuple[Any, ...]:
-        """Return a slot's values of these columns as Python's numbers and lists."""
-        return tuple(getattr(self, name)[slot].tolist() for name in columns)
+    def packed(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return copies of the rows of these slots, each as SIGNAL_ROW has it, [slots, bytes]."""
+        return self._packed.take(slots, axis=0)
 
-    def values_of(self, columns: tuple[str, ...], slots: NDArray[np.int64]) -> dict[str, list[Any]]:
-        """Return the values of columns by name, each as a list [slots]."""
-        found: dict[str, list[Any]] = {
-            name: getattr(self, name)[slots].tolist() for name in columns if name in HISTORIES
-        }
-        for kind, (names, rows) in _places(columns).items():
-            found |= zip(names, self._blocks[kind][rows, slots].tolist(), strict=True)
-        return found
+    def packed_row(self, slot: int) -> bytes:
+        """Return a slot's row as SIGNAL_ROW has it."""
+        packed: bytes = self._packed[slot].tobytes()
+        return packed
 
     def mask(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether each slot is among these, [slots of the table]."""
@@ -216,7 +218,7 @@ class RequestTable(DecidedColumns):
         self.newest_token[s] = kind.take(last)
         ends, newest = self._boundaries(rows)
         counted = self._count(rows)
-        self.history = History(rows, before, ends, counted, self._signals(rows))
+        self.history = History(rows, before, ends, counted, self._entropies(rows))
         if newest is not None:
             self._ratios(newest)
         self.token_ms[s], self.entropy_nats[s] = rows.at_ms.take(last), rows.entropy_nats.take(last)
@@ -286,7 +288,7 @@ class RequestTable(DecidedColumns):
         self.boundary_rpdi[slot] = ratios
         history.tell_rpdi(ratios, before)
 
-    def _signals(self, rows: TokenRows) -> Entropies:
+    def _entropies(self, rows: TokenRows) -> Entropies:
         measured = (rows.thinking & np.isfinite(rows.entropy_nats)).nonzero()[0]
         slot = rows.slot.take(measured)
         # Double precision, so that an entropy leaves the window's sum exactly as it entered.
@@ -324,6 +326,13 @@ class RequestTable(DecidedColumns):
             self.loop_period[:] = self.loop_tokens[:] = 0
         self.loop_period[slots], self.loop_tokens[slots] = periods, tokens
         self._loops_known = len(slots) > 0
+
+    def forget_repetitions(self) -> None:
+        """Note that no request repeats itself as of the newest report."""
+        if self._loops_known:
+            self.set_loops(NONE, NONE, NONE)
+        if self._repeats_known:
+            self.set_repeats(NONE, NONE)
 
     def set_repeats(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Note how many of their newest thinking tokens these slots repeat, [repeats]; all other slots repeat none."""
@@ -380,13 +389,6 @@ class RequestTable(DecidedColumns):
         if self.probes_since_stop[slot] >= 0:
             self.probes_since_stop[slot] += 1
             self.stop_is_empty[slot] |= empty and self.probes_since_stop[slot] == 1
-
-
-@functools.cache
-def _places(columns: tuple[str, ...]) -> dict[Any, tuple[list[str], NDArray[np.intp]]]:
-    """Return by type which of these columns have it, and their rows in the block of the type, [columns, 1]."""
-    names = {kind: [name for name in columns if name in BY_TYPE[kind]] for kind in BY_TYPE}
-    return {kind: (told, np.array([[BY_TYPE[kind].index(n)] for n in told])) for kind, told in names.items() if told}
 
 
 def _no_history() -> History:

@@ -121,11 +121,6 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "shadow_decided": (np.uint32, 0),
 }
 
-# The columns of each type. The table keeps them side by side, so that it writes and reads several at once.
-BY_TYPE: dict[Any, tuple[str, ...]] = {
-    kind: tuple(name for name, (own, _) in COLUMNS.items() if own is kind) for kind, _ in COLUMNS.values()
-}
-
 # Name of each column with several values per request, newest first: (type, value in the row of a new request, number).
 HISTORIES: dict[str, tuple[Any, Any, int]] = {
     # End-marker ranks at the newest sentence ends of the thinking.
@@ -136,6 +131,29 @@ HISTORIES: dict[str, tuple[Any, Any, int]] = {
     # The moving mean and variance of EAT after the samples before the newest one.
     "earlier_eat_ema_nats": (np.float64, np.nan, CONFIRM_HISTORY - 1),
     "earlier_eat_ema_variance": (np.float64, np.nan, CONFIRM_HISTORY - 1),
+}
+
+# The columns from which the decision log takes a decision's signals. The table keeps each request's values of them side
+# by side, in rows of this type, so that the log copies them at once.
+SIGNAL_COLUMNS = (
+    *("think_tokens", "output_tokens", "boundary_count", "entropy_count"),
+    *("eat_count", "eat_think_tokens", "same_answer"),
+    *("max_think_tokens", "loop_period", "loop_tokens", "repeated_tokens"),
+    *("entropy_sum", "entropy_window_sum", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
+    *HISTORIES,
+    *("entropy_nats", "end_rank", "phase"),
+)
+SIGNAL_ROW = np.dtype(
+    [
+        (name, HISTORIES[name][0], (HISTORIES[name][2],)) if name in HISTORIES else (name, COLUMNS[name][0])
+        for name in SIGNAL_COLUMNS
+    ],
+    align=True,
+)
+# The other columns of each type. The table keeps them side by side, so that it writes and reads several at once.
+BY_TYPE: dict[Any, tuple[str, ...]] = {
+    kind: tuple(name for name, (own, _) in COLUMNS.items() if own is kind and name not in SIGNAL_COLUMNS)
+    for kind, _ in COLUMNS.values()
 }
 
 

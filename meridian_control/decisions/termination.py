@@ -17,7 +17,6 @@ from meridian.v1 import agent_pb2
 from meridian_control.decisions.loop_rules import reads_entropy
 from meridian_control.decisions.moments import at_rows, joined, sentence_ends
 from meridian_control.decisions.probe_timing import is_gated
-from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.token_rows import differs
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def ends(
     if policy.scheduler.empty_answer_extension_tokens:
         candidates &= ~seen.empty_answer
     found = []
-    for precedence, (reason, fires) in enumerate(_rules(policy, seen) if candidates.any() else ()):
+    for precedence, (reason, fires) in enumerate(_rules(policy, seen) if np.count_nonzero(candidates) else ()):
         shadow = is_shadowed(policy, reason)
         fired = (candidates & fires).nonzero()[0]
         if shadow and len(fired):
@@ -137,10 +136,13 @@ def _probes_may_fire(
     """Yield slots, places and steps at which a rule on probes may fire although there is no sentence end."""
     if not policy.entropy.enabled:
         return
-    history, now = table.history, table.live & (table.end_decided == 0)
+    history, now = table.history, _probes_agree(policy.entropy, table)
+    earlier = _probes_agree(policy.entropy, history.unsampled) if history.sampled else now
+    if not (np.count_nonzero(now) or np.count_nonzero(earlier)):
+        return
+    now = now & table.live & (table.end_decided == 0)
     if among is not None:
         now &= among
-    now &= _probes_agree(policy.entropy, table)
     before, sampled_in = now, None
     if history.sampled:
         slots, sampled_in = history.sampled_slots, np.full(len(now), -1)
@@ -148,7 +150,7 @@ def _probes_may_fire(
         if len(measured := slots[now[slots]]):
             yield measured, history.places_in(measured, sampled_in[measured]), sampled_in[measured]
         before = now.copy()
-        before[slots] = _probes_agree(policy.entropy, history.unsampled(slots))
+        before[slots] = earlier
     if not (now.any() or before.any()):
         return
     slot = history.rows.slot
@@ -192,7 +194,7 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
     entropy, scheduler = policy.entropy, policy.scheduler
     if entropy.enabled:
         above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
-        if above_floor.any():
+        if np.count_nonzero(above_floor):
             yield from _entropy_rules(entropy, seen, above_floor)
     if scheduler.enabled and scheduler.soft_think_tokens:
         yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
@@ -202,10 +204,10 @@ def _entropy_rules(
     entropy: EntropyPolicy, seen: Seen, above_floor: NDArray[np.bool_]
 ) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
     """Yield the rules of an enabled entropy section. above_floor: whether the request has passed its floors."""
-    if (converged := eat_converged(entropy, seen)).any():
+    if np.count_nonzero(converged := eat_converged(entropy, seen)):
         yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
     at_boundary = above_floor & seen.boundary_now
-    if at_boundary.any():
+    if np.count_nonzero(at_boundary):
         if entropy.rank_conditions:
             yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
         if entropy.margin_threshold_nats:
@@ -222,12 +224,12 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     """Whether EAT is flat *and* low, now and after as many earlier samples as confirmation asks for. EAT that is flat
     at a high level has not converged."""
     earlier = policy.confirm_sentence_ends - 1
-    warm = seen.eat_count >= policy.eat_warmup_samples + earlier
-    if not warm.any():
-        return warm
-    flat = seen.eat_ema_variance < policy.eat_ema_variance_threshold
-    low: NDArray[np.bool_] = seen.eat_ema_nats < policy.eat_level_threshold_nats
-    converged = warm & flat & low
+    flat: NDArray[np.bool_] = seen.eat_ema_variance < policy.eat_ema_variance_threshold
+    low = seen.eat_ema_nats < policy.eat_level_threshold_nats
+    converged = flat & low
+    if not np.count_nonzero(converged):
+        return converged
+    converged &= seen.eat_count >= policy.eat_warmup_samples + earlier
     if earlier:
         was_flat = seen.earlier_eat_ema_variance[:, :earlier] < policy.eat_ema_variance_threshold
         was_low = seen.earlier_eat_ema_nats[:, :earlier] < policy.eat_level_threshold_nats
@@ -238,10 +240,8 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
 def same_answered(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether enough probes in a row, up to the newest one, had the same trial answer, and it is not empty.
 
-    A trial answer is its first token (Dynasor, arXiv 2412.20993, compares whole answers). 0 samples disable the rule.
+    A trial answer is its first token (Dynasor, arXiv 2412.20993, compares whole answers). The rule must be on.
     """
-    if policy.same_answer_samples == 0:
-        return np.zeros(len(seen.same_answer), bool)
     same: NDArray[np.bool_] = (seen.same_answer >= policy.same_answer_samples) & ~seen.empty_answer
     return same
 
@@ -250,11 +250,9 @@ def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]
     """Whether EAT was still high at a probe from `give_up_tokens` thinking tokens on, so that more thinking is not
     expected to decide the answer (the second threshold of Conformal Thinking, arXiv 2602.03814).
 
-    A probe before that does not count, so that a request whose probes were not placed is never given up. 0 tokens
-    disable the rule.
+    A probe before that does not count, so that a request whose probes were not placed is never given up. The rule must
+    be on.
     """
-    if policy.give_up_tokens == 0:
-        return np.zeros(len(seen.eat_count), bool)
     late = (seen.eat_think_tokens >= policy.give_up_tokens) & (seen.eat_count >= policy.eat_warmup_samples)
     high: NDArray[np.bool_] = late & (seen.eat_ema_nats >= policy.give_up_eat_nats)
     return high
@@ -270,23 +268,20 @@ def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
 
 def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
     """Whether the newest tokens are more uncertain than all of the thinking, at this sentence end and at as many
-    earlier ones as confirmation asks for. A threshold of 0 disables the rule."""
-    if policy.rpdi_threshold == 0:
-        return np.zeros(len(seen.slot), bool)
-    exceeded = rpdi(seen) > policy.rpdi_threshold
-    if policy.confirm_sentence_ends > 1:
-        exceeded &= (seen.boundary_rpdi[:, 1 : policy.confirm_sentence_ends] > policy.rpdi_threshold).all(axis=1)
-    return exceeded
+    earlier ones as confirmation asks for. The rule must be on."""
+    return _at_all(seen.boundary_rpdi[:, : policy.confirm_sentence_ends] > policy.rpdi_threshold)
 
 
 def margin_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
     """Whether the end marker was hardly less likely than the likeliest token, at each of the newest sentence ends that
-    confirmation asks for. A threshold of 0 disables the rule."""
-    if policy.margin_threshold_nats == 0:
-        return np.zeros(len(seen.slot), bool)
-    small = seen.boundary_margins[:, : policy.confirm_sentence_ends] <= policy.margin_threshold_nats
-    reached: NDArray[np.bool_] = small.all(axis=1)  # type: ignore[assignment]
-    return reached
+    confirmation asks for. The rule must be on."""
+    return _at_all(seen.boundary_margins[:, : policy.confirm_sentence_ends] <= policy.margin_threshold_nats)
+
+
+def _at_all(held: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether a condition held at each of the newest sentence ends, [requests]. held: [requests, ends]."""
+    at_all: NDArray[np.bool_] = held[:, 0] if held.shape[1] == 1 else held.all(axis=1)  # type: ignore[assignment]
+    return at_all
 
 
 def rank_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:

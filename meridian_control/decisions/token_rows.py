@@ -202,6 +202,11 @@ class Newest:
 
     def __init__(self, slot: NDArray[np.int64], most: int) -> None:
         first, self._owner = owners(slot)
+        self._slots = slot
+        self._once = len(first) == len(slot)
+        if self._once:
+            self.number = np.ones(len(slot), np.int64)
+            return
         self._slots, ages = slot[first], np.arange(most)
         # Places in one array with the values of each slot, oldest first: the kept values, then those of the report.
         at = np.arange(len(slot)) + most * (self._owner + 1)
@@ -217,6 +222,10 @@ class Newest:
         held: the table's column with the newest values of each slot, [slots, number].
         """
         number, before = held.shape[1], held[self._slots]
+        if self._once:
+            newest = np.empty_like(before)
+            newest[:, 0], newest[:, 1:] = values, before[:, :-1]
+            return newest, before
         line = np.empty(self._size, held.dtype)
         line[self._at] = values
         line[self._kept[:, :number]] = before

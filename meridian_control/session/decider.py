@@ -98,11 +98,13 @@ class Decider:
 
     def _caps(self, policy: Policy, out: Out) -> None:
         table, shadow = self._table, policy.scheduler.shadow
-        extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
-        table.extend_caps(extend)
+        extend = table.cap_probed
+        if np.count_nonzero(extend):
+            extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
+            table.extend_caps(extend)
         due = extend | (table.max_think_tokens == UNTOLD) | (self.review or self.review_caps)
         self.review_caps = False
-        for slot in np.flatnonzero(table.live & due).tolist():
+        for slot in (table.live & due).nonzero()[0].tolist():
             cap, why = self._cap(policy, slot)
             reserve = self._groups.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
             told = table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]

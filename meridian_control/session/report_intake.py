@@ -86,7 +86,10 @@ class Intake:
             self._add_probes(report.probes, step_of(report, "probes").tolist())
         if self._steps or report.HasField("probes"):
             table.history.tell_steps(step_of(report, "tokens"))
-        self._take_loops(report.loops, report.repeats)
+        if report.HasField("loops") or report.HasField("repeats"):
+            self._take_loops(report.loops, report.repeats)
+        else:
+            table.forget_repetitions()
         for slot in filter(table.holds, report.preempted):
             table.set_preempted(slot, True)
         for slot in filter(table.holds, report.resumed):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.request_table import OUTPUT, THINK, RequestTable
+from meridian_control.decisions.signals import rpdi
 from meridian_control.policy.model import Policy
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def table(*rows: dict[str, Any], window: int = WINDOW) -> RequestTable:
         made.open(agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=row.get("phase", THINK)))
         for name, value in row.items():
             getattr(made, name)[slot] = value
+    # A sentence end keeps the RPDI of the request at that point.
+    made.boundary_rpdi[:, 0] = np.where(made.boundary_now, rpdi(made), made.boundary_rpdi[:, 0])
     return made
 
 
