@@ -37,7 +37,7 @@ class Histogram:
 
     def add(self, values: NDArray[np.float64] | NDArray[np.int64]) -> None:
         if len(values):
-            self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+            self.counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self.counts))
             self.sum += float(values.sum())
 
     def add_one(self, value: float) -> None:

@@ -158,7 +158,7 @@ def changed_ranks(
     if policy.strategy == "stock":
         return np.zeros(0, np.intp), np.zeros(0, np.int64)
     rank = ranks(policy, table, budget, now_ms)
-    slots = np.flatnonzero(table.live & (rank != table.rank))
+    slots = (table.live & (rank != table.rank)).nonzero()[0]
     return slots, rank[slots]
 
 

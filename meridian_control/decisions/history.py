@@ -143,7 +143,7 @@ class History:
         rows = self.rows
         if not len(rows.s):
             return np.zeros(len(slot), np.intp), np.zeros(len(slot), np.intp)
-        index = np.minimum(np.searchsorted(rows.s, slot), len(rows.s) - 1)
+        index = np.minimum(rows.s.searchsorted(slot), len(rows.s) - 1)
         known = rows.s[index] == slot
         return np.where(known, rows.first[index], 0), np.where(known, rows.last[index] + 1, 0)
 

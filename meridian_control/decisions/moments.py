@@ -110,8 +110,10 @@ class Moments:
     @kept
     def _row_step(self) -> NDArray[np.int64]:
         """The step of the newest row at each moment, -1 before the slot's first row."""
-        step = np.append(-1, self._history.step)
-        row_step: NDArray[np.int64] = step[np.where(self._has_row, self.place, 0)]
+        if not len(self._history.step):
+            return np.full(len(self.slot), -1)
+        row_step: NDArray[np.int64] = self._history.step[self.place - 1]
+        row_step[~self._has_row] = -1
         return row_step
 
     @kept
@@ -152,7 +154,7 @@ class Moments:
         if not len(column):
             return held
         rows, before = self._history.rows, getattr(self._history.before, name)
-        earlier = before[np.minimum(np.searchsorted(rows.s, self.slot), len(rows.s) - 1)]
+        earlier = before[np.minimum(rows.s.searchsorted(self.slot), len(rows.s) - 1)]
         earlier = np.where(self._over > 0, earlier, held)
         return np.where(self._has_row, column[self.place - 1], earlier)
 
@@ -280,7 +282,7 @@ def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np
 def sentence_ends(table: RequestTable) -> Moments:
     """Return the moments at which a request that goes on thinking reported the rank at a sentence end."""
     ends, flags = table.history.ends, table.history.rows.flags
-    if len(ends.row) and (over := (flags[ends.row] & FLAG_END) != 0).any():
+    if len(ends.row) and np.count_nonzero(over := (flags[ends.row] & FLAG_END) != 0):
         ends = SentenceEnds(*(column[~over] for column in ends))
     found = at_rows(table, ends.row)
     found.boundary_ranks, found.boundary_count = ends.ranks, ends.number

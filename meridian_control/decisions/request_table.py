@@ -275,7 +275,7 @@ class RequestTable(DecidedColumns):
         """Take in RPDI at the report's sentence ends. newest: the places of their values."""
         history, width = self.history, self.window.shape[1]
         slot = history.rows.slot[history.ends.row]
-        if not (self.entropy_count[slot] >= width).any():
+        if not np.count_nonzero(self.entropy_count[slot] >= width):
             # No request with a sentence end has enough tokens, so RPDI is not known at any of its sentence ends.
             return
         # The entropies after each sentence end, which the sums of the table have in them too.

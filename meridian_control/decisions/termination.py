@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
 
 Seen: TypeAlias = "RequestTable | Moments"
+NOWHERE = np.zeros(0, bool)
 
 
 def cap(
@@ -91,22 +92,24 @@ def probes_within(policy: Policy, tokens: int) -> bool:
 
 
 def ends(
-    policy: Policy, seen: Seen, among: NDArray[np.bool_] | None = None
+    policy: Policy, seen: Seen, among: NDArray[np.bool_] | None = None, probes_agree: bool = True
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
     """Return the requests whose thinking a rule ends now, each with the reason.
 
     A request appears at most once for rules in force, and at most once for each rule in shadow. seen: the table, or
     moments of its requests; of several moments of a request, the first at which a rule fires counts. The returned
     numbers are indices in `seen`. among: mask of the requests for which this policy holds, [slots] or [moments]; all if
-    None.
+    None. probes_agree: False if no rule that reads nothing but probes holds for any request in `seen`.
     """
     candidates = seen.thinking & (seen.end_decided == 0)
     if among is not None:
         candidates &= among
     if policy.scheduler.empty_answer_extension_tokens:
         candidates &= ~seen.empty_answer
+    if not np.count_nonzero(candidates):
+        return []
     found = []
-    for precedence, (reason, fires) in enumerate(_rules(policy, seen) if np.count_nonzero(candidates) else ()):
+    for precedence, (reason, fires) in enumerate(_rules(policy, seen, probes_agree)):
         shadow = is_shadowed(policy, reason)
         fired = (candidates & fires).nonzero()[0]
         if shadow and len(fired):
@@ -117,30 +120,46 @@ def ends(
     return _first(found)
 
 
-def moments(groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: RequestTable) -> Moments:
-    """Return the moments of the newest report at which rules are asked.
+def moments(
+    groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: RequestTable
+) -> tuple[Moments, list[bool]]:
+    """Return the moments of the newest report at which rules are asked, and for each policy whether a rule that reads
+    nothing but probes holds for any request.
 
     Rules are asked at each sentence end, at each EAT measurement, and when a request for which a rule on probes holds
     passes its floor. groups: each policy with a mask of the requests for which the policy holds, [slots].
     """
-    at_ends = sentence_ends(table)
-    parts = [part for policy, among in groups for part in _probes_may_fire(policy, table, among)]
+    at_ends, agree = sentence_ends(table), list[bool]()
+    parts: list[tuple[NDArray[Any], ...]] = []
+    for policy, among in groups:
+        now, before = _agreeing(policy.entropy, table)
+        agree.append(bool(np.count_nonzero(now) or np.count_nonzero(before)))
+        if agree[-1]:
+            parts += _probes_may_fire(policy, table, among, now, before)
     if not parts:
-        return at_ends
-    return joined(table, [(at_ends.slot, at_ends.place, at_ends.step), *parts])
+        return at_ends, agree
+    return joined(table, [(at_ends.slot, at_ends.place, at_ends.step), *parts]), agree
+
+
+def _agreeing(policy: EntropyPolicy, table: RequestTable) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Whether a rule that reads nothing but probes holds: for each slot now, [slots], and for each sampled slot before
+    the report, [sampled]."""
+    if not policy.enabled:
+        return NOWHERE, NOWHERE
+    before = _probes_agree(policy, table.history.unsampled) if table.history.sampled else NOWHERE
+    return _probes_agree(policy, table), before
 
 
 def _probes_may_fire(
-    policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None
+    policy: Policy,
+    table: RequestTable,
+    among: NDArray[np.bool_] | None,
+    now: NDArray[np.bool_],
+    earlier: NDArray[np.bool_],
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yield slots, places and steps at which a rule on probes may fire although there is no sentence end."""
-    if not policy.entropy.enabled:
-        return
-    history, now = table.history, _probes_agree(policy.entropy, table)
-    earlier = _probes_agree(policy.entropy, history.unsampled) if history.sampled else now
-    if not (np.count_nonzero(now) or np.count_nonzero(earlier)):
-        return
-    now = now & table.live & (table.end_decided == 0)
+    """Yield slots, places and steps at which a rule on probes may fire although there is no sentence end. now, earlier:
+    as `_agreeing` returns them."""
+    history, now = table.history, now & table.live & (table.end_decided == 0)
     if among is not None:
         now &= among
     before, sampled_in = now, None
@@ -189,22 +208,24 @@ def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool
     return section.shadow
 
 
-def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
+def _rules(
+    policy: Policy, seen: Seen, probes_agree: bool
+) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
     """Yield the enabled rules in their order of precedence, each with a mask over `seen` of where the rule fires."""
     entropy, scheduler = policy.entropy, policy.scheduler
     if entropy.enabled:
         above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
         if np.count_nonzero(above_floor):
-            yield from _entropy_rules(entropy, seen, above_floor)
+            yield from _entropy_rules(entropy, seen, above_floor, probes_agree)
     if scheduler.enabled and scheduler.soft_think_tokens:
         yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
 
 
 def _entropy_rules(
-    entropy: EntropyPolicy, seen: Seen, above_floor: NDArray[np.bool_]
+    entropy: EntropyPolicy, seen: Seen, above_floor: NDArray[np.bool_], probes_agree: bool
 ) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
     """Yield the rules of an enabled entropy section. above_floor: whether the request has passed its floors."""
-    if np.count_nonzero(converged := eat_converged(entropy, seen)):
+    if probes_agree and np.count_nonzero(converged := eat_converged(entropy, seen)):
         yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
     at_boundary = above_floor & seen.boundary_now
     if np.count_nonzero(at_boundary):
@@ -214,9 +235,9 @@ def _entropy_rules(
             yield agent_pb2.FORCE_REASON_MARGIN, at_boundary & margin_reached(entropy, seen)
         if entropy.rpdi_threshold:
             yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
-    if entropy.same_answer_samples:
+    if entropy.same_answer_samples and probes_agree:
         yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
-    if entropy.give_up_tokens:
+    if entropy.give_up_tokens and probes_agree:
         yield agent_pb2.FORCE_REASON_GIVE_UP, above_floor & given_up(entropy, seen)
 
 

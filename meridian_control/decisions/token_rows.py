@@ -15,6 +15,8 @@ from meridian_control.common.packed_fields import NOTHING, floats, integers, pac
 from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 # Short names for the row flags of meridian.v1.TokenFlag.
@@ -111,7 +113,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     is_live = live.take(told_slot, mode="clip") & (told_slot < len(live))
     # NumPy sorts numbers of 16 bits in linear time; slots of live requests have no more.
     order = told_slot.astype(np.uint16).argsort(kind="stable")
-    if not is_live.all():
+    if np.count_nonzero(is_live) < len(order):
         order = order[is_live[order]]
     slot, phase, flags = told_slot.take(order), told_phase.take(order), told_flags.take(order)
     begins = differs(slot)
@@ -170,7 +172,9 @@ def intervals_ms(
     together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
     group = together.searchsorted(answer, side="right")
     first = together.take(group - 1)
-    count = np.append(together, len(kind)).take(group) - first
+    over = np.empty(len(together) + 1, np.int64)
+    over[:-1], over[-1] = together, len(kind)
+    count = over.take(group) - first
     before, before_ms = rows.before(kind, newest), rows.before(rows.at_ms, newest_ms)
     known = (before.take(first) != NO_TOKEN).nonzero()[0]
     answer, first, count = answer.take(known), first.take(known), count.take(known)
@@ -182,7 +186,8 @@ def intervals_ms(
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
     """Mark each entry that differs from the previous entry, and the first entry."""
-    found = np.ones(len(column), bool)
+    found = np.empty(len(column), bool)
+    found[:1] = True
     np.not_equal(column[1:], column[:-1], out=found[1:])
     return found
 
@@ -234,8 +239,11 @@ class Newest:
 
 def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     packed = packed_fields(columns)
-    slot, phase, flags, end_rank = (integers(packed.get(field, NOTHING)) for field in INTEGERS)
-    entropy, end_logprob, top_logprob = (floats(packed.get(field, NOTHING)) for field in FLOATS)
+    told: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
+    slot, phase, flags, end_rank = [
+        integers(packed.get(field, NOTHING), numbers) for field, numbers in zip(INTEGERS, told, strict=True)
+    ]
+    entropy, end_logprob, top_logprob = [floats(packed.get(field, NOTHING)) for field in FLOATS]
     if not len(top_logprob):
         # An older agent leaves the column out.
         top_logprob = np.full(len(slot), np.nan, np.float32)

@@ -72,9 +72,8 @@ class Decider:
             return
         self._caps(policy, out)
         groups = list(self._groups.in_use())
-        if reported and len(moments := termination.moments(groups, self._table)):
-            for own, among in groups:
-                self._ends(own, out, moments, None if among is None else among[moments.slot])
+        if reported:
+            self._ends_in_report(groups, out)
         if self.review:
             for own, among in groups:
                 stays = ~self._table.closing
@@ -137,8 +136,13 @@ class Decider:
         elif not first:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)
 
-    def _ends(self, policy: Policy, out: Out, seen: termination.Seen, among: Among) -> None:
-        for index, reason in termination.ends(policy, seen, among):
+    def _ends_in_report(self, groups: list[tuple[Policy, Among]], out: Out) -> None:
+        moments, probes_agree = termination.moments(groups, self._table)
+        for (own, among), agree in zip(groups, probes_agree, strict=True) if len(moments) else ():
+            self._ends(own, out, moments, None if among is None else among[moments.slot], agree)
+
+    def _ends(self, policy: Policy, out: Out, seen: termination.Seen, among: Among, probes_agree: bool = True) -> None:
+        for index, reason in termination.ends(policy, seen, among, probes_agree):
             self._end(policy, reason, seen, index, out)
 
     def _end(

@@ -196,8 +196,10 @@ class Groups:
         The table must have taken in the report's tokens.
         """
         table = self._table
+        if self.policy is None or self._experiment is None or not self._experiment.references:
+            return
         at_ends = table.history.rows.slot[table.history.ends.row]
-        if self.policy is None or not (table.awaited_signals[at_ends] & BITS_AT_SENTENCE_ENDS).any():
+        if not np.count_nonzero(table.awaited_signals[at_ends] & BITS_AT_SENTENCE_ENDS):
             return
         ends = sentence_ends(table)
         passed = ends.think_tokens >= self.policy.scheduler.min_think_tokens

@@ -75,13 +75,16 @@ class SessionHandovers:
         for opened in report.opened:
             if opened.handed_over_ref:
                 self.results.opened(opened.handed_over_ref, self._key(opened.request_id), now)
-        told = report.continued
+        if report.HasField("continued"):
+            self._take_continued(report.continued, now)
+        for closed in report.closed:
+            self._closed(closed, now)
+
+    def _take_continued(self, told: agent_pb2.ContinuedColumns, now: datetime) -> None:
         if len({len(column) for column in (told.slot, told.transferred_tokens, told.first_token_ms)}) != 1:
             raise ValueError("continued columns must have one length")
         for slot, tokens, first_token_ms in zip(told.slot, told.transferred_tokens, told.first_token_ms, strict=True):
             self._continued(slot, tokens, first_token_ms, now)
-        for closed in report.closed:
-            self._closed(closed, now)
 
     def _continued(self, slot: int, transferred_tokens: int, first_token_ms: float, now: datetime) -> None:
         info = self._table.info[slot] if self._table.holds(slot) else None

@@ -49,7 +49,7 @@ def step_of(report: agent_pb2.StepReport, name: str) -> NDArray[np.int64]:
         raise ValueError(
             f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(told)} in {len(told)}"
         )
-    return np.arange(report.steps).repeat(np.fromiter(told, np.int64, len(told)))
+    return np.arange(report.steps).repeat(list(told))
 
 
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
@@ -62,13 +62,12 @@ def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
         return np.zeros(rows)
     if report.steps > MAX_STEPS:
         raise ValueError(f"a report must merge at most {MAX_STEPS} steps; got {report.steps}")
-    columns = merged.rows, merged.step_time_ms, merged.prefill_tokens, merged.age_ms
-    if any(len(column) != report.steps for column in columns):
-        lengths = [len(column) for column in columns]
+    told, age_ms = list(merged.rows), list(merged.age_ms)
+    lengths = [len(column) for column in (told, merged.step_time_ms, merged.prefill_tokens, age_ms)]
+    if lengths != [report.steps] * 4:
         raise ValueError(f"columns of merged steps must have one entry for each of {report.steps}; got {lengths}")
-    if (told := sum(merged.rows)) != rows:
-        raise ValueError(f"merged steps must have all of the report's {rows} rows; got {told}")
-    age_ms = np.fromiter(merged.age_ms, np.float64, len(merged.age_ms))
-    if len(wrong := age_ms[~((age_ms >= 0) & (age_ms <= MAX_AGE_MS))]):
+    if sum(told) != rows:
+        raise ValueError(f"merged steps must have all of the report's {rows} rows; got {sum(told)}")
+    if wrong := [age for age in age_ms if not 0 <= age <= MAX_AGE_MS]:
         raise ValueError(f"age_ms must be in [0, {MAX_AGE_MS}]; got {wrong[0]}")
-    return np.repeat(age_ms, np.fromiter(merged.rows, np.int64, len(merged.rows)))
+    return np.array(age_ms, np.float64).repeat(told)

@@ -28,16 +28,16 @@ def test_numbers_are_those_of_the_message(slots: list[int], phases: list[int], e
     packed = packed_fields(columns)
     assert sorted(packed) == [n for n, told in ((SLOT, slots), (PHASE, phases), (ENTROPY, entropies)) if told]
     nothing = np.zeros(0, np.uint8)
-    assert integers(packed.get(SLOT, nothing)).tolist() == slots
-    assert integers(packed.get(PHASE, nothing)).tolist() == phases
+    assert integers(packed.get(SLOT, nothing), columns.slot).tolist() == slots
+    assert integers(packed.get(PHASE, nothing), columns.phase).tolist() == phases
     np.testing.assert_array_equal(floats(packed.get(ENTROPY, nothing)), np.array(entropies, np.float32))
 
 
 def test_fields_that_are_not_packed_or_come_in_parts_are_read() -> None:
     """A sender may encode each number as a field of its own, or split a column."""
     told = b"\x08\x05" + b"\x0a\x02\xac\x02" + b"\x08\x07"
-    packed = packed_fields(agent_pb2.TokenColumns.FromString(told))
-    assert integers(packed[SLOT]).tolist() == [5, 300, 7]
+    columns = agent_pb2.TokenColumns.FromString(told)
+    assert integers(packed_fields(columns)[SLOT], columns.slot).tolist() == [5, 300, 7]
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_fields_that_are_not_packed_or_come_in_parts_are_read() -> None:
 )
 def test_fields_of_a_newer_version_are_passed_over(unknown: bytes) -> None:
     told = agent_pb2.TokenColumns(slot=[1, 200]).SerializeToString()
-    packed = packed_fields(agent_pb2.TokenColumns.FromString(told + unknown))
-    assert integers(packed[SLOT]).tolist() == [1, 200]
+    columns = agent_pb2.TokenColumns.FromString(told + unknown)
+    assert integers(packed_fields(columns)[SLOT], columns.slot).tolist() == [1, 200]
 
 
 def test_a_slot_with_another_wire_type_is_no_column() -> None:
     """The message keeps such a field as unknown; it gives the column no number."""
     columns = agent_pb2.TokenColumns.FromString(b"\x0d\x01\x00\x00\x00" + b"\x0a\x01\x05")
     assert list(columns.slot) == [5]
-    assert integers(packed_fields(columns)[SLOT]).tolist() == [5]
+    assert integers(packed_fields(columns)[SLOT], columns.slot).tolist() == [5]
