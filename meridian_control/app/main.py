@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -79,6 +80,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         ending.push_async_callback(save, parts.budgets)
+        # What exists at the start lives until the end, so the collector of garbage need not look at it again.
+        gc.freeze()
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)
         if parts.replicas is not None:

@@ -167,10 +167,10 @@ class Life:
     events: deque[LifeEvent | LoggedDecision] = field(default_factory=lambda: deque(maxlen=LIFE_EVENTS))
     probes: deque[LifeEvent | LoggedDecision] = field(default_factory=lambda: deque(maxlen=LIFE_PROBES))
     left_out: int = 0
+    key: Key = field(init=False)
 
-    @property
-    def key(self) -> Key:
-        return self.engine_id, self.incarnation, self.opened.request_id
+    def __post_init__(self) -> None:
+        self.key = self.engine_id, self.incarnation, self.opened.request_id
 
     def __len__(self) -> int:
         return len(self.events) + len(self.probes)

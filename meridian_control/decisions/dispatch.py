@@ -7,7 +7,7 @@ Between two plans the agent ranks requests by phase alone, on the same scale.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +64,9 @@ class Share:
     output_per_step: int | None = None
     max_skip_steps: int = 0
     prefill_tokens_per_step: int | None = None
+
+
+LIMITS = tuple(field.name for field in fields(Share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Bud
 
 def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float) -> NDArray[np.int64]:
     """Return the rank of every slot, [slots]. now_ms: time on the table's clock."""
-    phase = np.minimum(table.phase, OUTPUT)
+    phase = table.phase
     if policy.strategy == "deadline":
         allowed = np.where(phase == OUTPUT, budget.output_ms, budget.think_ms)
         slack = np.clip(table.token_ms + allowed - now_ms, 0, MAX_SLACK_MS).astype(np.int64)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.decisions.table_columns import SIGNAL_ROW
 from meridian_control.decisions.token_rows import FLAG_END
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ class History:
         sampled: step in which the first sample of each slot was measured.
         """
         self.sampled = sampled
-        slots = self.sampled_slots
-        self.unsampled = Unsampled(*(getattr(table, name)[slots] for name in Unsampled._fields))
+        rows = table.packed(self.sampled_slots).view(SIGNAL_ROW)[:, 0]
+        self.unsampled = Unsampled(*(rows[name] for name in Unsampled._fields))
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
         """Note the step in which the outcome of the slot's probe came."""

@@ -270,9 +270,13 @@ def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
-    """Return the moments right after the rows, at most one per slot, and the end of the report for all other slots."""
+    """Return the moments right after the rows, at most one per slot, and the end of the report for all other slots.
+
+    The rows belong to these slots, or `slots` is empty.
+    """
     slot, place = table.history.rows.slot[row], row + 1
-    if len(rest := slots[~table.mask(slot)[slots]]):
+    if len(slot) < len(slots):
+        rest = slots[~table.mask(slot)[slots]]
         slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
         order = slot.argsort()
         slot, place = slot[order], place[order]

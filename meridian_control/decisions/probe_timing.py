@@ -78,7 +78,7 @@ def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | N
     due = _wait_for_probe(entropy, table, among) & (table.think_tokens >= _probed_from(policy, table))
     if is_gated(entropy):
         due &= table.boundary_now & gate_open(entropy, table.boundary_ranks, table.boundary_margins)
-    return np.flatnonzero(due)
+    return due.nonzero()[0]
 
 
 def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> Moments | None:

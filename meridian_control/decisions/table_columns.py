@@ -133,15 +133,15 @@ HISTORIES: dict[str, tuple[Any, Any, int]] = {
     "earlier_eat_ema_variance": (np.float64, np.nan, CONFIRM_HISTORY - 1),
 }
 
-# The columns from which the decision log takes a decision's signals. The table keeps each request's values of them side
-# by side, in rows of this type, so that the log copies them at once.
+# The columns from which the decision log takes a decision's signals, and all columns that a probe's result changes. The
+# table keeps each request's values of them side by side, in rows of this type, so that they are copied at once.
 SIGNAL_COLUMNS = (
     *("think_tokens", "output_tokens", "boundary_count", "entropy_count"),
     *("eat_count", "eat_think_tokens", "same_answer"),
     *("max_think_tokens", "loop_period", "loop_tokens", "repeated_tokens"),
     *("entropy_sum", "entropy_window_sum", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
     *HISTORIES,
-    *("entropy_nats", "end_rank", "phase"),
+    *("entropy_nats", "end_rank", "phase", "empty_answer"),
 )
 SIGNAL_ROW = np.dtype(
     [

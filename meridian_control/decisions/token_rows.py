@@ -170,11 +170,14 @@ def intervals_ms(
     answer = rows.answering.nonzero()[0]
     # First row and number of the rows that share the slot and the time of each answer token.
     together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
-    group = together.searchsorted(answer, side="right")
-    first = together.take(group - 1)
-    over = np.empty(len(together) + 1, np.int64)
-    over[:-1], over[-1] = together, len(kind)
-    count = over.take(group) - first
+    if len(together) == len(kind):
+        first, count = answer, np.ones(len(answer), np.int64)
+    else:
+        group = together.searchsorted(answer, side="right")
+        first = together.take(group - 1)
+        over = np.empty(len(together) + 1, np.int64)
+        over[:-1], over[-1] = together, len(kind)
+        count = over.take(group) - first
     before, before_ms = rows.before(kind, newest), rows.before(rows.at_ms, newest_ms)
     known = (before.take(first) != NO_TOKEN).nonzero()[0]
     answer, first, count = answer.take(known), first.take(known), count.take(known)

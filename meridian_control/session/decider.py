@@ -7,7 +7,6 @@ session.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -179,7 +178,9 @@ class Decider:
                 # The request came near its cap before the EAT probe was due, and it has one probe at a time.
                 continue
             table.schedule_probe(slot, think_tokens + entropy.eat_probe_interval_tokens)
-            self._probe(slot, "eat", placement, out, (seen, index)).hold_ms = hold_ms
+            asked = self._probe(slot, "eat", placement, out, (seen, index))
+            if hold_ms:
+                asked.hold_ms = hold_ms
         for slot in near_cap:
             if not table.probe_open[slot]:
                 table.note_cap_probe(slot)
@@ -225,8 +226,8 @@ class Decider:
         plan.decision_id = self._ledger.make("plan", "stock" if stock else scheduler.strategy)
         plan.slot.extend(slots.tolist())
         plan.rank.extend(ranks.tolist())
-        for name, limit in asdict(share).items():
-            if limit is not None:
+        for name in dispatch.LIMITS:
+            if (limit := getattr(share, name)) is not None:
                 setattr(plan, name, limit)
         plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
 

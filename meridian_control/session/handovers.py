@@ -126,7 +126,8 @@ class SessionHandovers:
     def decide(self, policy: DisaggPolicy, out: agent_pb2.Directives, cost: StepCost) -> None:
         """Decide handovers, and take handovers back. Nothing is decided for an engine outside the thinking pool."""
         in_force = self._in_force()
-        changed, self._policy = policy != self._policy, policy
+        changed = policy is not self._policy and policy != self._policy
+        self._policy = policy
         decides = not self.no_hand_over(policy)
         if in_force and (changed or not decides):
             # The next report decides again under the new policy.

@@ -166,6 +166,8 @@ class Intake:
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
         known = [row for row in zip(*columns, steps, strict=True) if self._is_asked(*row[:2])]
+        if not known:
+            return
         sampled: dict[int, int] = {}
         for _, slot, *_, step in known:
             sampled.setdefault(slot, step)

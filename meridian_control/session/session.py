@@ -342,7 +342,7 @@ class Session:
         if (policy := self._deciding) is not None:
             self._decider.decide(policy, directives, self._clock_ms(now))
             self.handovers.decide(policy.disagg, directives, self._decider.cost)
-        decided = bool(directives.ListFields())
+        decided = directives.ByteSize() > 0
         directives.step = self._ledger.step
         # If the wall clock was set back, the difference is negative and the report is answered.
         recent = 0 <= (now - self._answered_at).total_seconds() < self._ack_interval_s

@@ -90,14 +90,9 @@ class _Method:
 
     def _requests(self, request: Any) -> Any:
         if self._request_streaming:
-            return self._each(request)
+            return _Reading(request, self._received)
         self._received.inc()
         return request
-
-    async def _each(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            self._received.inc()
-            yield request
 
     @contextmanager
     def _call(self, context: Any) -> Iterator[None]:
@@ -115,6 +110,22 @@ class _Method:
         finally:
             self._metrics.handled.labels(*self._labels, code).inc()
             self._metrics.seconds.labels(*self._labels).observe(time.perf_counter() - began)
+
+
+class _Reading:
+    """Iterates over the messages of a stream and counts them. The class is no generator, because a generator would add
+    a cost to every report of an engine."""
+
+    def __init__(self, messages: AsyncIterator[Any], received: Any) -> None:
+        self._next, self._received = aiter(messages).__anext__, received
+
+    def __aiter__(self) -> _Reading:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._next()
+        self._received.inc()
+        return message
 
 
 class _Writing:
