@@ -80,7 +80,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         ending.push_async_callback(save, parts.budgets)
-        # What exists at the start lives until the end, so the collector of garbage need not look at it again.
+        # The objects of the start live until the end, so the garbage collector need not look at them again.
         gc.freeze()
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from meridian_control.decisions.token_rows import TokenRows
 
+# Columns of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
+THINK_TOKENS, OUTPUT_TOKENS, SENTENCE_ENDS, ENTROPIES = range(4)
 THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 
 T = TypeVar("T")
@@ -176,30 +178,21 @@ class History:
     # ---------------------------------------------------------------------------------------- running sums, [places]
 
     @kept
-    def think(self) -> NDArray[np.int64]:
-        return _running(self._think)
+    def counts(self) -> NDArray[np.int64]:
+        """Running sums in the columns THINK_TOKENS to ENTROPIES, [places, 4]."""
+        counts = np.zeros((len(self.rows.slot) + 1, 4), np.int64)
+        added = counts[1:]
+        added[:, THINK_TOKENS], added[:, OUTPUT_TOKENS] = self._think, self._output
+        added[self.ends.row, SENTENCE_ENDS] = added[self.entropies.row, ENTROPIES] = 1
+        return counts.cumsum(axis=0, out=counts)
 
     @kept
-    def output(self) -> NDArray[np.int64]:
-        return _running(self._output)
-
-    @kept
-    def end_number(self) -> NDArray[np.int64]:
-        return _counted(self.ends.row, len(self.rows.slot))
-
-    @kept
-    def entropy_number(self) -> NDArray[np.int64]:
-        rows = len(self.rows.slot)
-        return np.arange(rows + 1) if len(self.entropies.row) == rows else _counted(self.entropies.row, rows)
-
-    @kept
-    def entropy_nats(self) -> NDArray[np.float64]:
-        """Running sum of the entropies; this sum and `window_nats` are indexed by number of entropies, not by place."""
-        return _running(self.entropies.nats)
-
-    @kept
-    def window_nats(self) -> NDArray[np.float64]:
-        return _running(self.entropies.change_nats)
+    def entropy_sums(self) -> NDArray[np.float64]:
+        """Running sums of the entropies and of the changes of their windows' sums, [entropies + 1, 2]; they are indexed
+        by number of entropies, not by place."""
+        sums = np.zeros((len(self.entropies.row) + 1, 2))
+        sums[1:, 0], sums[1:, 1] = self.entropies.nats, self.entropies.change_nats
+        return sums.cumsum(axis=0, out=sums)
 
     # -------------------------------------------------------------------------------------------------------- moments
 
@@ -231,17 +224,3 @@ def ratio_of_means(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = (newest_sum / width) / (total / count)
     return np.where(count >= width, ratio, np.nan)
-
-
-def _running(column: NDArray[Any]) -> NDArray[Any]:
-    """Return the sum of the values before each place, [places]."""
-    running = np.zeros(len(column) + 1, column.dtype)
-    column.cumsum(out=running[1:])
-    return running
-
-
-def _counted(row: NDArray[np.intp], rows: int) -> NDArray[np.int64]:
-    """Return for each place the number of these rows that come before it, [places]."""
-    marked = np.zeros(rows + 1, np.int64)
-    marked[row + 1] = 1
-    return marked.cumsum()

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from meridian_control.decisions.history import OUTPUT, THINK, SentenceEnds, Unsampled, kept
+from meridian_control.decisions.history import (
+    ENTROPIES,
+    OUTPUT,
+    OUTPUT_TOKENS,
+    SENTENCE_ENDS,
+    THINK,
+    THINK_TOKENS,
+    SentenceEnds,
+    Unsampled,
+    kept,
+)
 from meridian_control.decisions.table_columns import HISTORIES, SIGNAL_COLUMNS, SIGNAL_ROW
 from meridian_control.decisions.token_rows import FLAG_END, differs
 
@@ -69,12 +79,14 @@ class Moments:
     @kept
     def _packed(self) -> NDArray[np.uint8]:
         """The rows of all moments as SIGNAL_ROW has them, [moments, bytes]."""
-        packed = self._table.packed(self.slot)
+        history, packed = self._history, self._table.packed(self.slot)
+        here, over = history.counts[self.place], history.counts[self._over]
+        packed.view(np.int64)[:, COUNTS] -= over - here
+        sums = history.entropy_sums
+        packed.view(np.float64)[:, SUMS] -= sums[over[:, ENTROPIES]] - sums[here[:, ENTROPIES]]
         rows = packed.view(SIGNAL_ROW)[:, 0]
-        for name in CHANGED:
-            rows[name] = getattr(self, name)
-        here, _, end = self._ends_seen
-        if np.count_nonzero(end > here):
+        rows["phase"], rows["entropy_nats"], rows["end_rank"] = self.phase, self.entropy_nats, self.end_rank
+        if np.count_nonzero(over[:, SENTENCE_ENDS] > here[:, SENTENCE_ENDS]):
             for name in CHANGED_AT_ENDS:
                 rows[name] = getattr(self, name)
         if len(earlier := self._earlier):
@@ -118,7 +130,11 @@ class Moments:
 
     @kept
     def _has_row(self) -> NDArray[np.bool_]:
-        return self.place > self._begin
+        slot = self._history.rows.slot
+        if not len(slot):
+            return np.zeros(len(self.slot), bool)
+        has_row: NDArray[np.bool_] = (slot[self.place - 1] == self.slot) & (self.place > 0)
+        return has_row
 
     @kept
     def live(self) -> NDArray[np.bool_]:
@@ -158,21 +174,23 @@ class Moments:
         earlier = np.where(self._over > 0, earlier, held)
         return np.where(self._has_row, column[self.place - 1], earlier)
 
-    def _back(self, name: str, running: NDArray[Any]) -> NDArray[Any]:
-        """Return a column to which rows add: the table's value minus the sum over the rows after the moment."""
-        told: NDArray[Any] = getattr(self._table, name)[self.slot] - (running[self._over] - running[self.place])
-        return told
-
-    def _back_by_entropies(self, name: str, running: NDArray[Any]) -> NDArray[Any]:
-        (here, over), column = self._entropies, getattr(self._table, name)
-        told: NDArray[Any] = column[self.slot] - (running[over] - running[here])
+    def _back(self, name: str, count: int) -> NDArray[Any]:
+        """Return a column to which rows add: the table's value minus the sum over the rows after the moment. count:
+        column of `History.counts`."""
+        told: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[:, count]
         return told
 
     @kept
-    def _entropies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Numbers of the report's entropies before each moment, and before the place after the slot's last row."""
-        number = self._history.entropy_number
-        return number[self.place], number[self._over]
+    def _later(self) -> NDArray[np.int64]:
+        """The sums that the rows after each moment add to the counts, [moments, 4]."""
+        counts = self._history.counts
+        return counts[self._over] - counts[self.place]
+
+    @kept
+    def _later_entropies(self) -> NDArray[np.float64]:
+        """The entropies that the rows after each moment add to the sums of entropies, [moments, 2]."""
+        number, sums = self._history.counts[:, ENTROPIES], self._history.entropy_sums
+        return sums[number[self._over]] - sums[number[self.place]]
 
     @kept
     def _begin(self) -> NDArray[np.intp]:
@@ -190,35 +208,35 @@ class Moments:
 
     @kept
     def think_tokens(self) -> NDArray[np.int64]:
-        return self._back("think_tokens", self._history.think)
+        return self._back("think_tokens", THINK_TOKENS)
 
     @kept
     def output_tokens(self) -> NDArray[np.int64]:
-        return self._back("output_tokens", self._history.output)
+        return self._back("output_tokens", OUTPUT_TOKENS)
 
     @kept
     def entropy_count(self) -> NDArray[np.int64]:
-        here, over = self._entropies
-        told: NDArray[np.int64] = self._table.entropy_count[self.slot] - (over - here)
-        return told
+        return self._back("entropy_count", ENTROPIES)
 
     @kept
     def entropy_sum(self) -> NDArray[np.float64]:
-        return self._back_by_entropies("entropy_sum", self._history.entropy_nats)
+        told: NDArray[np.float64] = self._table.entropy_sum[self.slot] - self._later_entropies[:, 0]
+        return told
 
     @kept
     def entropy_window_sum(self) -> NDArray[np.float64]:
-        return self._back_by_entropies("entropy_window_sum", self._history.window_nats)
+        told: NDArray[np.float64] = self._table.entropy_window_sum[self.slot] - self._later_entropies[:, 1]
+        return told
 
     @kept
     def boundary_now(self) -> NDArray[np.bool_]:
-        number = self._history.end_number
+        number = self._history.counts[:, SENTENCE_ENDS]
         is_end = self._has_row & (number[self.place] > number[self.place - 1])
         return is_end & (self.step == self._row_step) if "step" in vars(self) else is_end
 
     @kept
     def boundary_count(self) -> NDArray[np.int64]:
-        return self._back("boundary_count", self._history.end_number)
+        return self._back("boundary_count", SENTENCE_ENDS)
 
     @kept
     def boundary_ranks(self) -> NDArray[np.int64]:
@@ -250,15 +268,16 @@ class Moments:
     @kept
     def _ends_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Numbers of the report's sentence ends before each moment, and before the places around the slot's rows."""
-        number = self._history.end_number
+        number = self._history.counts[:, SENTENCE_ENDS]
         return number[self.place], number[self._begin], number[self._over]
 
 
-# Any row of a report changes the signals CHANGED of the decision log, a sentence end those in CHANGED_AT_ENDS, and a
-# probe's result those in UNSAMPLED.
-CHANGED = tuple(name for name in SIGNAL_COLUMNS if name in vars(Moments) and name not in HISTORIES)
+# A sentence end changes the signals CHANGED_AT_ENDS of the decision log, and a probe's result those in UNSAMPLED.
 CHANGED_AT_ENDS = tuple(name for name in HISTORIES if name in vars(Moments))
 UNSAMPLED = tuple(name for name in SIGNAL_COLUMNS if name in Unsampled._fields)
+# Places in a packed row, in numbers of 8 bytes: the columns of `History.counts`, and those of its `entropy_sums`.
+COUNTS = slice(4)
+SUMS = slice(_sum := SIGNAL_COLUMNS.index("entropy_sum"), _sum + 2)
 
 
 def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
@@ -274,13 +293,13 @@ def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np
 
     The rows belong to these slots, or `slots` is empty.
     """
+    if len(row) >= len(slots):
+        return at_rows(table, row)
     slot, place = table.history.rows.slot[row], row + 1
-    if len(slot) < len(slots):
-        rest = slots[~table.mask(slot)[slots]]
-        slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
-        order = slot.argsort()
-        slot, place = slot[order], place[order]
-    return Moments(table, slot, place)
+    rest = slots[~table.mask(slot)[slots]]
+    slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
+    order = slot.argsort()
+    return Moments(table, slot[order], place[order])
 
 
 def sentence_ends(table: RequestTable) -> Moments:

@@ -12,7 +12,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.decided_columns import DecidedColumns
-from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds, ratio_of_means
+from meridian_control.decisions.history import ENTROPIES, Before, Entropies, History, SentenceEnds, ratio_of_means
 from meridian_control.decisions.table_columns import (
     BY_TYPE,
     COLUMNS,
@@ -279,11 +279,10 @@ class RequestTable(DecidedColumns):
             # No request with a sentence end has enough tokens, so RPDI is not known at any of its sentence ends.
             return
         # The entropies after each sentence end, which the sums of the table have in them too.
-        number = history.entropy_number
+        number, sums = history.counts[:, ENTROPIES], history.entropy_sums
         here, over = number[history.ends.row + 1], number[history.after(slot)]
-        count = self.entropy_count[slot] - (over - here)
-        total = self.entropy_sum[slot] - (history.entropy_nats[over] - history.entropy_nats[here])
-        newest_sum = self.entropy_window_sum[slot] - (history.window_nats[over] - history.window_nats[here])
+        count, later = self.entropy_count[slot] - (over - here), sums[over] - sums[here]
+        total, newest_sum = self.entropy_sum[slot] - later[:, 0], self.entropy_window_sum[slot] - later[:, 1]
         ratios, before = newest.of(ratio_of_means(width, count, total, newest_sum), self.boundary_rpdi)
         self.boundary_rpdi[slot] = ratios
         history.tell_rpdi(ratios, before)
