@@ -151,6 +151,11 @@ bench-cost: $(VENV)/ready ## measure what the agent and the control plane cost
 bench-faults: $(VENV)/ready ## measure throughput during faults and after them
 	$(BIN)/python -m tests.bench.faults $(ARGS)
 
+# ARGS: --pairs, --prompts, --at-once, --input-len, --output-len, --step-ms, --thinking, --save.
+.PHONY: bench-serve
+bench-serve: $(VENV)/ready ## compare stock and governed servers by vLLM's own client, `vllm bench serve`
+	$(BIN)/python -m tests.bench.serve $(ARGS)
+
 # bench-kernels needs a CUDA GPU, CuPy and a CUDA build of torch, so it must run in a Python that has them, for example
 # in a vLLM image: make bench-kernels GPU_PYTHON=python3
 bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)
