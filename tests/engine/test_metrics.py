@@ -13,14 +13,19 @@ from meridian_control.telemetry.catalogue import AGENTS, CATALOGUE, ENGINES
 from tests.engine import cases, chat, paced
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure
-from tests.processes import RPC_S
+from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
-HALF_HELD = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5}}
+HALF_HELD = {
+    **CONVERGED,
+    "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5},
+    "budget": [{"name": "all", "tokens_per_minute": 1_000_000}],
+}
+BUDGET = "meridian_budget_think_tokens_total"
 # Number of runs after which some request has surely been in the control group.
 LOOKS = 10
 OF_THE_GROUP = {
@@ -77,6 +82,8 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
             break
     chat(llm, cases()[:1], SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args={"meridian_effort": "?"}))
     control.settled()
+    # Tokens are counted for budgets once a second.
+    wait_for(lambda: scraped(control)[0][BUDGET] > before.get(BUDGET, 0), RPC_S, "tokens of the budget")
     after, engines = scraped(control)
     grown = {name for name, entry in CATALOGUE.items() if entry.kind != "gauge" and after[name] > before.get(name, 0)}
     wanted = {n for n, entry in CATALOGUE.items() if entry.kind != "gauge" and not n.startswith("grpc_server_handl")}

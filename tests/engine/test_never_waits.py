@@ -8,6 +8,7 @@ still for ever.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -83,7 +84,7 @@ def _name(function: Any) -> str:
 @pytest.fixture
 def calls(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """Yield the calls made under the guard while a test runs, without those for log lines, which a change of state
-    writes."""
+    writes, and without garbage collections, which would end gRPC channels of earlier tests within a hook."""
     found, run = Calls(), scheduler._guard.run
 
     def profiled(hook: Any, *args: Any) -> Any:
@@ -96,7 +97,9 @@ def calls(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     logger = logging.getLogger("vllm.meridian")
     monkeypatch.setattr(logger, "disabled", True)
     monkeypatch.setattr(scheduler._guard, "run", profiled)
+    gc.disable()
     yield found
+    gc.enable()
     sys.setprofile(None)
 
 
