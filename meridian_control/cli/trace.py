@@ -57,6 +57,8 @@ def record(
             else:
                 out.unlink()
             warn_unreachable(recorder.unreachable)
+        if not writer.records:
+            typer.echo(f"{out} was not written, because no message of an engine arrived", err=True)
 
 
 def _recorded(writer: TraceWriter) -> str:

@@ -262,7 +262,9 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
     try:
         await until(lambda: control.fleet.recordings, 30)
-        await stream_of(control.target, FakeAgent(), 40)
+        # The recorder writes to the file once it has taken in some of the messages.
+        while not out.stat().st_size:
+            await stream_of(control.target, FakeAgent(), 40)
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(120):
             told, errors = await process.communicate()
@@ -307,6 +309,14 @@ async def test_record_without_a_server(tmp_path: Path) -> None:
     assert result.exit_code == UNREACHABLE
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "a.trace").exists()
+
+
+async def test_a_recording_of_nothing_says_so(control: Control, tmp_path: Path) -> None:
+    out = tmp_path / "a.trace"
+    result = await run("record", out, "--duration", 0.1, server=control.target)
+    assert (result.exit_code, result.stdout) == (OK, "")
+    assert result.stderr == f"{out} was not written, because no message of an engine arrived\n"
+    assert not out.exists()
 
 
 async def test_record_that_the_server_ends(tmp_path: Path) -> None:
