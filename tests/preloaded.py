@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -58,6 +59,8 @@ Start = tuple[list[str], str, dict[str, str], list[str]]
 NAMESPACES = ("--user=", "--net=")
 # Environment variable with the folder of the servers' sockets. Without it, programs are started as usual.
 FOLDER = "MERIDIAN_TESTS_PRELOADED"
+# Seconds between two looks of a process that waits for another one through shared memory.
+POLL_S = 0.0002
 # Seconds in which a server begins to listen.
 PATIENCE_S = 60.0
 
@@ -153,11 +156,16 @@ class Forked:
 
 
 def _let_vllm_fork() -> None:
-    """Make the programs fork their engine cores, as vLLM does on a GPU.
+    """Make the programs fork their engine cores, as vLLM does on a GPU, and sleep while an engine core and its worker
+    wait for each other.
 
-    On a CPU vLLM would start each engine core as a new process, which imports vLLM again.
+    On a CPU vLLM would start each engine core as a new process, which imports vLLM again. While vLLM waits, it polls
+    without a pause, and so takes the processor from the tests that run at the same time.
     """
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms.cpu import CpuPlatform
+
+    shm_broadcast.sched_yield = functools.partial(time.sleep, POLL_S)
 
     spawns = CpuPlatform.check_and_update_config
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
 PROMPT = maze.prompts(1, seed=5)[0]
+# Most tokens of a request: thinking up to a budget, and the beginning of an answer.
+TOKENS = 60
 # Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
 CLOSING, CLOSING_TOKENS = "Wait .", 2
 REASONING = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": f"{CLOSING} </think>"})
@@ -52,7 +54,7 @@ class Client:
         return dict(answer.json())
 
     def chat(self, name: str = "", **more: Any) -> dict[str, Any]:
-        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300, **more}
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, **more}
         return self.post("/chat/completions", body, name)
 
     def life(self, name: str) -> fleet_pb2.RequestLife:
@@ -117,10 +119,9 @@ def test_each_api_says_its_effort(client: Client) -> None:
     for name, (more, _) in chats.items():
         client.chat(name, **more)
     for name, (more, _) in messages.items():
-        client.post("/messages", {"messages": turns, "max_tokens": 300, **more}, name)
-    answered = client.post(
-        "/responses", {"input": PROMPT, "max_output_tokens": 300, "reasoning": {"effort": "minimal"}}
-    )
+        client.post("/messages", {"messages": turns, "max_tokens": TOKENS, **more}, name)
+    minimal = {"input": PROMPT, "max_output_tokens": TOKENS, "reasoning": {"effort": "minimal"}}
+    answered = client.post("/responses", minimal)
     expected = {name: effort for name, (_, effort) in {**chats, **messages}.items()}
     # vLLM numbers the turns of a response.
     expected[f"{answered['id']}_0"] = "minimal"
