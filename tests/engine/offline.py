@@ -11,23 +11,36 @@ from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, Phase
 from tests.processes import MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    Logprobs = Callable[[list[int]], NDArray[np.float64]]
+    Logprobs = Callable[..., NDArray[np.float64]]
+
+# Sequences that are computed at once.
+BATCH = 16
 
 
 def load() -> Logprobs:
-    """Return a function from token ids to log-probabilities [tokens, vocabulary] in float64."""
+    """Return a function from sequences of token ids to the log-probabilities after the newest token of each, [sequences,
+    vocabulary] in float64; with `everywhere=True` from one sequence to those after each token, [tokens, vocabulary]."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
-    def logprobs(tokens: list[int]) -> NDArray[np.float64]:
+    def batch(sequences: Sequence[list[int]], everywhere: bool) -> torch.Tensor:
+        # Padding comes last, so no token attends to it.
+        longest = max(map(len, sequences))
+        padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in sequences])
+        logits = model(padded).logits
+        newest = [(row, len(tokens) - 1) for row, tokens in enumerate(sequences)]
+        return logits[0] if everywhere else torch.stack([logits[row, at] for row, at in newest])
+
+    def logprobs(*sequences: list[int], everywhere: bool = False) -> NDArray[np.float64]:
         with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0]
+            starts = range(0, len(sequences), BATCH)
+            logits = torch.cat([batch(sequences[start : start + BATCH], everywhere) for start in starts])
         found: NDArray[np.float64] = torch.log_softmax(logits.double(), dim=-1).numpy()
         return found
 
@@ -44,8 +57,8 @@ def probe_mismatches(
 ) -> list[str]:
     """Return probes whose EAT differs by more than 1e-5 nats, or whose number of equal answers in a row is wrong."""
     found, answers = [], []
-    for _, _, think_tokens, eat_nats, _, same_answer, _ in probes:
-        expected = logprobs([*prompt, *tokens[:think_tokens], *appended])[-1]
+    after = logprobs(*([*prompt, *tokens[: probe[2]], *appended] for probe in probes)) if probes else ()
+    for (_, _, think_tokens, eat_nats, _, same_answer, _), expected in zip(probes, after, strict=True):
         answers.append(int(expected.argmax()))
         run = len(list(itertools.takewhile(lambda answer: answer == answers[-1], reversed(answers))))
         if not abs(eat_nats - entropy(expected)) <= 1e-5 or same_answer != run:
@@ -58,7 +71,7 @@ def mismatches(logprobs: Logprobs, prompt: list[int], tokens: list[int], measure
 
     Answers need not be measured, nor markers that begin another thinking.
     """
-    expected = logprobs(prompt + tokens)[len(prompt) - 1 :]
+    expected = logprobs(prompt + tokens, everywhere=True)[len(prompt) - 1 :]
     found = [] if len(measured) == len(tokens) else [f"{len(measured)} rows for {len(tokens)} tokens"]
     for i, (phase, flags, entropy_nats, end_rank, *_) in enumerate(measured):
         answers = phase == Phase.OUTPUT or (flags & FLAG_MARKER and not flags & FLAG_END)

@@ -37,7 +37,7 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
     for case, tokens, measured in zip(chosen, generated, by_request.values(), strict=True):
         prompt = prompt_ids(llm, case)
         assert not mismatches(offline, prompt, tokens, measured, end)
-        logprobs = offline(prompt + tokens)[len(prompt) - 1 : -1]
+        logprobs = offline(prompt + tokens, everywhere=True)[len(prompt) - 1 : -1]
         expected = logprobs[:, end]
         # The tolerance is for a single logit: two implementations round float32 differently.
         thinking = [i for i, m in enumerate(measured) if m[0] == Phase.THINK]
