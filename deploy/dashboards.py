@@ -173,6 +173,7 @@ FLEET = [
     panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
     panel("Thinking by budget", TOKENS, (total("meridian_budget_think_tokens_total", "budget"), "{{budget}}")),
     panel("Budgets, left", "percentunit", ("min by (budget) (meridian_budget_left_ratio)", "{{budget}}")),
+    panel("Pressure, highest level", "short", ("max by (pressure) (meridian_pressure_level)", "{{pressure}}")),
     panel(
         "Ends of thinking",
         "reqps",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.policy.budget_schema import BudgetPolicy
 from meridian_control.policy.diff import spelled
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.drift_schema import EatBin, SignalBin
@@ -24,6 +23,7 @@ from meridian_control.policy.schema import (
     TelemetryPolicy,
 )
 from meridian_control.policy.section import INT32_MAX
+from meridian_control.policy.shortening_schema import BudgetPolicy, PressurePolicy
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ SECTIONS: dict[str, type[Section]] = {
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,
     "budget": BudgetPolicy,
+    "pressure": PressurePolicy,
     "model.NAME": ModelPolicy,
 }
 HEAD = """# Policy fields

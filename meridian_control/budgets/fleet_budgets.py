@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from meridian_control.budgets.charges import Charges
     from meridian_control.budgets.store import BudgetStore
-    from meridian_control.policy.budget_schema import BudgetPolicy
+    from meridian_control.policy.shortening_schema import BudgetPolicy
 
 
 class FleetBudgets:

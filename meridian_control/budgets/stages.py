@@ -1,7 +1,9 @@
-"""Decides how far a thinking budget shortens thinking, from what is left of it. All functions are pure.
+"""Decides how far a thinking budget shortens thinking, from what is left of it, and gives a request the values of its
+stage. All functions are pure.
 
 As a budget is used up, its stage rises from unshortened to soft_close, lower_cap and floor, and it falls again as the
-budget is refilled. Of several budgets that a request counts towards, the one in the highest stage shortens it.
+budget is refilled. Pressure uses the same stages. Of several entries that match a request, the one in the highest stage
+shortens it.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.policy.model import Policy, Who, matches_globs
+from meridian_control.policy.model import AnyShortener, Policy, Who, matches_globs
+from meridian_control.policy.shortening_schema import BudgetPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from meridian_control.policy.budget_schema import BudgetPolicy
     from meridian_control.policy.schema import SchedulerPolicy
+    from meridian_control.policy.shortening_schema import Shortener
 
 UNSHORTENED = fleet_pb2.BUDGET_STAGE_UNSHORTENED
 SOFT_CLOSE, LOWER_CAP = fleet_pb2.BUDGET_STAGE_SOFT_CLOSE, fleet_pb2.BUDGET_STAGE_LOWER_CAP
@@ -28,9 +31,11 @@ HYSTERESIS = 0.05
 
 
 class Shortening(NamedTuple):
-    """The budget that shortens a request, its stage, and the request's scheduler values without the budget."""
+    """The entry that shortens a request: its section, budget or pressure, and its name. Beside it the request's stage,
+    and the request's scheduler values without the entry."""
 
-    budget: str
+    section: str
+    name: str
     stage: int
     without: SchedulerPolicy
 
@@ -43,44 +48,48 @@ def stage_of(left_ratio: float, before: int = UNSHORTENED) -> int:
     return max(in_force, default=UNSHORTENED)
 
 
-def budgets_of(policy: Policy, who: Who) -> tuple[BudgetPolicy, ...]:
-    """Return the budgets that a request counts towards."""
-    return tuple(budget for budget in policy.budget if matches_globs(budget, who))
+def matching(entries: Iterable[AnyShortener], who: Who) -> tuple[AnyShortener, ...]:
+    """Return the budgets, or pressure entries, that match a request."""
+    return tuple(entry for entry in entries if matches_globs(entry, who))
+
+
+def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> list[tuple[Shortener, int]]:
+    """Return the budgets that shorten thinking, each with its stage. stages: by the budget's name; a missing budget is
+    unshortened."""
+    found = ((budget, stages.get(budget.name, UNSHORTENED)) for budget in budgets)
+    return [(budget, stage) for budget, stage in found if stage > UNSHORTENED]
 
 
 def shortened(
-    own: Policy, budgets: Iterable[BudgetPolicy], stages: Mapping[str, int], *, shadow: bool = False
+    own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False
 ) -> tuple[Policy, Shortening | None]:
-    """Return the policy that holds for a request once the strictest of its budgets has shortened it, and that budget.
+    """Return the policy that holds for a request once the strictest of its entries has shortened it, and that entry.
 
-    own: the request's policy without budgets. budgets: those that it counts towards. stages: by the budget's name; a
-    missing budget is unshortened. shadow: whether to ask the budgets in shadow, which shorten nothing, instead of those
-    in force. The budget is None if the request's own values are as strict.
+    own: the request's policy without them. entries: those that match the request, each with its stage. shadow: whether
+    to ask the entries in shadow, which shorten nothing, instead of those in force. The entry is None if the request's
+    own values are as strict.
     """
-    found = [
-        (budget, stage)
-        for budget in budgets
-        if budget.shadow is shadow and (stage := stages.get(budget.name, UNSHORTENED)) > UNSHORTENED
-    ]
+    found = [(entry, stage) for entry, stage in entries if entry.shadow is shadow]
     if not found:
         return own, None
-    budget, stage = max(found, key=_strictness)
-    scheduler = _shortened(own.scheduler, budget, stage)
+    entry, stage = max(found, key=_strictness)
+    scheduler = _shortened(own.scheduler, entry, stage)
     if scheduler == own.scheduler:
         return own, None
-    return own.model_copy(update={"scheduler": scheduler}), Shortening(budget.name, stage, own.scheduler)
+    section = "budget" if isinstance(entry, BudgetPolicy) else "pressure"
+    return own.model_copy(update={"scheduler": scheduler}), Shortening(section, entry.name, stage, own.scheduler)
 
 
-def _strictness(found: tuple[BudgetPolicy, int]) -> tuple[int, int]:
-    budget, stage = found
-    return stage, -(budget.soft_think_tokens if stage == SOFT_CLOSE else budget.max_think_tokens)
+def _strictness(found: tuple[Shortener, int]) -> tuple[int, int]:
+    entry, stage = found
+    return stage, -(entry.soft_think_tokens if stage == SOFT_CLOSE else entry.max_think_tokens)
 
 
-def _shortened(scheduler: SchedulerPolicy, budget: BudgetPolicy, stage: int) -> SchedulerPolicy:
+def _shortened(scheduler: SchedulerPolicy, entry: Shortener, stage: int) -> SchedulerPolicy:
     """Return the scheduler values in a stage; no value falls below the floor, nor rises."""
-    floor, cap, soft = max(1, scheduler.min_think_tokens), scheduler.max_think_tokens, budget.soft_think_tokens
+    floor, cap, soft = max(1, scheduler.min_think_tokens), scheduler.max_think_tokens, entry.soft_think_tokens
     if stage >= LOWER_CAP:
-        cap = min(cap, max(floor, budget.max_think_tokens if stage == LOWER_CAP else floor))
+        cap = min(cap, max(floor, entry.max_think_tokens if stage == LOWER_CAP else floor))
         soft = cap // 2
     soft = max(floor, soft)
     if scheduler.soft_think_tokens:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncConnection
 
-    from meridian_control.policy.budget_schema import BudgetPolicy
+    from meridian_control.policy.shortening_schema import BudgetPolicy
     from meridian_control.storage.database import Database
 
 _budgets = Table(

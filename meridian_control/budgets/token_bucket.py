@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from meridian_control.policy.budget_schema import BudgetPolicy
+    from meridian_control.policy.shortening_schema import BudgetPolicy
 
 MINUTE_S, DAY_S = 60.0, 86_400.0
 # A bucket misses at most this many times its capacity. Thinking that exceeds an empty budget is paid back from later

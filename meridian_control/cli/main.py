@@ -1,4 +1,4 @@
-"""Defines the command line of `meridianctl`, and its commands `engines`, `requests`, `budgets` and
+"""Defines the command line of `meridianctl`, and its commands `engines`, `requests`, `budgets`, `pressure` and
 `wait`.
 
 The module owns the commands' names, the common options and the exit codes. The module uses the control plane only
@@ -31,7 +31,7 @@ from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
 from meridian_control.cli.rollout import rollout_app
-from meridian_control.cli.tables import budget_table, engine_table, pool_lines, request_table
+from meridian_control.cli.tables import budget_table, engine_table, pool_lines, pressure_table, request_table
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
 from meridian_control.common.enum_names import entropy_backend_name
@@ -128,6 +128,22 @@ def budgets(context: typer.Context, output: OutputOption = Output.table) -> None
     if output is Output.table and answer.budgets:
         told = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
         typer.echo(f"usage of all replicas as of {told}")
+
+
+@app.command()
+def pressure(
+    context: typer.Context,
+    engine: Annotated[str, typer.Option(help="Show only this engine.")] = "",
+    output: OutputOption = Output.table,
+) -> None:
+    """List the pressure entries of each engine: their levels, the measured values and their targets, and the newest
+    changes of the level."""
+    with connect(context) as client:
+        found, unreachable = _engines(client)
+    rows = [e for e in found if e.pressures and engine in ("", e.engine_id)]
+    told = [fleet_pb2.Engine(engine_id=e.engine_id, pressures=e.pressures) for e in rows]
+    show(told, output, pressure_table(rows))
+    warn_unreachable(unreachable)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Formats engines, live requests, budgets, and comparisons with the control group as tables for a terminal."""
+"""Formats engines, live requests, budgets, pressure and comparisons with the control group as tables for terminals."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,6 +14,9 @@ from meridian_control.common.enum_names import (
     phase_name,
     state_name,
 )
+
+# Highest level of a pressure entry, as in fleet.proto.
+MAX_PRESSURE_LEVEL = 6
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
@@ -71,6 +74,23 @@ def budget_table(rows: Iterable[fleet_pb2.Budget]) -> Table:
             f"{row.day_left_tokens:.0f}/{entry.tokens_per_day}" if day else "",
         )
         add(shown, entry.name, who, stage, f"{row.left_ratio:.0%}", *limits, row.used_tokens)
+    return shown
+
+
+def pressure_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
+    """Return the pressure entries of each engine, with the value that is nearest to its limit or furthest above it, and
+    the newest change of the level."""
+    shown = new_table("engine", "pressure", "level", "target", "measured", "limit", "samples", "newest change")
+    for e in rows:
+        for row in e.pressures:
+            level = f"{row.level}/{MAX_PRESSURE_LEVEL}" + " (shadow)" * row.shadow
+            worst = max((r for r in row.readings if r.samples), key=lambda r: r.measured / r.limit, default=None)
+            value = ("", "", "", "")
+            if worst is not None:
+                value = worst.target, f"{worst.measured:.4g}", f"{worst.limit:.4g}", str(worst.samples)
+            newest = row.changes[0] if row.changes else None
+            changed = f"{newest.level_before} to {newest.level}, {newest.time.ToJsonString()}" if newest else ""
+            add(shown, e.engine_id, row.name, level, *value, changed)
     return shown
 
 

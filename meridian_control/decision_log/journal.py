@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
     from meridian_control.policy.model import Policy
+    from meridian_control.pressure.controller import LevelChange
 
-# The scheduler value that a budget may have changed for a decision, by the decision's kind and reason.
-BY_BUDGET = {
+# The scheduler value that a budget or pressure may have changed for a decision, by the decision's kind and reason.
+BY_ENTRY = {
     ("cap", "budget"): "max_think_tokens",
+    ("cap", "pressure"): "max_think_tokens",
     ("cap", "empty_answer"): "max_think_tokens",
     ("force", "soft_close"): "soft_think_tokens",
 }
@@ -116,11 +118,13 @@ class Journal:
         revision: int,
         *,
         shortening: Shortening | None = None,
+        level_change: LevelChange | None = None,
     ) -> None:
         """Log a decision about a request if the request's life is kept.
 
         `seen` has the values that the rule saw, and their index. `policy` and `revision` were in force for the request;
-        `shortening` is the budget that has shortened `policy`.
+        `shortening` is the budget or pressure entry that has shortened `policy`, `level_change` the newest change of
+        the entry's level.
         """
         slot = made.slot
         if slot is None or (life := self._lives.get(slot)) is None:
@@ -129,10 +133,10 @@ class Journal:
         table, index = seen
         signals, number = (table.packed_row(index), table.window.shape[1]), self._log.number()
         made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, *signals)
-        limit = BY_BUDGET.get((made.kind, made.reason))
+        limit = BY_ENTRY.get((made.kind, made.reason))
         if shortening is not None and limit is not None:
-            by_budget = getattr(policy.scheduler, limit) != getattr(shortening.without, limit)
-            made.logged.shortening = shortening if by_budget else None
+            by_entry = getattr(policy.scheduler, limit) != getattr(shortening.without, limit)
+            made.logged.shortening, made.logged.level_change = (shortening, level_change) if by_entry else (None, None)
         self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
 
     def settled(

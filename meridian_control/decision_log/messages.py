@@ -14,6 +14,7 @@ from meridian_control.common import paging
 from meridian_control.common.enum_names import budget_stage_name
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.handover_messages import compared_handover, handover_message, refs_of
+from meridian_control.decision_log.pressure_messages import change_message, compared_reading
 from meridian_control.decision_log.records import LoggedDecision
 from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
 
@@ -192,8 +193,9 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
         measured_eat_nats=made.measured_eat_nats,
         operator_reason=made.operator_reason,
         hand_over=handover_message(made.hand_over) if made.hand_over is not None else None,
-        budget=made.shortening.budget if made.shortening is not None else "",
+        budget=made.shortening.name if made.shortening is not None and made.shortening.section == "budget" else "",
         budget_stage=made.shortening.stage if made.shortening is not None else None,  # type: ignore[arg-type]
+        pressure=change_message(made.level_change) if made.level_change is not None else None,
     )
     for row in compared(made):
         told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
@@ -219,6 +221,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("force", "near_loop"): _near_loop,
         ("cap", "hard_cap"): _cap,
         ("cap", "budget"): _cap,
+        ("cap", "pressure"): _cap,
         ("cap", "empty_answer"): _cap,
         ("probe", "eat"): _probe,
         ("probe", "empty_answer"): _cap_probe,
@@ -296,6 +299,7 @@ def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
     rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
+    yield from compared_reading(made)
 
 
 def _loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
@@ -330,12 +334,13 @@ def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield "max_think_tokens", cap, "=", name, limit
     if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):
         yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
+    yield from compared_reading(made)
 
 
 def _limit_name(made: LoggedDecision, field: str) -> str:
-    """Return the name of a limit: the policy's field, or the budget that has changed its value."""
+    """Return the name of a limit: the policy's field, or the entry that has changed its value."""
     by = made.shortening
-    return field if by is None else f"budget {by.budget} in stage {budget_stage_name(by.stage)}"
+    return field if by is None else f"{by.section} {by.name} in stage {budget_stage_name(by.stage)}"
 
 
 def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meridian_control.budgets.stages import Shortening
     from meridian_control.handover.results import Handover
     from meridian_control.policy.model import Policy
+    from meridian_control.pressure.controller import LevelChange
 
 # Largest numbers of newest probes and of other newest events kept of one life. Probes have a limit of their own,
 # because one request may have thousands of probes.
@@ -104,8 +105,10 @@ class LoggedDecision:
     operator_reason: str = ""
     # The handover with its result, for a decision of kind hand_over.
     hand_over: Handover | None = None
-    # The budget that lowered the cap or made soft close begin earlier; None if no budget did.
+    # The budget or pressure entry that lowered the cap or made soft close begin earlier, None if none did; and the
+    # newest change of level of the pressure entry.
     shortening: Shortening | None = None
+    level_change: LevelChange | None = None
 
     @property
     def signals(self) -> Signals:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.loop_schema import LoopPolicy
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
+    from meridian_control.policy.shortening_schema import Shortener
 
 NEEDS = {
     "scheduler": {
@@ -69,7 +70,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _rules("entropy", policy.entropy)
     yield from _loop_rules("loop", policy.loop)
     yield from _handovers(policy.disagg, hello)
-    yield from _budgets(policy, hello)
+    yield from _shorteners(policy, hello)
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
@@ -129,11 +130,15 @@ def _handovers(disagg: DisaggPolicy, hello: agent_pb2.Hello) -> Iterator[tuple[s
         yield "disagg.answering_pool", "answer_handed_over"
 
 
-def _budgets(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
-    """Yield what the budgets in force need that may match a request for the engine's own model."""
-    for index, budget in enumerate(policy.budget if policy.scheduler.enabled and not policy.scheduler.shadow else ()):
-        if not budget.shadow and (not budget.model or fnmatchcase(hello.model, budget.model)):
-            yield f"budget[{index}].max_think_tokens", "force_end"
+def _shorteners(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
+    """Yield what the budgets and pressure entries in force need that may match a request for the engine's own model."""
+    if not policy.scheduler.enabled or policy.scheduler.shadow:
+        return
+    sections: dict[str, tuple[Shortener, ...]] = {"budget": policy.budget, "pressure": policy.pressure}
+    for section, entries in sections.items():
+        for index, entry in enumerate(entries):
+            if not entry.shadow and (not entry.model or fnmatchcase(hello.model, entry.model)):
+                yield f"{section}[{index}].max_think_tokens", "force_end"
 
 
 def _loop_rules(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:

@@ -27,8 +27,9 @@ from meridian_control.decisions.token_rows import (
     FLAG_END,
     FLAG_FROM_OUTPUT,
     TAKE_BACK_SHIFT,
+    Intervals,
     Newest,
-    intervals_ms,
+    intervals,
     owners,
     rows_of,
     token_kinds,
@@ -74,9 +75,8 @@ class RequestTable(DecidedColumns):
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
         self._signals = np.zeros(0, SIGNAL_ROW)
-        # Latencies in the newest report, in milliseconds: from one answer token to the next (output_itl_ms), and from
-        # the end of thinking to the first answer token (ttot_ms).
-        self.output_itl_ms = self.ttot_ms = np.zeros(0)
+        # Milliseconds before the answer tokens of the newest report.
+        self.intervals = Intervals(NONE, np.zeros(0), NONE.astype(np.uint8))
         # Rows of the newest report, from which the state of requests within the report is computed.
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
@@ -214,7 +214,7 @@ class RequestTable(DecidedColumns):
         s, last = rows.s, rows.last
         before = Before(self.phase[s], self.entropy_nats[s], self.end_rank[s])
         kind = token_kinds(rows)
-        self.output_itl_ms, self.ttot_ms = intervals_ms(rows, kind, self.newest_token[s], self.token_ms[s])
+        self.intervals = intervals(rows, kind, self.newest_token[s], self.token_ms[s])
         self.newest_token[s] = kind.take(last)
         ends, newest = self._boundaries(rows)
         counted = self._count(rows)

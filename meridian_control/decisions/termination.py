@@ -38,17 +38,17 @@ def cap(
     policy: SchedulerPolicy,
     opened: agent_pb2.RequestOpened,
     extended: bool = False,
-    without_budget: SchedulerPolicy | None = None,
+    unshortened: SchedulerPolicy | None = None,
 ) -> int:
     """Return the request's hard cap: the smaller of the policy's cap and the request's own.
 
-    An extension raises the policy's cap, but never above the request's own cap. without_budget: the values before a
-    budget shortened them, if one did; a budget does not lower the cap below the request's own floor.
+    An extension raises the policy's cap, but never above the request's own cap. unshortened: the values before a
+    budget or pressure shortened them, if one did; neither lowers the cap below the request's own floor.
     """
     extension = policy.empty_answer_extension_tokens if extended else 0
     limit = policy.max_think_tokens + extension
-    if without_budget is not None:
-        limit = min(without_budget.max_think_tokens + extension, max(limit, opened.min_think_tokens))
+    if unshortened is not None:
+        limit = min(unshortened.max_think_tokens + extension, max(limit, opened.min_think_tokens))
     return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
 
 
@@ -67,15 +67,16 @@ def needs_signals(policy: Policy) -> bool:
 
 
 def may_shorten(policy: Policy) -> bool:
-    """Whether a budget may make soft close begin earlier."""
-    return any(not budget.shadow for budget in policy.budget)
+    """Whether a budget or pressure may make soft close begin earlier."""
+    shadows = [*(budget.shadow for budget in policy.budget), *(entry.shadow for entry in policy.pressure)]
+    return not all(shadows)
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends.
 
-    A soft close by a budget does not count: it is rare, and a report for each step would cost the control plane several
-    times as much for all requests.
+    A soft close by a budget or by pressure does not count: it is rare, and a report for each step would cost the
+    control plane several times as much for all requests.
     """
     entropy, scheduler = _of_any_request(policy)
     reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)

@@ -157,11 +157,31 @@ def token_kinds(rows: TokenRows) -> NDArray[np.uint8]:
     return kind
 
 
-def intervals_ms(
+class Intervals(NamedTuple):
+    """Milliseconds before answer tokens: the row of each token, and the kind of the token before it, [intervals]
+    each."""
+
+    row: NDArray[np.intp]
+    ms: NDArray[np.float64]
+    previous: NDArray[np.uint8]
+
+    @property
+    def output_itl_ms(self) -> NDArray[np.float64]:
+        """The milliseconds from one answer token to the next."""
+        output_itl_ms: NDArray[np.float64] = self.ms[self.previous == ANSWER_TOKEN]
+        return output_itl_ms
+
+    @property
+    def ttot_ms(self) -> NDArray[np.float64]:
+        """The milliseconds from an end of thinking to the answer's first token."""
+        ttot_ms: NDArray[np.float64] = self.ms[self.previous == THINK_END]
+        return ttot_ms
+
+
+def intervals(
     rows: TokenRows, kind: NDArray[np.uint8], newest: NDArray[np.uint8], newest_ms: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the milliseconds from one answer token to the next, and from an end of thinking to the answer's first
-    token, [intervals] each.
+) -> Intervals:
+    """Return the milliseconds from each answer token's previous token to the answer token.
 
     Tokens of a request that share a time are assumed to be spread evenly over the time since the request's previous
     tokens. The first tokens of a request yield no latency, because no earlier token time is known. kind: as
@@ -183,8 +203,7 @@ def intervals_ms(
     answer, first, count = answer.take(known), first.take(known), count.take(known)
     # A report that was delayed in transit gives its rows times that may lie before the previous report's times.
     interval_ms = np.maximum(rows.at_ms.take(first) - before_ms.take(first), 0.0) / count
-    previous = before.take(answer)
-    return interval_ms[previous == ANSWER_TOKEN], interval_ms[previous == THINK_END]
+    return Intervals(answer, interval_ms, before.take(answer))
 
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from meridian_control.decision_log.log import DecisionLog
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.handover_pool import HandoverPool
+from meridian_control.fleet.pressure_log import log_changes
 from meridian_control.fleet.recording import (
     Recording,
     down_record,
@@ -174,6 +175,7 @@ class Fleet:
         """
         session, now = connection.session, self.clock()
         responses = session.on_message(message, now)
+        log_changes(session)
         for recording in self._recording(session):
             recording.add(up_record(session, now, message))
         self._say(connection, responses, now)

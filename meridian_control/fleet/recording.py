@@ -84,7 +84,7 @@ class Recording:
 def records_at_start(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return records of an open session, for a recording that begins now."""
     given = [policy_record(session, now, revision, policy) for revision, policy in session.given]
-    states = (freeze_records, pool_records, stages_records)
+    states = (freeze_records, pool_records, stages_records, level_records)
     found = [record for state in states for record in state(session, now)]
     return [hello_record(session, now, joined_late=True), *found, *given]
 
@@ -144,6 +144,15 @@ def stages_record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
 def stages_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return a record of the stages of budgets, if any shortens thinking, for a recording that begins now."""
     return [stages_record(session, now)] if session.budget_stages else []
+
+
+def level_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
+    """Return a record of the levels of pressure, if any is above 0, for a recording that begins now."""
+    if not (levels := session.pressure.levels):
+        return []
+    record = _record(session, now)
+    record.pressure_levels.levels.update(levels)
+    return [record]
 
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import NotFound
+from meridian_control.decision_log.pressure_messages import pressure_messages
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.signals import rpdi
 from meridian_control.handover import rule
@@ -57,6 +58,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         capabilities=hello.capabilities,
         agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else session.agent_state,
         shadow=session.shadow.messages(),
+        pressures=pressure_messages(session.pressure),
     )
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:

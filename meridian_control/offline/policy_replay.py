@@ -9,6 +9,7 @@ no conclusions. The module uses no clock, only the recorded times.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -191,17 +192,17 @@ class SessionReplay:
             self.session.on_answering_engines(event.answering_pool.engines)
         elif event.HasField("budget_stages"):
             self.session.on_budget_stages(dict(event.budget_stages.stages))
+        elif event.HasField("pressure_levels"):
+            self.session.pressure.resume(event.pressure_levels.levels)
         elif event.HasField("end_thinking"):
             ended = self.session.on_end_thinking(event.end_thinking.request_id, "", _time(event))
             responses = ended.responses if ended is not None else []
         elif kind == "freeze_status":
-            confirmed = agent_pb2.ConnectRequest()
-            confirmed.CopyFrom(event.up)
+            confirmed = deepcopy(event.up)
             confirmed.freeze_status.nonce = self._freeze_nonces.get(event.up.freeze_status.nonce, 0)
             responses = self.session.on_message(confirmed, _time(event))
         elif kind == "settings_status":
-            status = agent_pb2.ConnectRequest()
-            status.CopyFrom(event.up)
+            status = deepcopy(event.up)
             status.settings_status.nonce = self._nonces.get(event.up.settings_status.nonce, self._nonce)
             responses = self.session.on_message(status, _time(event))
         elif kind == "snapshot":
@@ -234,8 +235,7 @@ class SessionReplay:
 
     def _translated(self, up: agent_pb2.ConnectRequest) -> agent_pb2.ConnectRequest:
         """Return a recorded message as the agent would have sent it to this run."""
-        message = agent_pb2.ConnectRequest()
-        message.CopyFrom(up)
+        message = deepcopy(up)
         report, came = message.step, _Came(up.step)
         report.ClearField("outcomes")
         report.ClearField("probes")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meridian_control.policy.budget_schema import BudgetPolicy
 from meridian_control.policy.model import PER_REQUEST, Policy, Who, matches_globs
 from meridian_control.policy.model_section import ModelPolicy
+from meridian_control.policy.shortening_schema import Shortener
 from meridian_control.policy.validation_errors import dotted, quoted
 
 DEFAULT, POLICY, REQUEST = "default", "policy", "request"
@@ -58,7 +58,7 @@ def diff(before: Policy, after: Policy) -> list[FieldChange]:
 
 def explain(policy: Policy, subject: Subject) -> list[Explained]:
     """Return every field's value for one engine or request, as `Policy.of` and the request's own limits give it, with
-    the fields of the budgets that the request counts towards."""
+    the fields of the budgets and pressure entries that match the request."""
     holds = policy.of(subject.who)
     model = policy.model.get(subject.served_model)
     values = _sections(holds) | dict(_model_values(subject.served_model, model or ModelPolicy()))
@@ -77,9 +77,9 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
         values[CAP], origins[CAP] = subject.own_cap_tokens, REQUEST
     if subject.own_floor_tokens is not None and subject.own_floor_tokens > values[FLOOR]:
         values[FLOOR], origins[FLOOR] = subject.own_floor_tokens, REQUEST
-    for index, budget in enumerate(policy.budget):
-        if matches_globs(budget, subject.who):
-            found = _budget_values(index, budget)
+    for kind, index, entry in _shorteners(policy):
+        if matches_globs(entry, subject.who):
+            found = _shortener_values(kind, index, entry)
             values, origins = values | found, origins | dict.fromkeys(found, POLICY)
     return [Explained(path, spelled(value), origins[path]) for path, value in values.items()]
 
@@ -101,18 +101,24 @@ def _flat(policy: Policy) -> dict[str, Any]:
         flat |= {path: v for (path, v), d in zip(_model_values(name, model), default, strict=True) if v != d}
     for index, override in enumerate(policy.override):
         flat |= dict(_leaves(("override", index), override.model_dump(mode="json", exclude_none=True)))
-    for index, budget in enumerate(policy.budget):
-        flat |= _budget_values(index, budget)
+    for kind, index, entry in _shorteners(policy):
+        flat |= _shortener_values(kind, index, entry)
     return flat
 
 
-def _budget_values(index: int, budget: BudgetPolicy) -> dict[str, Any]:
-    return dict(_leaves(("budget", index), budget.model_dump(mode="json")))
+def _shorteners(policy: Policy) -> Iterator[tuple[str, int, Shortener]]:
+    """Yield the budgets and pressure entries, each with its kind and its index."""
+    yield from (("budget", index, budget) for index, budget in enumerate(policy.budget))
+    yield from (("pressure", index, pressure) for index, pressure in enumerate(policy.pressure))
+
+
+def _shortener_values(kind: str, index: int, entry: Shortener) -> dict[str, Any]:
+    return dict(_leaves((kind, index), entry.model_dump(mode="json")))
 
 
 def _sections(policy: Any, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the set fields by dotted path, without models, overrides and budgets; `names` limits the sections."""
-    dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override", "budget"})
+    """Return the set fields by dotted path, without entries of lists and models; `names` limits the sections."""
+    dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override", "budget", "pressure"})
     return {
         dotted((section, field)): value
         for section, fields in dumped.items()

@@ -1,4 +1,4 @@
-"""A complete policy: its sections, overrides with other values for some requests, and budgets.
+"""A complete policy: its sections, overrides with other values for some requests, budgets, and targets under pressure.
 
 The module knows nothing of engines, storage or gRPC. The module's values are immutable, and the functions may run on
 any thread.
@@ -6,7 +6,7 @@ any thread.
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, NamedTuple, Optional, Self, get_origin
+from typing import Annotated, Any, NamedTuple, Optional, Self, TypeVar, get_origin
 
 from pydantic import (
     Field,
@@ -15,7 +15,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.budget_schema import MAX_BUDGETS, BudgetPolicy
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model_section import ModelPolicy
@@ -27,6 +26,13 @@ from meridian_control.policy.schema import (
     TelemetryPolicy,
 )
 from meridian_control.policy.section import Section
+from meridian_control.policy.shortening_schema import (
+    MAX_BUDGETS,
+    MAX_PRESSURES,
+    BudgetPolicy,
+    PressurePolicy,
+    Shortener,
+)
 
 
 def _override(section: type[Section], *names: str) -> type[Section]:
@@ -81,6 +87,7 @@ LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
 # The levels of effort in OpenAI's and Anthropic's APIs, as vLLM accepts them.
 API_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
+AnyShortener = TypeVar("AnyShortener", bound=Shortener)
 Glob = Annotated[str, Field(max_length=256)]
 
 
@@ -148,14 +155,23 @@ class Policy(Section):
         max_length=MAX_BUDGETS,
         description="Budgets of thinking tokens over the whole fleet.",
     )
+    pressure: tuple[PressurePolicy, ...] = Field(
+        (),
+        strict=False,
+        max_length=MAX_PRESSURES,
+        description="Targets of requests on each engine, for which thinking is shortened while they are missed.",
+    )
 
-    @field_validator("budget")
+    @field_validator("budget", "pressure")
     @classmethod
-    def _named_once(cls, value: tuple[BudgetPolicy, ...]) -> tuple[BudgetPolicy, ...]:
-        names = [budget.name for budget in value]
+    def _named_once(cls, value: tuple[AnyShortener, ...]) -> tuple[AnyShortener, ...]:
+        names = [entry.name for entry in value]
         for name in names:
             if names.count(name) > 1:
-                raise PydanticCustomError("same_name", 'must not have two budgets "{name}"', {"name": name})
+                kind = "budgets" if isinstance(value[0], BudgetPolicy) else "pressure entries"
+                raise PydanticCustomError(
+                    "same_name", 'must not have two {kind} "{name}"', {"kind": kind, "name": name}
+                )
         return value
 
     def of(self, who: Who) -> Self:

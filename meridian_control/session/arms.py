@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
-# Sections of the policy that have no effect on when thinking ends, and budgets, which shorten both groups alike.
-UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "budget"}
+# Sections of the policy that have no effect on when thinking ends, and entries that shorten both groups alike.
+UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "budget", "pressure"}
 TREATED, CONTROL = "treated", "control"
 
 

@@ -29,6 +29,9 @@ class Totals:
     # have saved, by section and reason.
     shadow_think_tokens: Counter[str] = field(default_factory=Counter)
     shadow_saved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Changes of the level of pressure entries, by name and direction; windows that missed a target, by name and target.
+    pressure_changes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    pressure_missed: Counter[tuple[str, str]] = field(default_factory=Counter)
     staleness_steps: Histogram = field(default_factory=step_histogram)
     token_events: int = 0
     reports: int = 0

@@ -41,7 +41,8 @@ class Decider:
     """Makes the decisions of one session.
 
     `review` is set when the policy changes or the engine thaws: the next decisions then revise all earlier ones.
-    `review_caps` is set when budgets shorten requests more or less: the next decisions then revise the caps.
+    `review_caps` is set when budgets or pressure shorten requests more or less: the next decisions then revise the
+    caps.
     """
 
     def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
@@ -119,7 +120,7 @@ class Decider:
         if (shortening := self._groups.shortening(slot)) is None:
             return termination.cap(own, info, extended), "hard_cap"
         cap = termination.cap(own, info, extended, shortening.without)
-        return cap, "budget" if cap < termination.cap(shortening.without, info, extended) else "hard_cap"
+        return cap, shortening.section if cap < termination.cap(shortening.without, info, extended) else "hard_cap"
 
     def _tell_cap(self, slot: int, limits: tuple[int, bool, int], why: str, out: Out) -> None:
         """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""

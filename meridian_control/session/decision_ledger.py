@@ -75,7 +75,8 @@ class Ledger:
         if self._journal is not None and slot is not None:
             policy, by = self._groups.of(slot), self._groups.shortening(slot)
             revision, read = self._groups.revision, seen or (self._table, slot)
-            self._journal.decided(made, shadow, read, policy, revision, shortening=by)
+            change = self._groups.level_change(slot)
+            self._journal.decided(made, shadow, read, policy, revision, shortening=by, level_change=change)
         if slot is not None and kind != "probe":
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:

@@ -1,5 +1,6 @@
 """Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides,
-with its entropy rules in shadow for the control group, and shortened by the strictest of the request's budgets.
+with its entropy rules in shadow for the control group, and shortened by the strictest of the request's budgets and
+pressure entries.
 
 The table's column `group` holds indices into this module's list of policies. The module does not know how a policy
 reaches the engine. The code does no I/O and reads no clock; each object belongs to one session.
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from meridian_control.budgets.stages import Shortening, budgets_of, shortened
+from meridian_control.budgets.stages import Shortening, in_stages, matching, shortened
 from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
     compared_signals,
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from meridian_control.budgets.charges import Charges
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.policy.budget_schema import BudgetPolicy
+    from meridian_control.policy.shortening_schema import BudgetPolicy, Shortener
+    from meridian_control.pressure.controller import LevelChange
+    from meridian_control.pressure.engine_pressure import EnginePressure
     from meridian_control.session.arms import Experiment, Experiments
     from meridian_control.session.shadow_comparison import Comparison
 
@@ -62,15 +65,16 @@ class Groups:
         journal: Journal | None,
         *,
         shadow: Comparison,
+        pressure: EnginePressure,
     ) -> None:
-        self._shadow = shadow
+        self._shadow, self._pressure = shadow, pressure
         self._table, self._labels, self._charges = table, dict(hello.labels), charges
         self._experiments, self._journal = experiments, journal
         self._experiment: Experiment | None = None
         self.policy: Policy | None = None
         self.revision = 0
-        # The policies; beside each the budget that shortens it, None for a policy that no budget shortens, and the
-        # policy without budgets.
+        # The policies; beside each the entry that shortens it, None for a policy that none shortens, and the policy
+        # without such entries.
         self._policies: list[Policy] = []
         self._shortenings: list[Shortening | None] = []
         self._unshortened: list[Policy] = []
@@ -78,8 +82,9 @@ class Groups:
         # The stages of budgets by the budget's name; a missing budget is unshortened.
         self.stages: Mapping[str, int] = {}
 
-    def apply(self, revision: int, policy: Policy) -> None:
-        """Put a policy in force and find the policy of each live request under it."""
+    def apply(self, revision: int, policy: Policy, now_ms: float) -> None:
+        """Put a policy in force and find the policy of each live request under it. now_ms: on the session's clock."""
+        self._pressure.apply(policy.pressure, now_ms)
         if self.policy is not None:
             self._charges.settle_all()
         self.policy, self.revision = policy, revision
@@ -112,11 +117,14 @@ class Groups:
             own = in_shadow(own)
             if self._journal is not None:
                 self._journal.in_control_group(slot)
-        if own is self.policy and not own.budget and not self._charges.names(slot):
+        if own is self.policy and not (own.budget or own.pressure or self._charges.names(slot)):
             return
-        budgets = budgets_of(self.policy, self._who(opened)) if self.policy.budget else ()
+        who = self._who(opened)
+        budgets = matching(self.policy.budget, who)
         self._charges.assign(slot, tuple(budget.name for budget in budgets))
-        self._shorten([slot], own, budgets)
+        if self.policy.pressure:
+            self._pressure.assign(slot, matching(self.policy.pressure, who))
+        self._shorten([slot], own, budgets, self._pressure.stages(slot))
 
     def set_stages(self, stages: Mapping[str, int]) -> bool:
         """Set the stages of budgets; return whether the policy of a live request may have changed."""
@@ -124,31 +132,47 @@ class Groups:
         self.stages = stages
         if self.policy is None or not self.policy.budget:
             return False
-        # Requests with the same policy and the same budgets go on having the same policy.
-        alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-        for slot in self._table.slots().tolist():
-            if not changed.isdisjoint(names := self._charges.names(slot)):
-                alike.setdefault((int(self._table.group[slot]), names), []).append(slot)
-        known = {budget.name: budget for budget in self.policy.budget}
-        found = [(self._unshortened[group], names, slots) for (group, names), slots in alike.items()]
-        for own, names, slots in found:
-            self._shorten(slots, own, tuple(known[name] for name in names))
-        return bool(found)
+        slots = [s for s in self._table.slots().tolist() if not changed.isdisjoint(self._charges.names(s))]
+        self.shorten_again(slots)
+        return bool(slots)
 
-    def _shorten(self, slots: list[int], own: Policy, budgets: tuple[BudgetPolicy, ...]) -> None:
-        """Find the policy of requests that have the same policy without budgets, and that count towards the same
-        budgets."""
-        policy, by = shortened(own, budgets, self.stages)
+    def shorten_again(self, slots: list[int]) -> None:
+        """Find the policy of live requests whose budgets or pressure entries have changed their stages."""
+        assert self.policy is not None
+        # Requests with the same policy and the same entries go on having the same policy.
+        alike: dict[tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]], list[int]] = {}
+        for slot in slots:
+            same = int(self._table.group[slot]), self._charges.names(slot), self._pressure.stages(slot)
+            alike.setdefault(same, []).append(slot)
+        known = {budget.name: budget for budget in self.policy.budget}
+        found = [(self._unshortened[group], names, levels, own) for (group, names, levels), own in alike.items()]
+        for own, names, levels, same_slots in found:
+            self._shorten(same_slots, own, tuple(known[name] for name in names), levels)
+
+    def _shorten(
+        self, slots: list[int], own: Policy, budgets: tuple[BudgetPolicy, ...], pressure: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Find the policy of requests that have the same policy without budgets and pressure, that count towards the
+        same budgets, and that pressure puts in the same stages."""
+        by_section = {"budget": in_stages(budgets, self.stages), "pressure": self._pressure.in_stages(pressure)}
+        policy, by = shortened(own, [*by_section["budget"], *by_section["pressure"]])
         group = 0 if policy is self.policy else self._index_of(policy, by, own)
-        would = None
-        if own.scheduler.enabled and any(budget.shadow for budget in budgets):
-            would, _ = shortened(own, budgets, self.stages, shadow=True)
+        shadows: dict[str, tuple[Shortener, ...]] = {"budget": budgets, "pressure": self._pressure.entries}
+        would = {
+            section: shortened(own, by_section[section], shadow=True)[0]
+            for section, entries in shadows.items()
+            if own.scheduler.enabled and any(entry.shadow for entry in entries)
+        }
         for slot in slots:
             self._table.set_group(slot, group)
-            self._shadow.budgeted(slot, int(self._table.think_tokens[slot]), self._cap_under(would, slot, own))
+            think_tokens = int(self._table.think_tokens[slot])
+            for section in shadows:
+                counts = section == "budget" or self._pressure.has_shadow(slot)
+                cap = self._cap_under(would.get(section), slot, own) if counts else None
+                self._shadow.shortened(section, slot, think_tokens, cap)
 
     def _cap_under(self, would: Policy | None, slot: int, own: Policy) -> int | None:
-        """Return the cap that a policy shortened by budgets in shadow would give a request; None for no policy."""
+        """Return the cap that a policy shortened by entries in shadow would give a request; None for no policy."""
         opened = self._table.info[slot]
         if would is None or opened is None:
             return None
@@ -238,8 +262,14 @@ class Groups:
         return self._policies[int(self._table.group[slot])]
 
     def shortening(self, slot: int) -> Shortening | None:
-        """Return the budget that shortens the request in a slot, None if none does."""
+        """Return the entry that shortens the request in a slot, None if none does."""
         return self._shortenings[int(self._table.group[slot])]
+
+    def level_change(self, slot: int) -> LevelChange | None:
+        """Return the newest change of level of the pressure entry that shortens the request in a slot, None if none
+        does."""
+        by = self.shortening(slot)
+        return self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
 
     def in_use(self) -> Iterator[tuple[Policy, Among]]:
         """Yield each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""

@@ -155,8 +155,8 @@ class Intake:
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
         self._groups.count_sentence_ends()
-        self._totals.output_itl.add(self._table.output_itl_ms / 1e3)
-        self._totals.ttot.add(self._table.ttot_ms / 1e3)
+        self._totals.output_itl.add(self._table.intervals.output_itl_ms / 1e3)
+        self._totals.ttot.add(self._table.intervals.ttot_ms / 1e3)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
         # Agents of the first version do not report whether the answer would be empty, nor whether it changes.

@@ -18,6 +18,7 @@ from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.handover.results import Handovers
 from meridian_control.policy.model import Policy
+from meridian_control.pressure.engine_pressure import EnginePressure
 from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
 from meridian_control.session.decider import Decider
@@ -56,7 +57,7 @@ class Session:
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
     streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
     became of requests that were to be handed over, both over all engines. `charged` has the thinking tokens that an
-    earlier stream has counted for budgets, by request id.
+    earlier stream has counted for budgets, by request id. `pressure` measures the targets of the engine's requests.
     """
 
     def __init__(
@@ -85,8 +86,11 @@ class Session:
         self.reported_at: datetime | None = None
         self._journal = journal
         self.charges = Charges(self.table, charged or {})
+        self.pressure = EnginePressure(self.table, self.totals.pressure_changes, self.totals.pressure_missed)
         counts = experiments or Experiments()
-        self._groups = Groups(self.table, hello, counts, self.charges, journal, shadow=self.shadow)
+        self._groups = Groups(
+            self.table, hello, counts, self.charges, journal, shadow=self.shadow, pressure=self.pressure
+        )
         self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
         self._intake = Intake(
             self.table,
@@ -270,7 +274,7 @@ class Session:
         leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
         shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
-        self._groups.apply(revision, policy)
+        self._groups.apply(revision, policy, self._clock_ms(now))
         self._decider.review = True
         # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
         under_way = self._ends_under_way()
@@ -308,13 +312,25 @@ class Session:
             return []
         self.last_report, self.reported_at = report, now
         self.agent_state = report.state or self.agent_state
+        if self.pressure.entries:
+            self._judge_pressure(now)
         self._intake.take(report, self._clock_ms(now))
+        if self.pressure.entries:
+            self.pressure.take(report)
         self.handovers.take(report, now)
         self._ledger.step = report.step
         directives = self._ends_of_thinking(reported=True)
         self._intake.finish(report, governed=self._deciding is not None)
         self._decider.learn(report)
         return self._respond(now, directives, awaited=len(report.probes.slot) > 0)
+
+    def _judge_pressure(self, now: datetime) -> None:
+        """Change the levels of pressure by the reports so far; the newest report's decisions read them."""
+        if self._deciding is None:
+            self.pressure.restart(self._clock_ms(now))
+        elif slots := self.pressure.judge(self._clock_ms(now), now):
+            self._groups.shorten_again(slots)
+            self._decider.review_caps = True
 
     def _decide(self, now: datetime) -> Out:
         """Make decisions from the current state, without a report, and return the responses."""

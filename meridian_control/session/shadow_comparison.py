@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 # Policy section of each rule, by the rule's reason. The rules on near-loops and give-up have shadows of their own, so
-# each counts as a section. All budgets together count as one section and one rule, with the caps that they would set.
+# each counts as a section. All budgets together count as one section and one rule, with the caps that they would set,
+# and so do all pressure entries.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(("eat", "rank", "margin", "rpdi", "same_answer"), "entropy"),
@@ -24,7 +25,10 @@ SECTIONS = {
     "loop": "loop",
     "near_loop": "near_loop",
     "budget": "budget",
+    "pressure": "pressure",
 }
+# Sections whose entries shorten thinking in stages.
+SHORTENING = ("budget", "pressure")
 
 
 def is_entropy_rule(reason: str) -> bool:
@@ -85,30 +89,32 @@ class Comparison:
         # For each slot, the thinking tokens at which each rule in shadow fired, by the rule's reason.
         self._fired: dict[int, dict[str, int]] = {}
         self._over: set[int] = set()
-        # For each slot, the cap that budgets in shadow would set.
-        self._budget_caps: dict[int, int] = {}
+        # For each section and slot, the cap that the section's entries in shadow would set.
+        self._caps: dict[tuple[str, int], int] = {}
 
     def applied(self, revision: int, policy: Policy) -> None:
         """Note the policy that came into force, and start again if its rules differ from the previous ones."""
-        rules = (policy.scheduler, policy.entropy, policy.loop, policy.override, policy.budget)
+        rules = (policy.scheduler, policy.entropy, policy.loop, policy.override, policy.budget, policy.pressure)
         if rules != self._rules:
             self._rules = rules
             self._begin(revision)
 
     def opened(self, slot: int) -> None:
         self._fired.pop(slot, None)
-        self._budget_caps.pop(slot, None)
+        for section in SHORTENING:
+            self._caps.pop((section, slot), None)
         self._over.discard(slot)
 
-    def budgeted(self, slot: int, think_tokens: int, cap: int | None) -> None:
-        """Note the cap that budgets in shadow would set for a request from now on; None if none is in shadow for it."""
-        before = self._budget_caps.pop(slot, None)
+    def shortened(self, section: str, slot: int, think_tokens: int, cap: int | None) -> None:
+        """Note the cap that a section's entries in shadow would set for a request from now on; None if none is in
+        shadow for it."""
+        before = self._caps.pop((section, slot), None)
         if before is not None and think_tokens >= before:
-            self.fired(slot, "budget", before)
+            self.fired(slot, section, before)
         if cap is not None:
-            self._budget_caps[slot] = cap
+            self._caps[section, slot] = cap
             if think_tokens >= cap:
-                self.fired(slot, "budget", think_tokens)
+                self.fired(slot, section, think_tokens)
 
     def fired(self, slot: int, reason: str, think_tokens: int) -> None:
         """Note the number of thinking tokens at which a rule in shadow would have ended a request's thinking."""
@@ -128,10 +134,11 @@ class Comparison:
         fired = self._fired.pop(slot, {})
         if cap >= 0:
             fired["hard_cap"] = cap
-        sections, budget_cap = _in_shadow(policy), self._budget_caps.pop(slot, None)
-        if budget_cap is not None:
-            fired.setdefault("budget", budget_cap)
-            sections.append("budget")
+        sections = _in_shadow(policy)
+        for section in SHORTENING:
+            if (shadow_cap := self._caps.pop((section, slot), None)) is not None:
+                fired.setdefault(section, shadow_cap)
+                sections.append(section)
         for section in sections:
             self._ended[section].requests += 1
             self._ended[section].think_tokens += think_tokens

@@ -22,6 +22,7 @@ from meridian_control.cluster import decision_queries
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import budget_stage_name, outcome_name, phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.pressure.controller import MAX_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -144,7 +145,21 @@ def _connected(engine: fleet_pb2.Engine) -> Condition:
         return Condition("connected", "the agent has not applied a policy yet", "warn")
     if engine.unknown_markers:
         return Condition("no markers", f"no token counts as thinking: {engine.unknown_markers}", "warn")
-    return Condition(state_name(engine.agent_state) if engine.agent_state else "connected")
+    pressure = pressure_text(engine)
+    return Condition(
+        state_name(engine.agent_state) if engine.agent_state else "connected", pressure, "warn" if pressure else ""
+    )
+
+
+def pressure_text(engine: fleet_pb2.Engine) -> str:
+    """Return the pressure that shortens thinking on an engine, with the value behind each level; empty if none does."""
+    found = []
+    for row in engine.pressures:
+        if row.level and not row.shadow:
+            reading = row.changes[0].reading if row.changes else fleet_pb2.PressureReading()
+            why = f": {reading.target} was {reading.measured:.4g}, limit {reading.limit:.4g}" if reading.target else ""
+            found.append(f"pressure {row.name} at level {row.level} of {MAX_LEVEL}{why}")
+    return "; ".join(found)
 
 
 def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:

@@ -23,6 +23,7 @@ from meridian_control.rollout.state import State
 from meridian_control.telemetry.budget_metrics import budgets
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.control_group_metrics import control_group
+from meridian_control.telemetry.pressure_metrics import pressures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,10 +98,10 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
 class FleetCollector(Collector):
     """Collects the fleet's metrics for Prometheus.
 
-    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections, budgets
-    and guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the leading replica
-    knows it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop. `savings` is the newest
-    comparison over all replicas, None on replicas that do not lead.
+    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections, budgets,
+    pressure entries and guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the
+    leading replica knows it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop. `savings` is
+    the newest comparison over all replicas, None on replicas that do not lead.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class FleetCollector(Collector):
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", self._agents()),
             *budgets(self._fleet),
+            *pressures(self._fleet),
             *control_group(self._fleet, self._savings()),
             *self._counted(),
             ("meridian_engine_state", self._states(engines)),

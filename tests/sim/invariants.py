@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
-from meridian_control.budgets.stages import budgets_of, shortened
+from meridian_control.budgets.stages import in_stages, matching, shortened
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -110,13 +110,16 @@ class Invariants:
     def _policy_of(self, session: Session, slot: int, budgeted: bool = True) -> Policy:
         """Return the policy in force for a request, computed independently of the session.
 
-        budgeted: whether budgets have shortened it.
+        budgeted: whether budgets and pressure have shortened it.
         """
         info, policy = session.table.info[slot], session.policy
         assert info is not None
         assert policy is not None
         who = Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels))
-        return shortened(policy.of(who), budgets_of(policy, who), session.budget_stages if budgeted else {})[0]
+        if not budgeted:
+            return policy.of(who)
+        pressed = session.pressure.in_stages(session.pressure.stages(slot))
+        return shortened(policy.of(who), [*in_stages(matching(policy.budget, who), session.budget_stages), *pressed])[0]
 
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
@@ -150,7 +153,7 @@ class Invariants:
         assert info is not None
         if cap.HasField("max_think_tokens"):
             extensions = (0, own.empty_answer_extension_tokens)
-            # A budget does not lower the cap below the request's own floor.
+            # Neither a budget nor pressure lowers the cap below the request's own floor.
             allowed = {min(whole + e, max(own.max_think_tokens + e, info.min_think_tokens)) for e in extensions}
             if info.HasField("max_think_tokens"):
                 allowed = {min(info.max_think_tokens, tokens) for tokens in allowed}

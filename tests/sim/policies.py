@@ -130,13 +130,21 @@ def _budget(rng: random.Random, name: str) -> dict[str, Any]:
     return drawn | limits | {"name": name, "soft_think_tokens": rng.choice((2, 10)), "max_think_tokens": 8}
 
 
+def _pressure(rng: random.Random, name: str) -> dict[str, Any]:
+    """Return an entry whose targets are missed at times, so that its level rises and falls."""
+    drawn: dict[str, Any] = {glob: rng.choice(GLOBS) for glob in ("model", "tenant", "slo_class", "effort")}
+    targets = {"output_itl_p99_ms": rng.choice((0.0, 1.0, 20.0, 80.0)), "ttfvt_p99_ms": rng.choice((10.0, 400.0))}
+    limits = {"window_s": 1, "shadow": rng.random() < 0.3, "soft_think_tokens": rng.choice((2, 10))}
+    return drawn | targets | limits | {"name": name, "max_think_tokens": 8}
+
+
 def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
     """Return a valid policy. extreme: how often a number is at the schema's limits. sections: fixed values."""
     while True:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
             for name, info in Policy.model_fields.items()
-            if name not in ("model", "override", "loop", "disagg", "budget")
+            if name not in ("model", "override", "loop", "disagg", "budget", "pressure")
         }
         # Drawn from a copy of the generator, so that existing seeds keep their other sections.
         aside = random.Random(rng.getstate()[1][0])
@@ -145,6 +153,8 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         values["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)
         if aside.random() < 0.4:
             values["budget"] = [_budget(aside, name) for name in BUDGETS[: aside.randint(1, 2)]]
+        if aside.random() < 0.4:
+            values["pressure"] = [_pressure(aside, name) for name in BUDGETS[: aside.randint(1, 2)]]
         if rng.random() < 0.4:
             values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]
         for name, fixed in sections.items():

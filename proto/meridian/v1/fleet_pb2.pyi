@@ -83,25 +83,25 @@ class _BudgetStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BudgetSta
     BUDGET_STAGE_UNSPECIFIED: _BudgetStage.ValueType  # 0
     """The stage is not set."""
     BUDGET_STAGE_UNSHORTENED: _BudgetStage.ValueType  # 1
-    """Enough of the budget is left; thinking ends as the other sections of the policy say."""
+    """Enough of the budget is left, or no target is missed; thinking ends as the other sections of the policy say."""
     BUDGET_STAGE_SOFT_CLOSE: _BudgetStage.ValueType  # 2
-    """Soft close begins at the budget's soft_think_tokens, unless the policy's begins earlier."""
+    """Soft close begins at the entry's soft_think_tokens, unless the policy's begins earlier."""
     BUDGET_STAGE_LOWER_CAP: _BudgetStage.ValueType  # 3
-    """The cap is the budget's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
+    """The cap is the entry's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
     BUDGET_STAGE_FLOOR: _BudgetStage.ValueType  # 4
     """The cap is the floor of the request."""
 
 class BudgetStage(_BudgetStage, metaclass=_BudgetStageEnumTypeWrapper):
-    """How far a thinking budget shortens the thinking of its requests."""
+    """How far a thinking budget, or pressure, shortens the thinking of a request."""
 
 BUDGET_STAGE_UNSPECIFIED: BudgetStage.ValueType  # 0
 """The stage is not set."""
 BUDGET_STAGE_UNSHORTENED: BudgetStage.ValueType  # 1
-"""Enough of the budget is left; thinking ends as the other sections of the policy say."""
+"""Enough of the budget is left, or no target is missed; thinking ends as the other sections of the policy say."""
 BUDGET_STAGE_SOFT_CLOSE: BudgetStage.ValueType  # 2
-"""Soft close begins at the budget's soft_think_tokens, unless the policy's begins earlier."""
+"""Soft close begins at the entry's soft_think_tokens, unless the policy's begins earlier."""
 BUDGET_STAGE_LOWER_CAP: BudgetStage.ValueType  # 3
-"""The cap is the budget's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
+"""The cap is the entry's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
 BUDGET_STAGE_FLOOR: BudgetStage.ValueType  # 4
 """The cap is the floor of the request."""
 Global___BudgetStage: _TypeAlias = BudgetStage  # noqa: Y015
@@ -354,6 +354,7 @@ class Engine(_message.Message):
     PROMISED_FIELD_NUMBER: _builtins.int
     HANDOVERS_FIELD_NUMBER: _builtins.int
     SHADOW_HANDOVERS_FIELD_NUMBER: _builtins.int
+    PRESSURES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
     incarnation: _builtins.str
@@ -512,6 +513,10 @@ class Engine(_message.Message):
     def shadow_handovers(self) -> Global___ShadowHandovers:
         """Handovers in shadow that would have happened; absent if there are none."""
 
+    @_builtins.property
+    def pressures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pressure]:
+        """The pressure entries of the policy in force on the engine, in its order."""
+
     def __init__(
         self,
         *,
@@ -564,14 +569,139 @@ class Engine(_message.Message):
         promised: _abc.Mapping[_builtins.str, Global___PromisedRequests] | None = ...,
         handovers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         shadow_handovers: Global___ShadowHandovers | None = ...,
+        pressures: _abc.Iterable[Global___Pressure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "promised", b"promised", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
+
+@_typing.final
+class Pressure(_message.Message):
+    """A pressure entry of the policy, as it stands on one engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    READINGS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the entry."""
+    level: _builtins.int
+    """Level, from 0 to 6: how far the entry shortens thinking. Requests that gain least from more thinking are in stage
+    1 + (level + 1) / 2 of BudgetStage, all others in stage 1 + level / 2, both rounded down.
+    """
+    shadow: _builtins.bool
+    """Whether the entry is in shadow, and so shortens no thinking."""
+    @_builtins.property
+    def readings(self) -> _containers.RepeatedCompositeFieldContainer[Global___PressureReading]:
+        """Values of the newest complete window; empty before the first one."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PressureChange]:
+        """Newest changes of the level on the engine's stream, newest first; at most 8."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        level: _builtins.int = ...,
+        shadow: _builtins.bool = ...,
+        readings: _abc.Iterable[Global___PressureReading] | None = ...,
+        changes: _abc.Iterable[Global___PressureChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "level", b"level", "name", b"name", "readings", b"readings", "shadow", b"shadow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pressure: _TypeAlias = Pressure  # noqa: Y015
+
+@_typing.final
+class PressureReading(_message.Message):
+    """A measured value of a window, and its target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Name of the target: the policy's field."""
+    measured: _builtins.float
+    """Measured value: milliseconds rounded up by at most a tenth, or a share of answers."""
+    limit: _builtins.float
+    """Limit that the policy sets, in the same unit."""
+    samples: _builtins.int
+    """Number of intervals, requests or answers that were measured. A window with fewer than 10 misses no target."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        measured: _builtins.float = ...,
+        limit: _builtins.float = ...,
+        samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "measured", b"measured", "samples", b"samples", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PressureReading: _TypeAlias = PressureReading  # noqa: Y015
+
+@_typing.final
+class PressureChange(_message.Message):
+    """A change of the level of a pressure entry on one engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    LEVEL_BEFORE_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    READING_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the entry."""
+    level_before: _builtins.int
+    """Level before the change."""
+    level: _builtins.int
+    """Level after the change."""
+    shadow: _builtins.bool
+    """Whether the entry was in shadow, so that the change had no effect."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """Time of the change."""
+
+    @_builtins.property
+    def reading(self) -> Global___PressureReading:
+        """The value that is furthest above its limit, or nearest to it if none is above; absent if nothing was measured."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        level_before: _builtins.int = ...,
+        level: _builtins.int = ...,
+        reading: Global___PressureReading | None = ...,
+        shadow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reading", b"reading", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "level_before", b"level_before", "name", b"name", "reading", b"reading", "shadow", b"shadow", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PressureChange: _TypeAlias = PressureChange  # noqa: Y015
 
 @_typing.final
 class AnsweringEngine(_message.Message):
@@ -886,7 +1016,8 @@ class ShadowComparison(_message.Message):
     section: _builtins.str
     """Policy section of the rule: scheduler, entropy or loop. The rule on near-loops and the give-up rule, which have
     shadows of their own, count as the sections near_loop and give_up. All thinking budgets in shadow count as the
-    section budget, with the caps that they would have set, without soft close.
+    section budget, with the caps that they would have set, without soft close; pressure entries in shadow likewise
+    count as the section pressure.
     """
     reason: _builtins.str
     """Reason of the rule (a force's reason, hard_cap or answer_reserve), for that rule alone. Empty for the section as a
@@ -1345,6 +1476,7 @@ class TraceRecord(_message.Message):
     END_THINKING_FIELD_NUMBER: _builtins.int
     ANSWERING_POOL_FIELD_NUMBER: _builtins.int
     BUDGET_STAGES_FIELD_NUMBER: _builtins.int
+    PRESSURE_LEVELS_FIELD_NUMBER: _builtins.int
     JOINED_LATE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the session's engine."""
@@ -1382,6 +1514,10 @@ class TraceRecord(_message.Message):
     def budget_stages(self) -> Global___TracedStages:
         """The stages of thinking budgets that the control plane gave to the session, sent whenever they change."""
 
+    @_builtins.property
+    def pressure_levels(self) -> Global___TracedLevels:
+        """The levels of pressure entries that the session had when the recording began."""
+
     def __init__(
         self,
         *,
@@ -1394,13 +1530,14 @@ class TraceRecord(_message.Message):
         end_thinking: Global___TracedEnd | None = ...,
         answering_pool: Global___TracedPool | None = ...,
         budget_stages: Global___TracedStages | None = ...,
+        pressure_levels: Global___TracedLevels | None = ...,
         joined_late: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "budget_stages", b"budget_stages", "down", b"down", "end_thinking", b"end_thinking", "message", b"message", "policy", b"policy", "time", b"time", "up", b"up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "budget_stages", b"budget_stages", "down", b"down", "end_thinking", b"end_thinking", "message", b"message", "policy", b"policy", "pressure_levels", b"pressure_levels", "time", b"time", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "budget_stages", b"budget_stages", "down", b"down", "end_thinking", b"end_thinking", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering_pool", b"answering_pool", "budget_stages", b"budget_stages", "down", b"down", "end_thinking", b"end_thinking", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "pressure_levels", b"pressure_levels", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy", "end_thinking", "answering_pool", "budget_stages"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy", "end_thinking", "answering_pool", "budget_stages", "pressure_levels"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1523,6 +1660,50 @@ class TracedStages(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TracedStages: _TypeAlias = TracedStages  # noqa: Y015
+
+@_typing.final
+class TracedLevels(_message.Message):
+    """The levels of pressure entries that a session had. Later levels follow from the agent's reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LevelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LEVELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def levels(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Level of each entry by its name; a missing entry has level 0."""
+
+    def __init__(
+        self,
+        *,
+        levels: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["levels", b"levels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedLevels: _TypeAlias = TracedLevels  # noqa: Y015
 
 @_typing.final
 class ListBudgetsRequest(_message.Message):
@@ -1900,6 +2081,7 @@ class LoggedDecision(_message.Message):
     HAND_OVER_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     BUDGET_STAGE_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision, unique within its session."""
     session_id: _builtins.str
@@ -1920,8 +2102,8 @@ class LoggedDecision(_message.Message):
     """Kind of the decision: cap, force, hand_over, probe or tier."""
     reason: _builtins.str
     """Reason of the decision. For a force: a ForceReason without its prefix, in lower case. For a cap: hard_cap,
-    empty_answer, budget or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable. For a hand_over:
-    kv_pressure, preempted_answers or step_gain, or taken_back.
+    empty_answer, budget, pressure or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable. For
+    a hand_over: kv_pressure, preempted_answers or step_gain, or taken_back.
     """
     shadow: _builtins.bool
     """Whether the decision is only counted and not carried out."""
@@ -1940,7 +2122,7 @@ class LoggedDecision(_message.Message):
     made earlier; empty for all other decisions.
     """
     budget_stage: Global___BudgetStage.ValueType
-    """Stage of that budget."""
+    """Stage of that budget, or of the request under that pressure."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time when the decision was made."""
@@ -1960,6 +2142,10 @@ class LoggedDecision(_message.Message):
     @_builtins.property
     def hand_over(self) -> Global___LoggedHandover:
         """The handover, for the kind hand_over."""
+
+    @_builtins.property
+    def pressure(self) -> Global___PressureChange:
+        """The change of level by which pressure shortened the request, as `budget` does."""
 
     def __init__(
         self,
@@ -1987,10 +2173,11 @@ class LoggedDecision(_message.Message):
         hand_over: Global___LoggedHandover | None = ...,
         budget: _builtins.str = ...,
         budget_stage: Global___BudgetStage.ValueType = ...,
+        pressure: Global___PressureChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "hand_over", b"hand_over", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "signals", b"signals", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "hand_over", b"hand_over", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "pressure", b"pressure", "signals", b"signals", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "budget", b"budget", "budget_stage", b"budget_stage", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "budget", b"budget", "budget_stage", b"budget_stage", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "pressure", b"pressure", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_eat_nats: _TypeAlias = _typing.Literal["measured_eat_nats"]  # noqa: Y015
     _WhichOneofArgType__measured_eat_nats: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats"]  # noqa: Y015

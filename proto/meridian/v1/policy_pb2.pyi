@@ -58,6 +58,7 @@ class Policy(_message.Message):
     LOOP_FIELD_NUMBER: _builtins.int
     DISAGG_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -98,6 +99,10 @@ class Policy(_message.Message):
     def budget(self) -> _containers.RepeatedCompositeFieldContainer[Global___BudgetPolicy]:
         """Budgets of thinking tokens over the whole fleet."""
 
+    @_builtins.property
+    def pressure(self) -> _containers.RepeatedCompositeFieldContainer[Global___PressurePolicy]:
+        """Targets of requests on each engine, for which thinking is shortened while they are missed."""
+
     def __init__(
         self,
         *,
@@ -111,10 +116,11 @@ class Policy(_message.Message):
         loop: Global___LoopPolicy | None = ...,
         disagg: Global___DisaggPolicy | None = ...,
         budget: _abc.Iterable[Global___BudgetPolicy] | None = ...,
+        pressure: _abc.Iterable[Global___PressurePolicy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1309,6 +1315,137 @@ class BudgetPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_minute) -> _WhichOneofReturnType__tokens_per_minute | None: ...
 
 Global___BudgetPolicy: _TypeAlias = BudgetPolicy  # noqa: Y015
+
+@_typing.final
+class PressurePolicy(_message.Message):
+    """Shortens the thinking of all requests on an engine that match every pattern while they miss a target there. Patterns
+    are globs; an empty pattern matches everything. A target of 0 is not set.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    OUTPUT_ITL_P99_MS_FIELD_NUMBER: _builtins.int
+    TTOT_P99_MS_FIELD_NUMBER: _builtins.int
+    TTFT_P99_MS_FIELD_NUMBER: _builtins.int
+    TTFVT_P99_MS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_ANSWER_RATIO_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the entry, unique among the policy's pressure entries, under which an engine keeps its level."""
+    model: _builtins.str
+    """Glob over the name of the model or LoRA adapter."""
+    tenant: _builtins.str
+    """Glob over the request's meridian_tenant."""
+    slo_class: _builtins.str
+    """Glob over the request's meridian_slo_class."""
+    effort: _builtins.str
+    """Glob over the request's effort."""
+    output_itl_p99_ms: _builtins.float
+    """Target for the 99th percentile of the milliseconds from one answer token to the next."""
+    ttot_p99_ms: _builtins.float
+    """Target for the 99th percentile of the milliseconds from the end of thinking to the first answer token."""
+    ttft_p99_ms: _builtins.float
+    """Target for the 99th percentile of the milliseconds from submission to the first token of any kind."""
+    ttfvt_p99_ms: _builtins.float
+    """Target for the 99th percentile of the milliseconds from submission to the first answer token."""
+    preempted_answer_ratio: _builtins.float
+    """Target for the share of answers that the engine preempts, from 0 to 1."""
+    window_s: _builtins.int
+    """Seconds over which values are measured before they are compared with the targets."""
+    soft_think_tokens: _builtins.int
+    """Stage soft_close: thinking tokens from which on soft close ends thinking."""
+    max_think_tokens: _builtins.int
+    """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it."""
+    shadow: _builtins.bool
+    """Measure and show the level, but shorten no thinking."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        tenant: _builtins.str | None = ...,
+        slo_class: _builtins.str | None = ...,
+        effort: _builtins.str | None = ...,
+        output_itl_p99_ms: _builtins.float | None = ...,
+        ttot_p99_ms: _builtins.float | None = ...,
+        ttft_p99_ms: _builtins.float | None = ...,
+        ttfvt_p99_ms: _builtins.float | None = ...,
+        preempted_answer_ratio: _builtins.float | None = ...,
+        window_s: _builtins.int | None = ...,
+        soft_think_tokens: _builtins.int | None = ...,
+        max_think_tokens: _builtins.int | None = ...,
+        shadow: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__effort: _TypeAlias = _typing.Literal["effort"]  # noqa: Y015
+    _WhichOneofArgType__effort: _TypeAlias = _typing.Literal["_effort", b"_effort"]  # noqa: Y015
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
+    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__output_itl_p99_ms: _TypeAlias = _typing.Literal["output_itl_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__output_itl_p99_ms: _TypeAlias = _typing.Literal["_output_itl_p99_ms", b"_output_itl_p99_ms"]  # noqa: Y015
+    _WhichOneofReturnType__preempted_answer_ratio: _TypeAlias = _typing.Literal["preempted_answer_ratio"]  # noqa: Y015
+    _WhichOneofArgType__preempted_answer_ratio: _TypeAlias = _typing.Literal["_preempted_answer_ratio", b"_preempted_answer_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    _WhichOneofReturnType__slo_class: _TypeAlias = _typing.Literal["slo_class"]  # noqa: Y015
+    _WhichOneofArgType__slo_class: _TypeAlias = _typing.Literal["_slo_class", b"_slo_class"]  # noqa: Y015
+    _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p99_ms: _TypeAlias = _typing.Literal["ttft_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p99_ms: _TypeAlias = _typing.Literal["_ttft_p99_ms", b"_ttft_p99_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttfvt_p99_ms: _TypeAlias = _typing.Literal["ttfvt_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttfvt_p99_ms: _TypeAlias = _typing.Literal["_ttfvt_p99_ms", b"_ttfvt_p99_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttot_p99_ms: _TypeAlias = _typing.Literal["ttot_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttot_p99_ms: _TypeAlias = _typing.Literal["_ttot_p99_ms", b"_ttot_p99_ms"]  # noqa: Y015
+    _WhichOneofReturnType__window_s: _TypeAlias = _typing.Literal["window_s"]  # noqa: Y015
+    _WhichOneofArgType__window_s: _TypeAlias = _typing.Literal["_window_s", b"_window_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__effort) -> _WhichOneofReturnType__effort | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_itl_p99_ms) -> _WhichOneofReturnType__output_itl_p99_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_answer_ratio) -> _WhichOneofReturnType__preempted_answer_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_class) -> _WhichOneofReturnType__slo_class | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p99_ms) -> _WhichOneofReturnType__ttft_p99_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttfvt_p99_ms) -> _WhichOneofReturnType__ttfvt_p99_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttot_p99_ms) -> _WhichOneofReturnType__ttot_p99_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_s) -> _WhichOneofReturnType__window_s | None: ...
+
+Global___PressurePolicy: _TypeAlias = PressurePolicy  # noqa: Y015
 
 @_typing.final
 class KvMemoryPolicy(_message.Message):

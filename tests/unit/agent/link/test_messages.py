@@ -32,7 +32,7 @@ def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0
         table.preempted[slot] = False
     for closed in report.closed:
         table.close(closed.slot)
-    return [*table.output_itl_ms, *table.ttot_ms]
+    return [*table.intervals.output_itl_ms, *table.intervals.ttot_ms]
 
 
 def same(a: RequestTable, b: RequestTable) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from meridian_control.budgets.store import BudgetStore
 from meridian_control.budgets.token_bucket import Account
-from meridian_control.policy.budget_schema import BudgetPolicy
+from meridian_control.policy.shortening_schema import BudgetPolicy
 from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meridian_control.budgets.store import BudgetStore
-    from meridian_control.policy.budget_schema import BudgetPolicy
+    from meridian_control.policy.shortening_schema import BudgetPolicy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 OWN = policy(budget=[{"name": "a", "tokens_per_minute": 600}, {"name": "b", "tokens_per_day": 86_400}])

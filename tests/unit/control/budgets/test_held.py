@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, shortened, stage_of
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, in_stages, shortened, stage_of
 from meridian_control.budgets.token_bucket import charged, left_ratio
 from tests.fakes.tables import policy
 
@@ -41,7 +41,7 @@ def course(load: float, seconds: int, seed: int) -> tuple[int, list[int]]:
     thinking: list[tuple[int, int]] = []
     stages: list[int] = []
     for second in range(seconds):
-        own, _ = shortened(POLICY, [budget], {"b": told})
+        own, _ = shortened(POLICY, in_stages([budget], {"b": told}))
         # Every request past its soft budget finds a sentence end within a second.
         limit = min(own.scheduler.max_think_tokens, own.scheduler.soft_think_tokens or own.scheduler.max_think_tokens)
         arrivals = sum(rng.random() < load * RATE / 2000 / 20 for _ in range(20))

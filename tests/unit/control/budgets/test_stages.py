@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, budgets_of, shortened, stage_of
+from meridian_control.budgets.stages import (
+    FLOOR,
+    LOWER_CAP,
+    SOFT_CLOSE,
+    UNSHORTENED,
+    in_stages,
+    matching,
+    shortened,
+    stage_of,
+)
 from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
 
@@ -51,11 +60,11 @@ def test_each_stage_shortens_and_none_goes_below_the_floor(
     scheduler: dict[str, Any], stage: int, soft: int, cap: int
 ) -> None:
     own = policy(scheduler=scheduler, budget=[ACME])
-    held, by = shortened(own, budgets_of(own, WHO), {"acme": stage})
+    held, by = shortened(own, in_stages(matching(own.budget, WHO), {"acme": stage}))
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
     assert held.scheduler.min_think_tokens == own.scheduler.min_think_tokens
     assert by is not None
-    assert (by.budget, by.stage, by.without) == ("acme", stage, own.scheduler)
+    assert (by.section, by.name, by.stage, by.without) == ("budget", "acme", stage, own.scheduler)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_other_requests_keep_their_policy(
     budget: dict[str, Any], scheduler: dict[str, Any], stages: dict[str, int]
 ) -> None:
     own = policy(scheduler=scheduler, budget=[budget])
-    assert shortened(own, budgets_of(own, WHO), stages) == (own, None)
+    assert shortened(own, in_stages(matching(own.budget, WHO), stages)) == (own, None)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +104,6 @@ def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int
         "shadow": False,
     }
     own = policy(budget=[ACME, every])
-    held, by = shortened(own, budgets_of(own, WHO), stages)
+    held, by = shortened(own, in_stages(matching(own.budget, WHO), stages))
     assert by is not None
-    assert (by.budget, held.scheduler.max_think_tokens) == (name, cap)
+    assert (by.name, held.scheduler.max_think_tokens) == (name, cap)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_control.budgets.token_bucket import Account, charged, left, left_ratio
-from meridian_control.policy.budget_schema import BudgetPolicy
+from meridian_control.policy.shortening_schema import BudgetPolicy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINUTE = BudgetPolicy(name="a", tokens_per_minute=600)

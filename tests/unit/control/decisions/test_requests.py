@@ -225,7 +225,7 @@ def test_no_work_in_python_for_each_row_of_a_report() -> None:
 def reported(made: RequestTable, now_ms: float, *rows: tuple[int, int, int]) -> tuple[list[float], list[float]]:
     """Return the output ITL and the TTOT, in milliseconds, that a report gives."""
     made.add_tokens(tokens([(*row, 0.0) for row in rows]), now_ms)
-    return made.output_itl_ms.tolist(), made.ttot_ms.tolist()
+    return made.intervals.output_itl_ms.tolist(), made.intervals.ttot_ms.tolist()
 
 
 ENDED = phases.FLAG_MARKER | phases.FLAG_END

@@ -118,6 +118,15 @@ def test_explain_names_the_later_override() -> None:
     assert explained(Subject(Who(tenant="ab"), ""))["entropy.ema_alpha"] == ("0.2", "override[1]")
 
 
+def test_pressure_entries_are_compared_and_explained_like_budgets() -> None:
+    before = parse_toml('[[pressure]]\nname = "a"\nttot_p99_ms = 250')
+    after = parse_toml('[[pressure]]\nname = "a"\nttot_p99_ms = 200\ntenant = "b"')
+    changed = [(change.path, change.before, change.after) for change in diff(before, after)]
+    assert sorted(changed) == [("pressure[0].tenant", "", '"b"'), ("pressure[0].ttot_p99_ms", "250.0", "200.0")]
+    assert {row.path for row in explain(after, Subject(Who(tenant="b"), ""))} >= {"pressure[0].shadow"}
+    assert not [row for row in explain(after, Subject(Who(), "")) if row.path.startswith("pressure")]
+
+
 def test_explain_lists_the_budgets_that_match() -> None:
     rows = explained(Subject(Who(tenant="ab"), ""))
     assert rows["budget[1].tokens_per_day"] == ("7", "policy")

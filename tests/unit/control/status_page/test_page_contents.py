@@ -128,6 +128,17 @@ def test_an_engine_of_a_pool_says_what_became_of_its_requests() -> None:
     assert "e.replica,\n    [e.handovers" in (page / "page.js").read_text()
 
 
+def test_an_engine_under_pressure_stands_out() -> None:
+    reading = fleet_pb2.PressureReading(target="ttot_p99_ms", measured=412.5, limit=250, samples=90)
+    change = fleet_pb2.PressureChange(name="chat", level_before=1, level=3, reading=reading)
+    row = fleet_pb2.Pressure(name="chat", level=3, changes=[change])
+    told = condition(engine(acked_revision=1, pressures=[row]), {}, NOW)
+    assert (told.word, told.level) == ("ready", "warn")
+    assert told.cause == "pressure chat at level 3 of 6: ttot_p99_ms was 412.5, limit 250"
+    quiet = [fleet_pb2.Pressure(name="a", level=6, shadow=True), fleet_pb2.Pressure(name="b")]
+    assert condition(engine(acked_revision=1, pressures=quiet), {}, NOW).cause == ""
+
+
 def test_zero_was_measured_and_nan_was_not() -> None:
     told = plain(fleet_pb2.LoggedDecision(comparisons=[fleet_pb2.Comparison(value=0.0), fleet_pb2.Comparison()]))
     assert told["comparisons"][0]["value"] == 0

@@ -1,0 +1,110 @@
+"""Decides the level of a pressure entry on one engine, window by window, from measured values and their targets.
+
+The level rises while a target is missed and falls once there is room. It changes at most every second window, because
+the window in which a change takes effect measures both levels. Each target that is missed after the level has fallen
+doubles the time for which there must be room before it falls again, so that load near a target, or load that comes and
+goes, does not move the level back and forth. All code is pure; each object belongs to one engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from meridian_control.budgets.stages import UNSHORTENED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+# Highest level: every request is in the last stage.
+MAX_LEVEL = 6
+# A window with fewer samples misses no target.
+MIN_SAMPLES = 10
+# There is room if no value exceeds this share of its limit. A value above FAR times its limit raises the level by two.
+ROOM, FAR = 0.75, 2.0
+# Number of windows with room after which the level falls by one: at first, and at most.
+FIRST_HOLD, MAX_HOLD = 3, 48
+# Number of windows with room at level 0 after which earlier misses are forgotten.
+FORGET = 30
+
+
+class Reading(NamedTuple):
+    """The measured value of a target in a window, with its limit and the number of samples, as PressureReading in
+    fleet.proto."""
+
+    target: str
+    measured: float
+    limit: float
+    samples: int
+
+    @property
+    def missed(self) -> bool:
+        return self.samples >= MIN_SAMPLES and self.measured > self.limit
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.limit
+
+
+class LevelChange(NamedTuple):
+    """A change of the level, with the value that is furthest above its limit, as PressureChange in fleet.proto."""
+
+    name: str
+    time: datetime
+    level_before: int
+    level: int
+    reading: Reading | None
+    shadow: bool
+
+
+@dataclass
+class Controller:
+    """The level of one pressure entry on one engine, from 0 to MAX_LEVEL.
+
+    hold: windows with room after which the level falls. room: windows with room since the newest change or the newest
+    window without room. settling: whether the level has changed in the window before. fell: whether the level has
+    fallen since a target was missed.
+    """
+
+    level: int = 0
+    hold: int = FIRST_HOLD
+    room: int = 0
+    settling: bool = False
+    fell: bool = False
+
+    def judge(self, readings: Sequence[Reading]) -> int:
+        """Take in the readings of a window and return the level from now on. Without a reading there is room."""
+        if self.settling:
+            self.settling = False
+            return self.level
+        before, missed = self.level, [reading.ratio for reading in readings if reading.missed]
+        if missed:
+            self.hold = min(MAX_HOLD, 2 * self.hold) if self.fell else self.hold
+            self.fell, self.room = False, 0
+            self.level = min(MAX_LEVEL, self.level + (2 if max(missed) > FAR else 1))
+        elif all(reading.ratio <= ROOM for reading in readings if reading.samples):
+            self.room += 1
+            if self.level and self.room >= self.hold:
+                self.level, self.room, self.fell = self.level - 1, 0, True
+            elif not self.level and self.room >= FORGET:
+                self.hold, self.fell = FIRST_HOLD, False
+        else:
+            self.room = 0
+        self.settling = self.level != before
+        return self.level
+
+
+def stage_at(level: int, first: bool) -> int:
+    """Return the stage of a request at a level. first: whether the request is among those that gain least from more
+    thinking, which are shortened a level earlier than all others."""
+    return UNSHORTENED + (level + first) // 2
+
+
+def worst(readings: Sequence[Reading]) -> Reading | None:
+    """Return the reading that is furthest above its limit, or nearest to it; None if nothing was measured.
+
+    Readings with enough samples come first.
+    """
+    measured = (reading for reading in readings if reading.samples)
+    return max(measured, key=lambda reading: (reading.samples >= MIN_SAMPLES, reading.ratio), default=None)

@@ -1,0 +1,65 @@
+"""The metrics of pressure: their entries in the catalogue, and their values.
+
+The series are bounded, because each label value is the name of a pressure entry in the policy, a target or a direction.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from meridian_control.policy.shortening_schema import TARGETS
+from meridian_control.telemetry.catalogue_entry import _counter, _gauge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meridian_control.fleet.fleet import Fleet
+
+Values: TypeAlias = list[tuple[tuple[str, ...], float]]
+
+PRESSURE = ("pressure",)
+DIRECTIONS = ("shortened", "restored")
+
+PRESSURES = (
+    _gauge(
+        "meridian_pressure_level",
+        PRESSURE,
+        "Highest level of the pressure entry on an engine of this replica, from 0 to 6.",
+        "6 for long: thinking yields no more; add engines, or raise the target.",
+    ),
+    _gauge(
+        "meridian_pressure_engines",
+        PRESSURE,
+        "Engines of this replica on which the pressure entry has a level above 0.",
+        "A few of many: `meridianctl pressure` shows which; look at their load. All: add engines.",
+    ),
+    _counter(
+        "meridian_pressure_changes_total",
+        ("pressure", "direction"),
+        "Changes of the level: `shortened` or `restored`.",
+        "Both rise steadily: load comes and goes faster than the level; raise `window_s`.",
+    ),
+    _counter(
+        "meridian_pressure_missed_windows_total",
+        ("pressure", "target"),
+        "Windows of engines in which the target was missed.",
+        "Rises at level 6, or in shadow: people feel it; see the target's own metric.",
+    ),
+)
+
+
+def pressures(fleet: Fleet) -> Iterator[tuple[str, Values]]:
+    """Yield each metric with its labels and values, for the pressure entries of the policies in force."""
+    found = [connection.session.pressure for connection in fleet.connections]
+    if not any(one.entries for one in found):
+        yield from ((entry.name, []) for entry in PRESSURES)
+        return
+    entries = {(entry.name, entry) for one in found for entry in one.entries}
+    limits = {(name, target) for name, entry in entries for target in TARGETS if getattr(entry, target)}
+    names, totals = {name for name, _ in limits}, fleet.totals()
+    levels = {name: [one.levels.get(name, 0) for one in found] for name in names}
+    changes = [(name, direction) for name in names for direction in DIRECTIONS]
+    yield "meridian_pressure_level", [((name,), max(each)) for name, each in levels.items()]
+    yield "meridian_pressure_engines", [((name,), sum(level > 0 for level in each)) for name, each in levels.items()]
+    yield "meridian_pressure_changes_total", [(key, totals.pressure_changes[key]) for key in changes]
+    yield "meridian_pressure_missed_windows_total", [(key, totals.pressure_missed[key]) for key in limits]

@@ -1,0 +1,156 @@
+"""The level of a pressure entry follows load without moving back and forth."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.pressure.controller import (
+    FIRST_HOLD,
+    FORGET,
+    MAX_HOLD,
+    MAX_LEVEL,
+    MIN_SAMPLES,
+    Controller,
+    Reading,
+    stage_at,
+    worst,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# Thinking at each level, as a share of thinking that is not shortened.
+THINKING = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2)
+WINDOWS = 600
+
+
+def at(ratio: float, samples: int = 100) -> Reading:
+    return Reading("ttot_p99_ms", 200 * ratio, 200, samples)
+
+
+def levels(controller: Controller, ratios: Sequence[float]) -> list[int]:
+    return [controller.judge([at(ratio)]) for ratio in ratios]
+
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+
+def test_each_level_shortens_more_and_those_that_gain_least_first() -> None:
+    stages = [(stage_at(level, first=True), stage_at(level, first=False)) for level in range(MAX_LEVEL + 1)]
+    assert stages == [
+        (UNSHORTENED, UNSHORTENED),
+        (SOFT_CLOSE, UNSHORTENED),
+        (SOFT_CLOSE, SOFT_CLOSE),
+        (LOWER_CAP, SOFT_CLOSE),
+        (LOWER_CAP, LOWER_CAP),
+        (FLOOR, LOWER_CAP),
+        (FLOOR, FLOOR),
+    ]
+
+
+def test_the_level_rises_every_second_window_and_faster_far_above_the_limit() -> None:
+    assert levels(Controller(), [1.1] * 5) == [1, 1, 2, 2, 3]
+    assert levels(Controller(), [2.1] * 7) == [2, 2, 4, 4, 6, 6, 6]
+    assert levels(Controller(), [2.0, 2.0, 1.0, 0.8]) == [1, 1, 1, 1]
+
+
+def test_the_level_falls_only_after_windows_with_room() -> None:
+    controller = Controller(level=3)
+    assert levels(controller, [0.75] * (FIRST_HOLD - 1) + [0.76]) == [3] * FIRST_HOLD
+    assert levels(controller, [0.75] * FIRST_HOLD) == [3] * (FIRST_HOLD - 1) + [2]
+    assert levels(controller, [0.5] * (FIRST_HOLD + 1)) == [2] * FIRST_HOLD + [1]
+
+
+def test_too_few_samples_miss_no_target_but_leave_no_room() -> None:
+    controller = Controller(level=1)
+    assert {controller.judge([at(9.0, MIN_SAMPLES - 1)]) for _ in range(10)} == {1}
+    assert [controller.judge([at(0.0, 0)]) for _ in range(FIRST_HOLD)][-1] == 0, "nothing was measured"
+    assert Controller().judge([at(1.1, MIN_SAMPLES)]) == 1
+
+
+def test_one_missed_target_outweighs_room_under_the_others() -> None:
+    assert Controller().judge([at(0.1), at(1.1), at(0.2)]) == 1
+
+
+def test_a_miss_after_a_fall_doubles_the_wait_up_to_a_bound() -> None:
+    controller, holds = Controller(level=1), []
+    for _ in range(7):
+        while controller.level:
+            controller.judge([at(0.5)])
+        controller.judge([at(0.5)])
+        controller.judge([at(1.5)])
+        holds.append(controller.hold)
+        controller.judge([at(0.9)])
+    assert holds == [6, 12, 24, MAX_HOLD, MAX_HOLD, MAX_HOLD, MAX_HOLD]
+    levels(controller, [0.5] * (MAX_HOLD + 1 + FORGET))
+    assert (controller.level, controller.hold) == (0, FIRST_HOLD), "a long quiet time forgets earlier misses"
+
+
+def test_the_worst_reading_is_furthest_above_its_limit() -> None:
+    assert worst([]) is None
+    assert worst([at(0.5, 0)]) is None
+    assert worst([at(9.0, 3), at(0.5), at(0.9)]) == at(0.9)
+    assert worst([at(9.0, 3), at(0.5, 0)]) == at(9.0, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------- simulated
+
+
+def course(load: Callable[[int], float], seed: int, windows: int = WINDOWS) -> list[int]:
+    """Return the level after each window of a made-up engine: its measured value follows from its load and from the
+    thinking that the level leaves, with a noise of a tenth."""
+    rng, controller, found = random.Random(seed), Controller(), []
+    for number in range(windows):
+        busy = load(number) * THINKING[controller.level]
+        # A queue that is nearly full grows much faster than its load.
+        found.append(controller.judge([at(busy**2 * rng.uniform(0.95, 1.05))]))
+    return found
+
+
+def changes(found: Sequence[int]) -> int:
+    return sum(a != b for a, b in zip([0, *found], found, strict=False))
+
+
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("height", "settles"), [(0.8, {0}), (1.2, {1, 2}), (1.6, {3}), (2.4, {4, 5}), (9.0, {6})])
+def test_after_a_step_of_load_the_level_settles(height: float, settles: set[int], seed: int) -> None:
+    found = course(lambda number: height if number >= 20 else 0.5, seed)
+    assert set(found[:20]) == {0}
+    assert set(found[-100:]) <= {*settles, *(level - 1 for level in settles if level)}
+    assert changes(found[40:]) <= 2 * (WINDOWS - 40) / MAX_HOLD + 8
+    back = course(lambda number: height if number < 100 else 0.3, seed)
+    assert back[-1] == 0, "thinking is restored once there is room"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_level_follows_a_ramp_up_and_down(seed: int) -> None:
+    found = course(lambda number: 0.5 + 2 * (1 - abs(number - WINDOWS / 2) / (WINDOWS / 2)), seed)
+    assert max(found) >= 4
+    assert found[-1] <= 1
+    assert changes(found) <= 4 * MAX_LEVEL
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("half_windows", [1, 2, 5, 10, 25])
+def test_square_waves_do_not_move_the_level_back_and_forth(half_windows: int, seed: int) -> None:
+    found = course(lambda number: 2.0 if number // half_windows % 2 else 0.4, seed)
+    assert max(found) >= 2
+    assert changes(found) <= 40
+    assert changes(found[WINDOWS // 2 :]) <= 16
+
+
+def test_without_memory_square_waves_would_move_the_level() -> None:
+    """The bound above can fail: the same wave, and a controller that forgets each early fall."""
+    rng, controller, found = random.Random(1), Controller(), []
+    for number in range(WINDOWS):
+        controller.hold = FIRST_HOLD
+        busy = (2.0 if number // 10 % 2 else 0.4) * THINKING[controller.level]
+        found.append(controller.judge([at(busy**2 * rng.uniform(0.95, 1.05))]))
+    assert changes(found) > 100

@@ -1,0 +1,49 @@
+"""Requests that gain least from more thinking come first."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.decisions.request_table import RequestTable
+from meridian_control.pressure.gains import least_gain_first
+
+
+def table(*requests: tuple[int, float, float, int]) -> RequestTable:
+    """Return a table of requests: thinking tokens, mean of EAT, margin and rank; NaN or 0 if not measured."""
+    made = RequestTable(1)
+    for slot, (tokens, eat, margin, rank) in enumerate(requests):
+        made.open(agent_pb2.RequestOpened(slot=slot, phase=agent_pb2.PHASE_THINK, think_tokens=tokens))
+        if not math.isnan(eat):
+            made.note_eat(slot, eat, tokens, eat, 0.0)
+        made.boundary_margins[slot, 0], made.boundary_ranks[slot, 0] = margin, rank
+        made.boundary_count[slot] = int(rank > 0)
+    return made
+
+
+NO = math.nan
+
+
+def order(made: RequestTable) -> list[int]:
+    return [int(slot) for slot in least_gain_first(made, np.flatnonzero(made.live))]
+
+
+def test_without_signals_the_longest_thinking_comes_first() -> None:
+    assert order(table((10, NO, NO, 0), (30, NO, NO, 0), (20, NO, NO, 0))) == [1, 2, 0]
+
+
+def test_eat_counts_before_margin_and_margin_before_rank() -> None:
+    assert order(table((10, 0.1, 9.0, 99), (90, 2.0, 0.1, 1))) == [0, 1]
+    assert order(table((10, NO, 0.1, 99), (90, NO, 9.0, 1))) == [0, 1]
+    assert order(table((10, NO, NO, 1), (90, NO, NO, 99))) == [0, 1]
+
+
+def test_requests_with_different_signals_are_placed_by_their_share() -> None:
+    made = table((10, 0.1, NO, 0), (10, 0.9, NO, 0), (50, NO, NO, 0), (40, NO, NO, 0), (30, NO, NO, 7))
+    assert order(made) == [2, 0, 4, 3, 1]
+
+
+def test_no_request_has_no_order() -> None:
+    assert order(table()) == []

@@ -1,0 +1,303 @@
+"""A session measures the targets of its requests, and shortens their thinking while a target is missed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP
+from meridian_control.decision_log.messages import explain_request
+from meridian_control.decision_log.pressure_messages import pressure_messages
+from meridian_control.session.session import Session
+from tests.fakes.tables import policy
+from tests.unit.sessions import NOW, Stream, stream
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+    from meridian_control.pressure.controller import Reading
+
+CHAT: dict[str, Any] = {
+    "name": "chat",
+    "tenant": "chat",
+    "output_itl_p99_ms": 40.0,
+    "window_s": 1,
+    "soft_think_tokens": 10,
+    "max_think_tokens": 20,
+    "shadow": False,
+}
+ANSWERS = ("answer", "another")
+# Steps of this many milliseconds miss the target of CHAT by far, and these leave room.
+SLOW_MS, FAST_MS = 100.0, 25.0
+
+
+def pressed(*entries: dict[str, Any], **scheduler: Any) -> Policy:
+    limits = {"min_think_tokens": 4, "max_think_tokens": 100, **scheduler}
+    return policy(scheduler=limits, entropy={"enabled": False}, pressure=list(entries or [CHAT]))
+
+
+def answering(first: Policy, **fields: Any) -> Stream:
+    """Return an engine with two requests that answer all the time, so that their tokens measure the steps."""
+    made = stream(first)
+    for name in ANSWERS:
+        made.open(name, 1, 100_000, tenant="chat", **fields)
+    made.step(2)
+    return made
+
+
+def seconds(made: Stream, count: float, step_ms: float) -> agent_pb2.Directives:
+    return made.step(round(1e3 * count / step_ms), then_ms=step_ms)
+
+
+def level(made: Stream, name: str = "chat") -> int:
+    return made.session.pressure.levels.get(name, 0)
+
+
+def caps(made: Stream) -> dict[str, int]:
+    """Return the caps in force on the agent, by request."""
+    live = made.agent.engine.live.values()
+    return {one.info.request_id: one.cap.max_think_tokens for one in live if one.cap is not None}
+
+
+def readings(made: Stream, name: str = "chat") -> dict[str, Reading]:
+    return {reading.target: reading for reading in made.session.pressure.readings[name]}
+
+
+def life(made: Stream, request_id: str) -> fleet_pb2.RequestLife:
+    return explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
+
+
+# ------------------------------------------------------------------------------------------------------------ shortened
+
+
+def test_thinking_yields_while_answers_are_slow_and_is_restored_after() -> None:
+    made = answering(pressed())
+    made.open("ours", 10_000, tenant="chat")
+    made.open("floored", 10_000, tenant="chat", min_think_tokens=12)
+    made.open("other", 10_000, tenant="batch")
+    made.step(2)
+    assert caps(made) == {**dict.fromkeys(ANSWERS, 100), "ours": 100, "floored": 100, "other": 100}
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 2
+    seconds(made, 2, SLOW_MS)
+    assert level(made) == 4
+    made.open("new", 10_000, tenant="chat", min_think_tokens=12)
+    seconds(made, 2, SLOW_MS)
+    assert level(made) == 6
+    live = made.agent.engine.live
+    assert (caps(made)["new"], caps(made)["other"]) == (12, 100)
+    assert live["ours"].state.think_tokens < 100, "a request that has thought longer than its cap ends at once"
+    seconds(made, 5, FAST_MS)
+    assert level(made) == 5
+    assert made.balanced()
+
+
+def test_one_record_for_each_change_has_its_numbers() -> None:
+    made = answering(pressed())
+    seconds(made, 3.2, SLOW_MS)
+    (told,) = pressure_messages(made.session.pressure)
+    assert [(change.level_before, change.level) for change in told.changes] == [(2, 4), (0, 2)]
+    first = told.changes[-1].reading
+    assert (first.target, first.limit, told.level, told.shadow) == ("output_itl_p99_ms", 40, 4, False)
+    assert SLOW_MS <= first.measured <= 1.1 * SLOW_MS
+    assert 15 <= first.samples <= 30
+    assert made.session.totals.pressure_changes == {("chat", "shortened"): 2}
+    assert made.session.totals.pressure_missed["chat", "output_itl_p99_ms"] == 3
+    unlogged = made.session.pressure.take_unlogged()
+    assert [change.level for change in unlogged] == [2, 4]
+    assert made.session.pressure.take_unlogged() == []
+
+
+def test_explain_names_the_pressure_that_shortened_a_request() -> None:
+    made = answering(pressed())
+    made.open("a", 10_000, tenant="chat")
+    seconds(made, 3.2, SLOW_MS)
+    decisions = [event.decision for event in life(made, "a").events if event.decision.reason == "pressure"]
+    assert [(d.kind, d.budget, d.budget_stage, d.pressure.name) for d in decisions] == [("cap", "", LOWER_CAP, "chat")]
+    (decision,) = decisions
+    assert (decision.pressure.level_before, decision.pressure.level) == (2, 4)
+    cap, target = decision.comparisons
+    assert (cap.value, cap.limit_name) == (20, "pressure chat in stage lower_cap")
+    assert (target.signal, target.operator, target.limit) == ("output_itl_p99_ms", ">", 40)
+    assert target.value == decision.pressure.reading.measured >= SLOW_MS
+
+
+def test_those_that_gain_least_are_shortened_a_level_earlier() -> None:
+    made = answering(pressed({**CHAT, "output_itl_p99_ms": 90.0, "max_think_tokens": 30}, max_think_tokens=10_000))
+    for name in ("long", "middle", "short"):
+        made.open(name, 100_000, tenant="chat", own_cap=None)
+        made.step(3)
+    seconds(made, 1.2, SLOW_MS)
+    assert (level(made), caps(made)["long"]) == (1, 10_000)
+    made.session.pressure.resume({"chat": 3})
+    made.apply(pressed({**CHAT, "output_itl_p99_ms": 120.0, "max_think_tokens": 30}, max_think_tokens=10_000))
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 3
+    live = made.agent.engine.live
+    told = [int(made.session.table.max_think_tokens[live[name].slot]) for name in ("long", "middle", "short")]
+    assert told == [30, 30, 10_000], "two of three are the half that gains least"
+
+
+def test_a_level_is_kept_over_a_change_of_the_policy() -> None:
+    made = answering(pressed())
+    seconds(made, 1.2, SLOW_MS)
+    made.apply(pressed({**CHAT, "max_think_tokens": 30}))
+    assert level(made) == 2
+    made.apply(pressed({**CHAT, "name": "other"}))
+    assert made.session.pressure.levels == {}
+
+
+def test_pressure_in_shadow_only_measures_and_compares() -> None:
+    made = answering(pressed({**CHAT, "shadow": True}))
+    made.open("a", 40, tenant="chat")
+    made.open("other", 40, tenant="batch")
+    seconds(made, 5.2, SLOW_MS)
+    assert level(made) == 6
+    assert caps(made)["a"] == 100
+    (row,) = [row for row in made.session.shadow.messages() if row.section == "pressure" and not row.reason]
+    assert (row.requests, row.think_tokens, row.would_end) == (3, 42, 1)
+    assert not [event for event in life(made, "a").events if event.decision.reason == "pressure"]
+
+
+def test_a_budget_and_pressure_together_take_the_stricter() -> None:
+    budget = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": 15, "shadow": False}
+    both = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100},
+        entropy={"enabled": False},
+        pressure=[CHAT],
+        budget=[budget],
+    )
+    made = answering(both)
+    seconds(made, 3.2, SLOW_MS)
+    made.stages(acme=LOWER_CAP)
+    made.open("a", 10_000, tenant="chat")
+    made.step(2)
+    assert caps(made)["a"] == 15
+    made.stages(acme=FLOOR)
+    made.step(1)
+    assert caps(made)["a"] == 4
+    made.stages()
+    made.open("b", 10_000, tenant="chat")
+    made.step(2)
+    assert caps(made)["b"] == 20
+
+
+# ------------------------------------------------------------------------------------------------------------- measured
+
+EVERY = {
+    "name": "chat",
+    "output_itl_p99_ms": 1000.0,
+    "ttot_p99_ms": 1000.0,
+    "ttft_p99_ms": 1000.0,
+    "ttfvt_p99_ms": 1000.0,
+    "preempted_answer_ratio": 0.5,
+    "window_s": 1,
+}
+
+
+def test_each_target_is_measured() -> None:
+    made = stream(pressed(EVERY))
+    for number in range(4):
+        made.open(f"r{number}", 5, 100)
+    # The report that brings a request brings its first token too, so that its TTFT is known to within a step.
+    made.step(10, then_ms=40.0)
+    made.agent.preempt("r0")
+    made.step(4, then_ms=200.0)
+    told = readings(made)
+    assert (told["ttft_p99_ms"].samples, told["ttfvt_p99_ms"].samples, told["ttot_p99_ms"].samples) == (4, 4, 4)
+    assert 40 <= told["ttot_p99_ms"].measured <= 1.1 * 40
+    assert 200 <= told["ttfvt_p99_ms"].measured <= 1.1 * 240, "five thinking tokens, then the first of the answer"
+    assert told["output_itl_p99_ms"].samples >= 12
+    assert told["preempted_answer_ratio"] == ("preempted_answer_ratio", 0.25, 0.5, 4)
+
+
+def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
+    made = stream(pressed({**EVERY, "ttft_p99_ms": 500.0, "ttfvt_p99_ms": 500.0}))
+    made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)
+    assert (told["ttft_p99_ms"].samples, told["ttft_p99_ms"].missed) == (12, True)
+    assert 1100 <= told["ttfvt_p99_ms"].measured <= 1.1 * 1100
+    assert told["ttot_p99_ms"].samples == told["output_itl_p99_ms"].samples == 0
+
+
+def test_requests_from_before_the_stream_have_no_time_since_submission() -> None:
+    made = stream(pressed(EVERY))
+    opened = [agent_pb2.RequestOpened(slot=0, request_id="a", phase=agent_pb2.PHASE_THINK, think_tokens=5)]
+    made.session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=opened)), made.now)
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    assert {reading.samples for reading in readings(made).values()} == {0}
+
+
+def test_an_idle_engine_is_restored_by_the_time_that_passes() -> None:
+    made = answering(pressed())
+    seconds(made, 3.2, SLOW_MS)
+    assert level(made) == 4
+    for name in ANSWERS:
+        made.agent.abort(name)
+    made.step()
+    made.now += timedelta(seconds=9)
+    made.open("a", 10_000, tenant="chat")
+    made.step(2)
+    assert level(made) == 2
+    made.agent.abort("a")
+    made.step()
+    made.now += timedelta(days=9)
+    made.open("b", 10_000, tenant="chat")
+    made.step(2)
+    assert level(made) == 0
+    assert caps(made)["b"] == 100
+
+
+def test_an_engine_that_makes_no_step_leaves_no_room() -> None:
+    made = answering(pressed())
+    seconds(made, 3.2, SLOW_MS)
+    made.now += timedelta(seconds=30)
+    made.step()
+    assert level(made) == 4
+
+
+def test_windows_begin_anew_if_the_clock_goes_back_or_no_decision_is_made() -> None:
+    made = answering(pressed())
+    seconds(made, 0.5, SLOW_MS)
+    made.now -= timedelta(hours=1)
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 2
+    made.session.freezing.void = True
+    before = made.session.pressure._windows[0].start_ms
+    made.say()
+    assert made.session.pressure._windows[0].start_ms > before
+
+
+def test_without_an_entry_nothing_is_kept() -> None:
+    made = answering(policy())
+    seconds(made, 2, SLOW_MS)
+    assert (made.session.pressure.readings, len(made.session.pressure._members)) == ({}, 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize("signals", [False, True])
+def test_a_session_under_pressure_replays_exactly(signals: bool) -> None:
+    made = stream(pressed({**CHAT, "ttfvt_p99_ms": 300.0}))
+    made.agent.end_rank = 3 if signals else 0
+    for number in range(40):
+        made.open(f"r{number}", 30, 8, tenant="chat" if number % 3 else "batch")
+        made.step(5, then_ms=SLOW_MS if 10 < number < 25 else FAST_MS)
+    assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    again = Session("s", made.hello, NOW)
+    said: list[agent_pb2.ConnectResponse] = []
+    for now, told in made.trace:
+        if isinstance(told, agent_pb2.ConnectRequest):
+            said += again.on_message(told, now)
+        elif isinstance(told, tuple):
+            said += again.on_policy(*told)
+    assert again.pressure.levels == made.session.pressure.levels
+    assert [m.SerializeToString(deterministic=True) for m in said] == [
+        m.SerializeToString(deterministic=True) for m in made.responses
+    ]
