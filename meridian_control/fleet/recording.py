@@ -146,13 +146,16 @@ def stages_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecor
     return [stages_record(session, now)] if session.budget_stages else []
 
 
+def level_record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.pressure_levels.levels.update(session.pressure.levels)
+    record.pressure_levels.SetInParent()
+    return record
+
+
 def level_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return a record of the levels of pressure, if any is above 0, for a recording that begins now."""
-    if not (levels := session.pressure.levels):
-        return []
-    record = _record(session, now)
-    record.pressure_levels.levels.update(levels)
-    return [record]
+    return [level_record(session, now)] if session.pressure.levels else []
 
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:

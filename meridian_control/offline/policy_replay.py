@@ -193,7 +193,7 @@ class SessionReplay:
         elif event.HasField("budget_stages"):
             self.session.on_budget_stages(dict(event.budget_stages.stages))
         elif event.HasField("pressure_levels"):
-            self.session.pressure.resume(event.pressure_levels.levels)
+            self.session.on_pressure_levels(event.pressure_levels.levels)
         elif event.HasField("end_thinking"):
             ended = self.session.on_end_thinking(event.end_thinking.request_id, "", _time(event))
             responses = ended.responses if ended is not None else []

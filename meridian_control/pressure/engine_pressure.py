@@ -83,8 +83,8 @@ class EnginePressure:
         return found
 
     def resume(self, levels: Mapping[str, int]) -> None:
-        """Begin with the levels that an entry had in an earlier part of the stream, which was not recorded."""
-        self._controllers |= {name: Controller(level) for name, level in levels.items()}
+        """Set the levels by the entry's name, as they were when a recording began; a missing entry has level 0."""
+        self._controllers = {name: Controller(levels.get(name, 0)) for name in {*self._controllers, *levels}}
 
     # ----------------------------------------------------------------------------------------------------- requests
 

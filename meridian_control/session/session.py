@@ -210,6 +210,13 @@ class Session:
         """Set the stages of thinking budgets by the budget's name; the next report's decisions read them."""
         self._decider.review_caps |= self._groups.set_stages(stages)
 
+    def on_pressure_levels(self, levels: Mapping[str, int]) -> None:
+        """Set the levels of pressure entries by name, as a recording has them that began during the stream."""
+        self.pressure.resume(levels)
+        if self.pressure.entries:
+            self._groups.shorten_again(self.table.slots().tolist())
+            self._decider.review_caps = True
+
     def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
         """End a request's thinking because an operator asks for it; None if no live request has this id.
 

@@ -55,7 +55,7 @@ class Replayed:
         elif record.HasField("budget_stages"):
             self.session.on_budget_stages(dict(record.budget_stages.stages))
         elif record.HasField("pressure_levels"):
-            self.session.pressure.resume(record.pressure_levels.levels)
+            self.session.on_pressure_levels(record.pressure_levels.levels)
         elif record.down.HasField("freeze"):
             self.session.on_freezes(given_freezes(record), self._now)
         elif record.down.WhichOneof("message") in SAID:

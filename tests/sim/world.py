@@ -25,7 +25,8 @@ from meridian_agent.link import outbox as outbox_module
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import connection as connection_module
-from meridian_control.fleet.recording import stages_record
+from meridian_control.fleet.recording import level_record, stages_record
+from meridian_control.pressure.controller import MAX_LEVEL
 from meridian_control.session.operator_ends import ENDING
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, boundaries, mix, tokenizer, words
@@ -250,7 +251,7 @@ class World:
             assert again.decision is calls[0].decision, "a second call names another decision"
 
     def spend(self, rng: random.Random) -> None:
-        """Let budgets be used up or be refilled."""
+        """Let budgets be used up or be refilled, and targets be missed or met."""
         fleet = self.server.fleet
         if fleet is None or self.timeline.now_s < self.server.hung_until_s:
             return
@@ -259,6 +260,10 @@ class World:
         for session in fleet.counted_sessions():
             session.on_budget_stages(fleet.budgets.stages)
             fleet.note(session, stages_record(session, self.timeline.utc_now()))
+            if session.pressure.entries:
+                # The runs are shorter than a window, so that the levels are drawn too.
+                session.on_pressure_levels({name: rng.randint(0, MAX_LEVEL) for name in BUDGETS})
+                fleet.note(session, level_record(session, self.timeline.utc_now()))
 
     # ----------------------------------------------------------------------------------------------------- the faults
 

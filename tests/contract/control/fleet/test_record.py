@@ -103,7 +103,7 @@ def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResp
         elif record.HasField("budget_stages"):
             session.on_budget_stages(dict(record.budget_stages.stages))
         elif record.HasField("pressure_levels"):
-            session.pressure.resume(record.pressure_levels.levels)
+            session.on_pressure_levels(record.pressure_levels.levels)
         elif record.HasField("up"):
             said += session.on_message(record.up, record.time.ToDatetime(UTC))
     return said
