@@ -1,0 +1,143 @@
+"""Pressure over a real gRPC server: slow answers shorten thinking on their engine only, faster ones restore it, and a
+recording replays to the same decisions. The control plane's clock moves with the engines' steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from meridian_control.telemetry.pressure_metrics import pressures
+from tests.contract.control.fleet.test_record import Recorder, replayed
+from tests.contract.ctl import run
+from tests.fakes.control import utc_now
+from tests.fakes.engine import END, START
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    import pytest
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.policy.model import Policy
+    from tests.contract.streams import Control
+
+CHAT = {"name": "chat", "tenant": "chat", "output_itl_p99_ms": 40, "window_s": 1, "max_think_tokens": 20}
+SLOW_MS, FAST_MS = 100.0, 25.0
+
+
+def pressed() -> Policy:
+    limits = {"min_think_tokens": 4, "max_think_tokens": 100_000}
+    told = {"report_interval_steps": 1}
+    return policy(scheduler=limits, entropy={"enabled": False}, telemetry=told, pressure=[{**CHAT, "shadow": False}])
+
+
+class Stepped:
+    """Engines whose steps take as long as the control plane's clock says."""
+
+    def __init__(self, control: Control) -> None:
+        self._control, self._now = control, utc_now()
+        control.fleet.clock = self.clock
+
+    def clock(self) -> datetime:
+        return self._now
+
+    async def step(self, step_ms: float, *engines: LinkedEngine) -> None:
+        """Make a step on each engine, and wait until the control plane has the reports."""
+        self._now += timedelta(milliseconds=step_ms)
+        for engine in engines:
+            engine.step()
+        await until(lambda: all(self._shown(engine).step == engine.engine.step for engine in engines))
+
+    def _shown(self, engine: LinkedEngine) -> fleet_pb2.Engine:
+        found: fleet_pb2.Engine = self._control.engine(engine.engine_id)
+        return found
+
+    async def level(self, wanted: int, step_ms: float, *engines: LinkedEngine) -> fleet_pb2.Pressure:
+        """Make steps until the first engine's entry has a level."""
+        while (shown := self._shown(engines[0]).pressures[0]).level != wanted:
+            await self.step(step_ms, *engines)
+        return shown
+
+
+async def begin(control: Control, engine: LinkedEngine, tenant: str) -> None:
+    """Open two requests that answer and one that thinks, once the engine has its policy."""
+    await until(lambda: engine.link.lease.revision == control.fleet.revision)
+    for name in ("answer", "another"):
+        engine.open(f"{name}-{engine.engine_id}", tenant=tenant, prompt=(START, END), max_tokens=100_000)
+    engine.open(f"think-{engine.engine_id}", tenant=tenant, max_tokens=100_000)
+
+
+async def test_slow_answers_shorten_thinking_until_they_are_fast(
+    control: Control, caplog: pytest.LogCaptureFixture
+) -> None:
+    stepped = Stepped(control)
+    await control.set_policy(pressed())
+    async with Recorder(control, "pressed") as recorder:
+        with LinkedEngine([control.target], "pressed") as engine, LinkedEngine([control.target], "other") as other:
+            await begin(control, engine, "chat")
+            await begin(control, other, "batch")
+            with caplog.at_level(logging.INFO):
+                shown = await stepped.level(4, SLOW_MS, engine, other)
+            thinks = engine.engine.live["think-pressed"]
+            while not thinks.state.output_tokens:
+                await stepped.step(SLOW_MS, engine, other)
+            assert thinks.state.think_tokens >= 20, "its cap fell below its thinking, so its thinking ended"
+            assert other.engine.live["think-other"].state.think_tokens > thinks.state.think_tokens
+            assert not control.engine("other").pressures[0].level
+
+            (first, second) = reversed(shown.changes)
+            assert (first.level_before, first.level, second.level) == (0, 2, 4)
+            assert first.reading.measured >= SLOW_MS > 2 * first.reading.limit
+            logged = [record.getMessage() for record in caplog.records if "pressure chat" in record.getMessage()]
+            assert len(logged) == 2
+            numbers = f"output_itl_p99_ms is {first.reading.measured:.4g}, limit 40, {first.reading.samples} samples"
+            assert logged[0] == f"pressure chat on engine pressed: level 0 to 2, {numbers}"
+
+            life = json.loads((await run("explain", "think-pressed", "-o", "json", server=control.target)).stdout)
+            (cap,) = [
+                event["decision"]
+                for event in life["life"]["events"]
+                if event["kind"] == "decision" and event["decision"]["reason"] == "pressure"
+            ]
+            assert (cap["pressure"]["name"], cap["pressure"]["level"], cap["budget_stage"]) == (
+                "chat",
+                4,
+                "BUDGET_STAGE_LOWER_CAP",
+            )
+            rows = (await run("pressure", server=control.target)).stdout.splitlines()
+            assert sorted(row.split()[:3] for row in rows[1:]) == [["other", "chat", "0/6"], ["pressed", "chat", "4/6"]]
+            (only,) = json.loads(
+                (await run("pressure", "--engine", "pressed", "-o", "json", server=control.target)).stdout
+            )
+            assert len(only["pressures"][0]["changes"]) == 2
+            told = dict(pressures(control.fleet))
+            assert told["meridian_pressure_level"] == [(("chat",), 4)]
+            assert told["meridian_pressure_engines"] == [(("chat",), 1)]
+            assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2
+
+            await stepped.level(2, FAST_MS, engine)
+            engine.open("late", tenant="chat")
+            late = engine.engine.live["late"]
+            await stepped.step(FAST_MS, engine)
+            await engine.steps_until(lambda: (late.slot, 100_000) in engine.caps())
+        (waiting,) = control.fleet.recordings
+        waiting.close()
+        records = await recorder.rest()
+    assert not [r for r in records if r.HasField("pressure_levels")], "levels follow from the reports"
+    sent = [r.down.SerializeToString(deterministic=True) for r in records if r.HasField("down")]
+    assert sent[1:] == [response.SerializeToString(deterministic=True) for response in replayed(records)]
+
+
+async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> None:
+    stepped = Stepped(control)
+    await control.set_policy(pressed())
+    with LinkedEngine([control.target], "pressed") as engine:
+        await begin(control, engine, "chat")
+        await stepped.level(2, SLOW_MS, engine)
+        async with Recorder(control) as recorder:
+            (waiting,) = control.fleet.recordings
+            waiting.close()
+            records = await recorder.rest()
+    assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [{"chat": 2}]
