@@ -491,6 +491,23 @@ def test_another_strategy_changes_the_order_and_the_share(tmp_path: Path) -> Non
     assert stock["share"]["reports_limited"]["think_per_step"]["new"] == 0
 
 
+def test_pressure_is_measured_again_and_decided_by_the_targets_of_the_policy(tmp_path: Path) -> None:
+    limits = {"scheduler": EARLY | {"max_think_tokens": 900}, "entropy": {"enabled": False}}
+    target = {"name": "a", "output_itl_p99_ms": 40, "window_s": 1, "max_think_tokens": 20, "shadow": False}
+    pressed = policy(**limits, pressure=[target])
+    made = Recorded()
+    made.apply(pressed)
+    for name in ("r0", "r1", "r2"):
+        made.open(name, 1, 900)
+    for number in range(20):
+        made.open(f"t{number}", 50, 5)
+        made.step(8, then_ms=100.0)
+    assert made.session.pressure.levels == {"a": 6}
+    changes_nothing(told(tmp_path, made.records, pressed))
+    looser = told(tmp_path, made.records, policy(**limits, pressure=[target | {"output_itl_p99_ms": 400}]))
+    assert looser["caps_changed"] > 5
+
+
 # ------------------------------------------------------------------------------------------------------- the report
 
 
