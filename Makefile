@@ -156,6 +156,11 @@ bench-faults: $(VENV)/ready ## measure throughput during faults and after them
 bench-serve: $(VENV)/ready ## compare stock and governed servers by vLLM's own client, `vllm bench serve`
 	$(BIN)/python -m tests.bench.serve $(ARGS)
 
+# ARGS: --seconds, --repetitions, --step-ms, --save.
+.PHONY: bench-pressure
+bench-pressure: $(VENV)/ready ## measure what thinking that yields under load gains
+	$(BIN)/python -m tests.bench.pressure $(ARGS)
+
 # bench-kernels needs a CUDA GPU, CuPy and a CUDA build of torch, so it must run in a Python that has them, for example
 # in a vLLM image: make bench-kernels GPU_PYTHON=python3
 bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)
