@@ -20,10 +20,13 @@ from meridian_control.cli.console import (
     Output,
     OutputOption,
     Target,
+    as_dict,
     connect,
+    console,
     fail,
     pages,
     show,
+    show_value,
     warn_unreachable,
 )
 from meridian_control.cli.end import end
@@ -140,10 +143,13 @@ def pressure(
     changes of the level."""
     with connect(context) as client:
         found, unreachable = _engines(client)
-    rows = [e for e in found if e.pressures and engine in ("", e.engine_id)]
-    told = [fleet_pb2.Engine(engine_id=e.engine_id, pressures=e.pressures) for e in rows]
-    show(told, output, pressure_table(rows))
     warn_unreachable(unreachable)
+    rows = [e for e in found if engine in ("", e.engine_id)]
+    if output is Output.table:
+        console().print(pressure_table(rows))
+        return
+    told = [{"engine_id": e.engine_id, **as_dict(row)} for e in rows for row in e.pressures]
+    show_value(told if output is Output.json else {"pressures": told}, output)
 
 
 @app.command()

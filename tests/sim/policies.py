@@ -131,7 +131,7 @@ def _budget(rng: random.Random, name: str) -> dict[str, Any]:
 
 
 def _pressure(rng: random.Random, name: str) -> dict[str, Any]:
-    """Return an entry whose targets are missed at times, so that its level rises and falls."""
+    """Return an entry, whose level the world draws."""
     drawn: dict[str, Any] = {glob: rng.choice(GLOBS) for glob in ("model", "tenant", "slo_class", "effort")}
     targets = {"output_itl_p99_ms": rng.choice((0.0, 1.0, 20.0, 80.0)), "ttfvt_p99_ms": rng.choice((10.0, 400.0))}
     limits = {"window_s": 1, "shadow": rng.random() < 0.3, "soft_think_tokens": rng.choice((2, 10))}

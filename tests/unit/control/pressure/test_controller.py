@@ -124,7 +124,8 @@ def test_after_a_step_of_load_the_level_settles(height: float, settles: set[int]
     found = course(lambda number: height if number >= 20 else 0.5, seed)
     assert set(found[:20]) == {0}
     assert set(found[-100:]) <= {*settles, *(level - 1 for level in settles if level)}
-    assert changes(found[40:]) <= 2 * (WINDOWS - 40) / MAX_HOLD + 8
+    assert changes(found) <= 30
+    assert changes(found[WINDOWS // 2 :]) <= 13
     back = course(lambda number: height if number < 100 else 0.3, seed)
     assert back[-1] == 0, "thinking is restored once there is room"
 
@@ -134,16 +135,16 @@ def test_the_level_follows_a_ramp_up_and_down(seed: int) -> None:
     found = course(lambda number: 0.5 + 2 * (1 - abs(number - WINDOWS / 2) / (WINDOWS / 2)), seed)
     assert max(found) >= 4
     assert found[-1] <= 1
-    assert changes(found) <= 4 * MAX_LEVEL
+    assert changes(found) <= 20
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("half_windows", [1, 2, 5, 10, 25])
+@pytest.mark.parametrize("half_windows", [1, 2, 5, 10, 25, 60, 150])
 def test_square_waves_do_not_move_the_level_back_and_forth(half_windows: int, seed: int) -> None:
     found = course(lambda number: 2.0 if number // half_windows % 2 else 0.4, seed)
     assert max(found) >= 2
-    assert changes(found) <= 40
-    assert changes(found[WINDOWS // 2 :]) <= 16
+    assert changes(found) <= 32
+    assert changes(found[WINDOWS // 2 :]) <= 13
 
 
 def test_without_memory_square_waves_would_move_the_level() -> None:
