@@ -111,6 +111,19 @@ def course(load: Callable[[int], float], seed: int, windows: int = WINDOWS) -> l
     return found
 
 
+def queued(load: Callable[[int], float], seed: int) -> tuple[list[int], float]:
+    """Return the level after each window of a made-up engine with a queue, and the share of windows that missed the
+    target: what arrives beyond capacity waits, so that a value follows the level with a delay."""
+    rng, controller, found, missed, waiting_s = random.Random(seed), Controller(), [], 0, 0.0
+    for number in range(WINDOWS):
+        thinking = THINKING[controller.level]
+        waiting_s = max(0.0, waiting_s + 10 * (load(number) * thinking * rng.uniform(0.9, 1.1) - 1))
+        reading = at((8 * thinking + waiting_s) / 20)
+        missed += reading.missed
+        found.append(controller.judge([reading]))
+    return found, missed / WINDOWS
+
+
 def changes(found: Sequence[int]) -> int:
     return sum(a != b for a, b in zip([0, *found], found, strict=False))
 
@@ -145,6 +158,26 @@ def test_square_waves_do_not_move_the_level_back_and_forth(half_windows: int, se
     assert max(found) >= 2
     assert changes(found) <= 32
     assert changes(found[WINDOWS // 2 :]) <= 13
+
+
+QUEUES: dict[str, Callable[[int], float]] = {
+    "little": lambda _: 0.95,
+    "step": lambda number: 1.2 if number >= 20 else 0.5,
+    "high step": lambda number: 2.4 if number >= 20 else 0.5,
+    "ramp": lambda number: 2.5 - abs(number - WINDOWS / 2) / (WINDOWS / 4),
+    "fast square": lambda number: 2.0 if number % 2 else 0.4,
+    "square": lambda number: 2.0 if number // 10 % 2 else 0.4,
+    "slow square": lambda number: 2.0 if number // 60 % 2 else 0.4,
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("load", QUEUES)
+def test_a_queue_that_follows_with_a_delay_settles_too(load: str, seed: int) -> None:
+    found, missed = queued(QUEUES[load], seed)
+    assert changes(found) <= (0 if load == "little" else 40)
+    assert changes(found[WINDOWS // 2 :]) <= 13
+    assert missed <= 0.08
 
 
 def test_without_memory_square_waves_would_move_the_level() -> None:
