@@ -22,8 +22,9 @@ BATCH = 16
 
 
 def load() -> Logprobs:
-    """Return a function from sequences of token ids to the log-probabilities after the newest token of each, [sequences,
-    vocabulary] in float64; with `everywhere=True` from one sequence to those after each token, [tokens, vocabulary]."""
+    """Return a function from sequences of token ids to the log-probabilities after the newest token of each, which are
+    [sequences, vocabulary] in float64; with `everywhere=True` from one sequence to those after each token, which are
+    [tokens, vocabulary]."""
     import torch
     from transformers import AutoModelForCausalLM
 
