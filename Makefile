@@ -53,6 +53,11 @@ test-vllm: $(VENV)/ready ## run vLLM's own scheduler tests with the agent and wi
 test-handover: $(VENV)/nixl ## install NIXL, and test handovers and other features on pairs of real engines
 	$(BIN)/python -m pytest tests/engine/test_handover.py tests/engine/test_matrix.py -k "handover or nixl"
 
+# `make test` neither runs these tests, each of which takes a minute of processor time, nor installs Ray.
+.PHONY: test-examples
+test-examples: $(VENV)/ray ## install Ray, and run vLLM's data-parallel ranks and Ray Serve as deploy/examples does
+	$(BIN)/python -m pytest -m long tests/deploy/test_examples.py
+
 # ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready ## run random requests, faults and policy changes for 20 minutes
 	$(BIN)/python -m tests.soak $(ARGS)
@@ -81,6 +86,10 @@ $(VENV)/ready: pyproject.toml
 # NIXL is installed without its dependencies, because one of them is a build of NIXL for another CUDA version.
 $(VENV)/nixl: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl nixl-cu12
+	touch $@
+
+$(VENV)/ray: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'ray[serve]'
 	touch $@
 
 proto: $(VENV)/ready ## generate the protobuf code again

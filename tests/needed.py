@@ -140,6 +140,7 @@ NIXL = Need(
     "make .venv/nixl (70 MB)",
     "tests/engine/test_handover.py; tests/engine/test_matrix.py, builds with NixlConnector",
 )
+RAY = Need("Ray", module("ray"), "make .venv/ray (310 MB unpacked)", "make test-examples, with Ray Serve")
 GPU = Need(
     "a CUDA GPU with CuPy",
     _gpu,
@@ -158,7 +159,8 @@ IMAGES = Need(
     "on Debian, as root: apt-get install buildah runc debootstrap kubernetes-client",
     "tests/deploy/test_images.py, make images",
 )
-NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, NIXL, HELM, IMAGES, GPU)
+OPTIONAL = (NIXL, RAY, HELM, IMAGES, GPU)
+NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, *OPTIONAL)
 
 
 def main() -> None:
