@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from meridian_control.common.errors import PolicyError, Violation
-from meridian_control.policy.model import Policy
+from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
 from meridian_control.policy.section import Section
 from meridian_control.policy.validation_errors import syntax_message, violation
 
@@ -91,6 +91,27 @@ def to_proto(policy: Policy) -> policy_pb2.Policy:
 def to_toml(policy: Policy) -> str:
     """Return TOML text with every field; `parse_toml` reads the text back as an equal policy."""
     return tomli_w.dumps(policy.model_dump(mode="json", exclude_none=True))
+
+
+def to_stored_toml(policy: Policy) -> str:
+    """Return TOML text that the previous version of the control plane can read too, unless the policy sets new fields.
+
+    Both versions read one database during an upgrade, and the older one reads it again if the upgrade is rolled back.
+    The older version refuses fields that it does not know, so the text has a new field only if its value is not the
+    default. `parse_toml` reads the text back as an equal policy.
+    """
+    values = policy.model_dump(mode="json", exclude_none=True)
+    defaults = Policy().model_dump(mode="json", exclude_none=True)
+    # The default of every field of an override is that the override leaves the field alone, in each version.
+    values["override"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in policy.override]
+    for section in NEW_SECTIONS:
+        if values[section] == defaults[section]:
+            del values[section]
+    for section, fields in NEW_FIELDS.items():
+        for field in fields:
+            if values[section].get(field) == defaults[section].get(field):
+                values[section].pop(field, None)
+    return tomli_w.dumps(values)
 
 
 def _plain(message: Message) -> dict[str, Any]:

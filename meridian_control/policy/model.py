@@ -80,6 +80,27 @@ PER_REQUEST = {
     ),
     "loop": tuple(LoopPolicy.model_fields),
 }
+# Sections and fields that the previous version, 0.1.0, does not know. Each release begins both anew with those that the
+# release before it does not know.
+NEW_SECTIONS = ("loop", "disagg", "budget", "pressure")
+NEW_FIELDS = {
+    "scheduler": ("answer_reserve_tokens",),
+    "entropy": (
+        "confirm_sentence_ends",
+        "eat_probe_max_margin_nats",
+        "eat_reference",
+        "give_up_eat_nats",
+        "give_up_shadow",
+        "give_up_tokens",
+        "holdout_share",
+        "margin_reference",
+        "margin_threshold_nats",
+        "max_loss",
+        "rank_reference",
+        "rpdi_reference",
+        "same_answer_samples",
+    ),
+}
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
 LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])

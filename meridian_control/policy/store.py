@@ -41,7 +41,7 @@ from meridian_control.common.errors import (
     RolloutActive,
     StoredPolicyUnreadable,
 )
-from meridian_control.policy.formats import parse_toml, to_toml
+from meridian_control.policy.formats import parse_toml, to_stored_toml
 from meridian_control.policy.model import Policy
 from meridian_control.storage.database import Database, utc
 
@@ -212,12 +212,14 @@ class PolicyStore:
 
 def new_revision(revision: int, policy: Policy, author: str, reason: str, now: datetime) -> StoredRevision:
     """Make the revision as it would be stored; `now` is an aware time."""
-    return StoredRevision(revision, _etag(revision, to_toml(policy)), policy, author, reason, now.astimezone(UTC))
+    return StoredRevision(
+        revision, _etag(revision, to_stored_toml(policy)), policy, author, reason, now.astimezone(UTC)
+    )
 
 
 async def insert_revision(connection: AsyncConnection, stored: StoredRevision, request_id: str = "") -> None:
     """Store a revision. Raises SQLAlchemy's IntegrityError if its number or its request id is taken."""
-    row = {**vars(stored), "policy": to_toml(stored.policy), "request_id": request_id or None}
+    row = {**vars(stored), "policy": to_stored_toml(stored.policy), "request_id": request_id or None}
     await connection.execute(insert(_revisions).values(row))
 
 

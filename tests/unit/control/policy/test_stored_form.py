@@ -1,0 +1,78 @@
+"""The text of a policy in the store, which the previous version reads too."""
+
+from __future__ import annotations
+
+import sqlite3
+import tomllib
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meridian_control.policy.formats import parse_toml, to_stored_toml
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import PolicyStore
+from meridian_control.storage import migrations
+from meridian_control.storage.database import Database
+from tests.processes import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POLICIES = ROOT / "tests" / "data" / "policies"
+# Text that the previous version has stored, and the number of its migration steps.
+BEFORE = (POLICIES / "stored-0.1.0.toml").read_text()
+STEPS_BEFORE = 6
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+
+
+def test_the_previous_version_knows_every_field_of_a_policy_without_new_ones() -> None:
+    """The previous version refuses a field that it does not know. It stored each other field, with its default too."""
+    known, stored = tomllib.loads(BEFORE), tomllib.loads(to_stored_toml(parse_toml(BEFORE)))
+    (entry,), (before,) = stored.pop("override"), known.pop("override")
+    assert entry.items() <= before.items()
+    assert stored == known
+
+
+@pytest.mark.parametrize("path", sorted((POLICIES / "accepted").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_policy_is_read_back_as_it_was(path: Path) -> None:
+    policy = parse_toml(path.read_text())
+    assert parse_toml(to_stored_toml(policy)) == policy
+
+
+NEW = {
+    "loop": "loop.shadow = false",
+    "scheduler": "scheduler.answer_reserve_tokens = 1",
+    "budget": '[[budget]]\nname = "b"\ntokens_per_minute = 1',
+}
+
+
+@pytest.mark.parametrize("section", NEW)
+def test_a_new_field_with_a_value_of_its_own_is_kept(section: str) -> None:
+    stored, defaults = (tomllib.loads(to_stored_toml(policy)) for policy in (parse_toml(NEW[section]), Policy()))
+    assert {name for name in stored if stored[name] != defaults.get(name)} == {section}
+
+
+async def test_a_file_of_the_previous_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with the previous version's schema and policy is migrated, and a policy stored then has no new field."""
+    file = f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"
+    with monkeypatch.context() as before:
+        before.setattr(migrations, "STEPS", migrations.STEPS[:STEPS_BEFORE])
+        await (await Database.open(file)).close()
+    with closing(sqlite3.connect(tmp_path / "policy.db")) as connection, connection:
+        row = (1, "e", BEFORE, "ann", "why", NOW.isoformat(" "))
+        connection.execute("INSERT INTO policy_revisions VALUES (?, ?, ?, ?, ?, ?, NULL)", row)
+    store = PolicyStore(await Database.open(file))
+    try:
+        current = await store.current()
+        assert current is not None
+        assert current.policy == parse_toml(BEFORE)
+        await store.append(current.policy, etag="e", author="ann", reason="again", now=NOW)
+    finally:
+        await store.database.close()
+    with closing(sqlite3.connect(tmp_path / "policy.db")) as connection:
+        ((text,),) = connection.execute("SELECT policy FROM policy_revisions WHERE revision = 2")
+        ((steps,),) = connection.execute("SELECT max(version) FROM meridian_schema")
+    assert text == to_stored_toml(parse_toml(BEFORE))
+    assert steps == len(migrations.STEPS)
