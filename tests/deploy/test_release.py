@@ -46,6 +46,26 @@ def test_the_wheel_is_reproducible(wheel: Path, tmp_path: Path) -> None:
     assert digest(built(other, 1_600_000_000)) != digest(wheel), "its dates come from SOURCE_DATE_EPOCH"
 
 
+def test_every_file_names_the_same_version() -> None:
+    """The package, its modules, the images in manifests and documents, and the newest section of the changelog."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    files = [ROOT / "meridian_agent/__init__.py", ROOT / "meridian_control/__init__.py", ROOT / "CHANGELOG.md"]
+    files += [path for kind in ("*.md", "*.yaml", "*.Dockerfile") for path in HERE.rglob(kind)]
+    patterns = (
+        r'^__version__ = "(.+)"',
+        r"meridian-[a-z-]+:(\d+\.[\d.]*\d)",
+        r"newTag: (.+)",
+        r"meridian_llm-([\d.]+)-",
+        r"^## (\d\S+)",
+    )
+    pattern = "|".join(patterns)
+    found = {path: re.findall(pattern, path.read_text(), re.MULTILINE) for path in files}
+    named = {path: {"".join(match) for match in matches} for path, matches in found.items() if matches}
+    named[ROOT / "CHANGELOG.md"] = {"".join(found[ROOT / "CHANGELOG.md"][0])}
+    assert {path: numbers for path, numbers in named.items() if numbers != {version}} == {}
+    assert len(named) > 5
+
+
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
