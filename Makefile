@@ -58,6 +58,11 @@ test-handover: $(VENV)/nixl ## install NIXL, and test handovers and other featur
 test-examples: $(VENV)/ray ## install Ray, and run vLLM's data-parallel ranks and Ray Serve as deploy/examples does
 	$(BIN)/python -m pytest -m long tests/deploy/test_examples.py
 
+# The clone must hold the commit of the previous version, which a shallow clone lacks.
+.PHONY: test-upgrade
+test-upgrade: $(VENV)/ready ## upgrade and roll back control planes with the previous version's wheel, on real engines
+	$(BIN)/python -m pytest -s -m long tests/upgrade
+
 # ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready ## run random requests, faults and policy changes for 20 minutes
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -1,0 +1,1 @@
+"""Tests of upgrades: the previous version and this one side by side (`make test-upgrade`)."""
