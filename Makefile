@@ -63,6 +63,10 @@ test-examples: $(VENV)/ray ## install Ray, and run vLLM's data-parallel ranks an
 test-upgrade: $(VENV)/ready ## upgrade and roll back control planes with the previous version's wheel, on real engines
 	$(BIN)/python -m pytest -s -m long tests/upgrade
 
+.PHONY: test-first-hour
+test-first-hour: $(VENV)/ready ## run the commands of the guide in tests/first_hour on a real engine
+	$(BIN)/python -m pytest -m long tests/first_hour
+
 # ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready ## run random requests, faults and policy changes for 20 minutes
 	$(BIN)/python -m tests.soak $(ARGS)
