@@ -24,14 +24,18 @@ HALF_HELD = {
     **CONVERGED,
     "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5},
     "budget": [{"name": "all", "tokens_per_minute": 1_000_000}],
+    # Every window with enough answer tokens misses this target.
+    "pressure": [{"name": "missed", "output_itl_p99_ms": 0.001, "window_s": 1, "shadow": True}],
 }
 BUDGET = "meridian_budget_think_tokens_total"
-# Number of runs after which some request has surely been in the control group.
+# Number of runs after which some request has surely been in the control group, and some window has ended.
 LOOKS = 10
-OF_THE_GROUP = {
+OF_SOME_RUNS = {
     "meridian_compared_ends_total",
     "meridian_control_group_shadow_saved_tokens_total",
     "meridian_control_group_verdicts_total",
+    "meridian_pressure_changes_total",
+    "meridian_pressure_missed_windows_total",
 }
 # Metrics that stay at 0 for a healthy engine with budgets that follow it. `test_handover.py` feeds the handovers, which
 # need a second engine.
@@ -78,7 +82,7 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
         paced(llm, cases(), sampled, settled)
         control.settled()
         found, _ = scraped(control)
-        if all(found[name] > before.get(name, 0) for name in OF_THE_GROUP):
+        if all(found[name] > before.get(name, 0) for name in OF_SOME_RUNS):
             break
     chat(llm, cases()[:1], SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args={"meridian_effort": "?"}))
     control.settled()
