@@ -67,11 +67,15 @@ def _governed(chosen: type) -> type:
     return governed(chosen)
 
 
-def _say_absent(reason: str, chosen: type) -> type:
+def _say_absent(reason: str, chosen: Any) -> type:
+    """Return a subclass of the chosen scheduler class that says why there is no agent, under the name of its rank."""
     from meridian_agent.engine.absence import say_absent
 
-    say_absent(reason)
-    return chosen
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        chosen.__init__(self, *args, **kwargs)
+        say_absent(reason, self)
+
+    return type(chosen.__name__, (chosen,), {"__init__": begin, "__module__": chosen.__module__})
 
 
 def _wrap_worker(wrapper_class: Any) -> None:

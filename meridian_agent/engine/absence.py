@@ -7,13 +7,13 @@ never raises.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
-from meridian_agent.link.identity import identity_of_engine, targets
+from meridian_agent.link.identity import identity_of_engine, rank_of, targets
 from meridian_agent.vllm_adapter.version import vllm_version
 
 if TYPE_CHECKING:
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 
-def say_absent(reason: str, connect: Callable[..., Link] = Link) -> None:
-    """Keep a stream open for as long as the engine runs, with a Hello that carries `reason` as the fault."""
+def say_absent(reason: str, scheduler: Any, connect: Callable[..., Link] = Link) -> None:
+    """Keep a stream open for as long as the engine runs, with a Hello that carries `reason` as the fault.
+
+    scheduler: the engine's scheduler, of any version of vLLM.
+    """
     logger.error("meridian: no agent in this engine, vLLM runs as stock; %s", reason)
     try:
-        identity = identity_of_engine(vllm_version())
+        config = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
+        identity = identity_of_engine(vllm_version(), rank_of(config))
 
         def hello() -> agent_pb2.Hello:
             return agent_pb2.Hello(**identity, fault=reason, state=agent_pb2.AGENT_STATE_OFF)

@@ -55,7 +55,7 @@ class GovernedScheduler:
         self._guard = Guard()
         self._agent = self._guard.run(self._begin)
         if self._agent is None:
-            say_absent(self._guard.fault)
+            say_absent(self._guard.fault, self)
 
     def _begin(self) -> Agent:
         # A fault at the start would happen again, and building the agent later would stall a step while it reads a

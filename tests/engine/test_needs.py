@@ -134,6 +134,7 @@ def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: li
     """The engine serves what stock vLLM serves; its log and the fleet name each missing hook."""
     control = Control(tmp_path)
     env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env["MERIDIAN_ENGINE_ID"] = "pod"
     engine = Process([sys.executable, "-m", "tests.engine.lacking"], tmp_path / "engine.log", env)
     lacks = "lacks: KVCacheManager.evict_blocks, BlockPool.touch (too many positional arguments)"
 
@@ -147,6 +148,7 @@ def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: li
         found = json.loads(wait_for(said, 120, "the engine to say what it generates"))
         shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 120, "the fault to be shown")
         assert lacks in shown.fault
+        assert shown.engine_id == "pod-dp1", "ranks of one name would end each other's streams"
         assert engine.stop() == 0
     finally:
         engine.kill()

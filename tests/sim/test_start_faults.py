@@ -43,7 +43,7 @@ def served(patch: pytest.MonkeyPatch, injected: Injected | None) -> tuple[Any, l
     """
     absent: list[str] = []
     World(1, Options(ticks=0), patch, is_stock=True)
-    patch.setattr(scheduler_module, "say_absent", absent.append)
+    patch.setattr(scheduler_module, "say_absent", lambda reason, _: absent.append(reason))
     if injected is not None:
         injected.install(patch, RESTS_S)
     engine = Engine(Shape(places=8, blocks=200), lambda *_: None, is_governed=injected is not None)
