@@ -152,6 +152,9 @@ class _Columns:
 
     def add(self, slots: Mapping[int, int], report: int, message: Any) -> None:
         """Add a report's rows. Raises ValueError if the columns of the rows differ in length."""
+        # Most reports have neither probes nor repetitions.
+        if not message.ByteSize():
+            return
         count = len(message.slot)
         self.owner.extend([slots.get(slot, -1) for slot in message.slot])
         self.report.extend([report] * count)
