@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING
 
 from meridian_control.offline.calibration import Goal
@@ -15,15 +16,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meridian_control.offline.calibration import Calibration
+    from meridian_control.offline.episodes import Episodes
     from meridian_control.policy.model import Policy
 
 REQUESTS = 120
 # A loss that so many requests can prove: with 60 in a half and none harmed, the bound is 4.9 per cent.
 GOAL = Goal(max_loss=0.1)
+# Each recording as a file, and what is read from it, by its requests and its policy. Many tests have the same ones.
+_recordings: dict[bytes, tuple[bytes, Episodes]] = {}
 
 
 def made(count: int = REQUESTS, **kinds: str) -> list[traces.MadeUp]:
     return [traces.made_up(n, **kinds) for n in range(count)]  # type: ignore[arg-type]
+
+
+def recorded_in(folder: Path, requests: list[traces.MadeUp], policy: Policy | None = None) -> Episodes:
+    """Write a recording of these requests to `a.trace`, and return what is read from it. policy: as for a replay."""
+    folder.mkdir(exist_ok=True)
+    path, key = folder / "a.trace", pickle.dumps((requests, policy))
+    if key in _recordings:
+        path.write_bytes(_recordings[key][0])
+    else:
+        episodes = collect([traces.write(path, traces.records(requests, policy=policy))])
+        _recordings[key] = path.read_bytes(), episodes
+    return _recordings[key][1]
 
 
 def replay(
@@ -34,8 +50,7 @@ def replay(
     recorded: Policy | None = None,
 ) -> Replay:
     """Return the replay of a recording. recorded: the policy in force while recording; None for the default."""
-    folder.mkdir(exist_ok=True)
-    episodes = collect([traces.write(folder / "a.trace", traces.records(requests, policy=recorded))])
+    episodes = recorded_in(folder, requests, recorded)
     judge = from_probes(episodes)
     if labelled:
         judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)

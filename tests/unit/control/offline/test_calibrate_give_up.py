@@ -16,7 +16,6 @@ from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
 from meridian_control.offline.candidates import give_ups, loosened
 from meridian_control.offline.correctness import from_labels, from_probes
-from meridian_control.offline.episodes import collect
 from meridian_control.offline.halves import first_half
 from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, RANK, Replay, StoppingRule, either
 from meridian_control.offline.statistics import harmful_bound
@@ -25,7 +24,7 @@ from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
-from tests.unit.control.offline.replays import GOAL
+from tests.unit.control.offline.replays import GOAL, recorded_in
 from tests.unit.control.offline.test_rule_replay import sentence_ends
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ def mixed(count: int, **kinds: Any) -> list[traces.MadeUp]:
 
 
 def replay(folder: Path, requests: list[traces.MadeUp], labelled: bool = True, hold_ms: int = 50) -> Replay:
-    folder.mkdir(exist_ok=True)
-    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    episodes = recorded_in(folder, requests)
     judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)
     base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
     return Replay(episodes, judge if labelled else from_probes(episodes), base, delay_tokens=2)

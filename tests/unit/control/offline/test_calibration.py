@@ -13,7 +13,6 @@ from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import loosened, paired, single_rules
 from meridian_control.offline.correctness import from_labels
-from meridian_control.offline.episodes import collect
 from meridian_control.offline.halves import TooFewRequests, first_half, halved
 from meridian_control.offline.rule_replay import (
     CAP,
@@ -30,12 +29,13 @@ from meridian_control.offline.statistics import harmful_bound, mean_bound, neede
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import model as schema
 from meridian_control.policy.section import INT32_MAX
-from tests.fakes import traces
 from tests.fakes.tables import policy
-from tests.unit.control.offline.replays import GOAL, REQUESTS, made, replay, separating
+from tests.unit.control.offline.replays import GOAL, REQUESTS, made, recorded_in, replay, separating
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.fakes import traces
 
 
 # ----------------------------------------------------------------------------------------------------------- findings
@@ -207,8 +207,7 @@ def test_the_policy_keeps_what_is_not_calibrated(tmp_path: Path) -> None:
 
 def grouped(folder: Path, requests: list[traces.MadeUp], group_of: list[str]) -> Replay:
     """Return a replay whose labels put each request into a group."""
-    folder.mkdir(exist_ok=True)
-    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    episodes = recorded_in(folder, requests)
     rows = [row | {"group": g} for request, g in zip(requests, group_of, strict=True) for row in request.labels()]
     path = folder / "labels.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -263,7 +262,7 @@ def test_too_few_groups(tmp_path: Path) -> None:
 )
 def test_groups_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], complaint: str) -> None:
     requests = made(2)
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     good = [row | {"group": "a"} for request in requests for row in request.labels()]
     bad = [{"request_id": requests[0].request_id, "correct": 1} | row for row in rows]
     path = tmp_path / "labels.jsonl"
@@ -275,7 +274,7 @@ def test_groups_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], 
 
 def test_a_request_without_a_group_among_others_with_one(tmp_path: Path) -> None:
     requests = made(2)
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     rows = [*(row | {"group": "a"} for row in requests[0].labels()), *requests[1].labels()]
     path = tmp_path / "labels.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -296,7 +295,7 @@ def test_the_harm_bound_is_exact_for_single_requests_that_are_right_or_wrong(tmp
 
 def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> None:
     requests = made()
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     path = tmp_path / "labels.jsonl"
     rows = [row | {"correct": 0.9 * row["correct"]} for request in requests for row in request.labels()]
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from meridian_control.offline.correctness import Judge, from_labels, from_probes
-from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import FileError
 from tests.fakes import traces
-from tests.unit.control.offline.replays import made
+from tests.unit.control.offline.replays import made, recorded_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +25,7 @@ def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:
 
 def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
     requests = made(30)
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     judge = from_probes(episodes)
     settled = {request.request_id: request.settled_tokens for request in requests}
     for number, request_id in enumerate(episodes.ids):
@@ -53,7 +52,7 @@ def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
 )
 def test_labels_that_cannot_be_used(tmp_path: Path, row: str, complaint: str) -> None:
     requests = made(3)
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     path = traces.write_labels(tmp_path / "labels.jsonl", requests)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "", row, *lines[1:]]))
@@ -67,7 +66,7 @@ def test_labels_may_leave_out_what_vllm_adds_to_an_id(tmp_path: Path, prefix: st
     requests = made(3)
     for request in requests:
         request.request_id = prefix + request.request_id
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     path = traces.write_labels(tmp_path / "labels.jsonl", requests)
     full = from_labels(path, episodes)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -81,7 +80,7 @@ def test_labels_may_leave_out_what_vllm_adds_to_an_id(tmp_path: Path, prefix: st
 
 def test_a_request_with_half_its_labels_is_not_judged(tmp_path: Path) -> None:
     requests = made(3)
-    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    episodes = recorded_in(tmp_path, requests)
     path = tmp_path / "labels.jsonl"
     natural_only = {"request_id": requests[0].request_id, "correct": 1}
     cut_only = {"request_id": requests[1].request_id, "correct": 1, "think_tokens": 5}
