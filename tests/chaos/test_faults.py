@@ -35,7 +35,7 @@ CAPPED: dict[str, Any] = {
 # end count.
 DURING = 6
 # Seconds between two steps, because the engine shares its core with other tests.
-PAUSE_S = 0.01
+PAUSE_S = 0.02
 # A fault that does not end the leases lasts this long.
 LASTS_S = 2.5
 # Limit against hanging. A fault lasts until requests were served under it, so a step that waited for the fault's end

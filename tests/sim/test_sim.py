@@ -36,7 +36,7 @@ SAMPLED = 23
 CAP = "meridian_max_think_tokens"
 
 
-@pytest.mark.parametrize("first", range(0, 120, BATCH))
+@pytest.mark.parametrize("first", range(0, 80, BATCH))
 def test_seeds(first: int) -> None:
     for seed in range(first, first + BATCH):
         run(seed)
