@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,7 @@ import pytest
 from tests.images import checks
 from tests.images.builds import CONTROL, INIT, Images
 from tests.images.site import Site
+from tests.images.store import Store
 from tests.needed import IMAGES
 
 if TYPE_CHECKING:
@@ -48,6 +52,31 @@ def test_an_image_holds_what_its_dockerfile_adds(images: Images) -> None:
     assert {path.split("/")[1] for path, size in init.items() if size} == {"agent"}
     assert not any(name in path for path in control for name in ("/pip/", "__pycache__", "/tests/"))
     assert "/agent/meridian_agent/plugin.py" in init
+
+
+def test_the_listed_layers_are_those_of_the_image(tmp_path: Path) -> None:
+    """The digests of a small image are compared with those of the files that buildah would push to a registry."""
+    IMAGES.require()
+    store, layout = Store(tmp_path / "store"), tmp_path / "layout"
+
+    def blob(digest: str) -> Path:
+        return layout / "blobs" / digest.replace(":", "/")
+
+    try:
+        for base, name in (("scratch", "localhost/first"), ("localhost/first", "localhost/second")):
+            with store.container(base) as (container, root):
+                (root / name.rpartition("/")[2]).write_text(name)
+                store.buildah("commit", container, name)
+        store.buildah("push", "localhost/second", f"oci:{layout}")
+        (pushed,) = json.loads((layout / "index.json").read_text())["manifests"]
+        found = []
+        for layer in json.loads(blob(pushed["digest"]).read_text())["layers"]:
+            with gzip.open(blob(layer["digest"])) as content:
+                found.append("sha256:" + hashlib.sha256(content.read()).hexdigest())
+        assert store.layers("localhost/second") == found
+        assert store.layers("localhost/first") == found[:1] != found
+    finally:
+        store.close()
 
 
 def test_the_containers_run_as_the_manifests_say(images: Images, tmp_path: Path) -> None:

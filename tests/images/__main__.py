@@ -1,7 +1,8 @@
 """Run `make images`: build the images, run them, and print what fills them and what was checked.
 
 The stand-ins for the base images are made from this machine's packages, since Docker's registry may be out of reach.
-The last line is JSON: for each image its size above its base in MB, and the checks that have passed.
+The last line is JSON: for each image its size above its base in MB, the digests of its layers, and the checks that have
+passed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def passed(image: str, found: Iterator[str]) -> list[str]:
 
 
 def run(engines: bool, cupy: bool) -> tuple[dict[str, dict[str, object]], str]:
-    """Build and check the images; return the size and the checks of each, and the tables of sizes as Markdown."""
+    """Build and check the images; return the size, layers and checks of each, and the tables of sizes as Markdown."""
     images = Images(FOLDER)
     try:
         images.control()
@@ -54,12 +55,16 @@ def run(engines: bool, cupy: bool) -> tuple[dict[str, dict[str, object]], str]:
         finally:
             site.close()
         added = {name: images.added(name) for name in found}
+        report: dict[str, dict[str, object]] = {
+            name.partition("/")[2]: {
+                "mb_above_base": round(sum(added[name].values()) / 1e6, 1),
+                "layers": images.store.layers(name),
+                "checked": checked,
+            }
+            for name, checked in found.items()
+        }
     finally:
         images.close()
-    report: dict[str, dict[str, object]] = {
-        name.partition("/")[2]: {"mb_above_base": round(sum(added[name].values()) / 1e6, 1), "checked": checked}
-        for name, checked in found.items()
-    }
     tables = [f"**{name.partition('/')[2]}**\n\n" + "\n".join(table(files)) for name, files in added.items()]
     return report, "\n\n".join(tables) + "\n"
 

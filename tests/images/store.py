@@ -84,8 +84,18 @@ class Store:
 
     def config(self, image: str) -> dict[str, Any]:
         """Return the image's configuration, as the OCI image specification defines it."""
-        config: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
+        config: dict[str, Any] = self._image(image)["config"]
         return config
+
+    def layers(self, image: str) -> list[str]:
+        """Return the digests of the image's layers, uncompressed, the base image's first: the image's DiffIDs in the
+        OCI image specification."""
+        layers: list[str] = self._image(image)["rootfs"]["diff_ids"]
+        return layers
+
+    def _image(self, image: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", image))["OCIv1"]
+        return found
 
     def close(self) -> None:
         """Remove all images and files."""
