@@ -1,10 +1,16 @@
-"""The guide's commands, run in their order on a real engine: `make test-first-hour`."""
+"""The guide's commands, run in their order on a real engine: `make test-first-hour`.
+
+The guide's output and pictures come from one run.
+"""
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
-from tests.first_hour.__main__ import blocks, run
+from tests.first_hour.__main__ import run, sections, shown
+from tests.first_hour.pictures import FOLDER, PICTURES, prompted
 from tests.processes import free_port
 
 # What each heading's commands print, in the order of the guide.
@@ -28,6 +34,36 @@ PRINTS = (
 def test_every_command_of_the_guide_runs() -> None:
     ports = {port: free_port() for port in ("50051", "9464", "9465", "8000")}
     outputs = run(ports)
-    assert len(outputs) == len(PRINTS) == len(blocks())
-    for output, words in zip(outputs, PRINTS, strict=True):
-        assert words in output
+    assert len(outputs) == len(PRINTS)
+    for output, words in zip(outputs.values(), PRINTS, strict=True):
+        assert words in "".join(output)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_shows_what_the_guide_says(name: str) -> None:
+    """`python -m tests.first_hour --write` writes both."""
+    file = FOLDER / f"{name}.svg"
+    texts = ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
+    drawn = [line for text in texts if (line := "".join(text.itertext()).replace("\xa0", " ").rstrip())]
+    guide = [sections()[heading] for heading in PICTURES[name]]
+    typed = [line for commands, _ in guide for command in commands for line in prompted(command)]
+    printed = [line for _, output in guide for line in output.splitlines() if line]
+    assert [line for line in drawn if line in typed] == typed
+    assert [line for line in drawn if line not in typed] == printed
+    assert "url(http" not in file.read_text()
+    assert file.stat().st_size < 30_000
+
+
+def test_the_guide_shows_neither_times_nor_ids() -> None:
+    said = "request chatcmpl-ask-3-b084f714 on first (347ed9b1e0f7451c86d279c224e4b4d4), 1472674 bytes\n"
+    said += "opened 2026-11-23T13:16:48.596323Z, until 2026-11-23 13:29:16 UTC, etag 6c2436b0674c9d0f"
+    assert shown(said).splitlines() == [
+        "request chatcmpl-ask-3-01234567 on first (0123456789abcdef0123456789abcdef), 1472674 bytes",
+        "opened 2026-01-01T12:00:00.000000Z, until 2026-01-01 12:00:00 UTC, etag 0123456789abcdef",
+    ]
+
+
+def test_the_guide_leaves_out_the_middle_of_much_and_the_end_of_long_lines() -> None:
+    lines = shown("\n".join(f"{n} {'x' * n * 10}" for n in range(20))).splitlines()
+    assert len(lines) == 14
+    assert [line for line in lines if line.endswith("…")] == ["…", f"19 {'x' * 114}…"]
