@@ -151,16 +151,14 @@ class _Columns:
         self.values = {name: array(kind) for name, kind in kinds.items()}
 
     def add(self, slots: Mapping[int, int], report: int, message: Any) -> None:
-        """Add a report's rows. Raises ValueError if the columns of the rows differ in length."""
-        # Most reports have neither probes nor repetitions.
+        """Add a report's rows, often none. Raises ValueError if the columns of the rows differ in length."""
         if not message.ByteSize():
             return
         count = len(message.slot)
         self.owner.extend([slots.get(slot, -1) for slot in message.slot])
         self.report.extend([report] * count)
         for name, column in self.values.items():
-            # A sender that does not know a column leaves the column empty; NaN is a value that was not measured. Cycles
-            # and repeated tokens are columns of different messages.
+            # A sender leaves a column that it does not know empty, and NaN is a value that was not measured.
             values = getattr(message, name, ()) or [math.nan if column.typecode == FLOAT else 0] * count
             if len(values) != count:
                 raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
