@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meridian.v1 import fleet_pb2
 
 from meridian_control.policy.model import AnyShortener, Policy, Who, matches_globs
-from meridian_control.policy.shortening_schema import BudgetPolicy
+from meridian_control.policy.shortening_schema import BudgetPolicy, PressurePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,12 +32,12 @@ HYSTERESIS = 0.05
 
 class Shortening(NamedTuple):
     """The entry that shortens a request: its section, budget or pressure, and its name. Beside it the request's stage,
-    and the request's scheduler values without the entry."""
+    and the request's policy without the entry."""
 
     section: str
     name: str
     stage: int
-    without: SchedulerPolicy
+    without: Policy
 
 
 def stage_of(left_ratio: float, before: int = UNSHORTENED) -> int:
@@ -61,23 +61,25 @@ def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> lis
 
 
 def shortened(
-    own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False
+    own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False, control: bool = False
 ) -> tuple[Policy, Shortening | None]:
     """Return the policy that holds for a request once the strictest of its entries has shortened it, and that entry.
 
     own: the request's policy without them. entries: those that match the request, each with its stage. shadow: whether
-    to ask the entries in shadow, which shorten nothing, instead of those in force. The entry is None if the request's
-    own values are as strict.
+    to ask the entries in shadow, which shorten nothing, instead of those in force. control: whether the request is in
+    the control group, whose entropy rules stay in shadow. The entry is None if the request's own values are as strict.
     """
     found = [(entry, stage) for entry, stage in entries if entry.shadow is shadow]
     if not found:
         return own, None
     entry, stage = max(found, key=_strictness)
-    scheduler = _shortened(own.scheduler, entry, stage)
-    if scheduler == own.scheduler:
+    held = {"scheduler": _shortened(own.scheduler, entry, stage), "entropy": own.entropy}
+    if not control and any(isinstance(one, PressurePolicy) and one.entropy_in_force for one, _ in found):
+        held["entropy"] = own.entropy.model_copy(update={"shadow": False})
+    if held == {"scheduler": own.scheduler, "entropy": own.entropy}:
         return own, None
     section = "budget" if isinstance(entry, BudgetPolicy) else "pressure"
-    return own.model_copy(update={"scheduler": scheduler}), Shortening(section, entry.name, stage, own.scheduler)
+    return own.model_copy(update=held), Shortening(section, entry.name, stage, own)
 
 
 def _strictness(found: tuple[Shortener, int]) -> tuple[int, int]:

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.pressure.controller import LevelChange
 
-# The scheduler value that a budget or pressure may have changed for a decision, by the decision's kind and reason.
+# Section and field of the value that a budget or pressure may have changed for a decision, by the decision's kind and
+# reason.
 BY_ENTRY = {
-    ("cap", "budget"): "max_think_tokens",
-    ("cap", "pressure"): "max_think_tokens",
-    ("cap", "empty_answer"): "max_think_tokens",
-    ("force", "soft_close"): "soft_think_tokens",
+    **{("cap", reason): ("scheduler", "max_think_tokens") for reason in ("budget", "pressure", "empty_answer")},
+    ("force", "soft_close"): ("scheduler", "soft_think_tokens"),
+    **{
+        ("force", reason): ("entropy", "shadow")
+        for reason in ("eat", "rank", "margin", "rpdi", "same_answer", "give_up")
+    },
 }
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",
@@ -133,9 +136,10 @@ class Journal:
         table, index = seen
         signals, number = (table.packed_row(index), table.window.shape[1]), self._log.number()
         made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, *signals)
-        limit = BY_ENTRY.get((made.kind, made.reason))
-        if shortening is not None and limit is not None:
-            by_entry = getattr(policy.scheduler, limit) != getattr(shortening.without, limit)
+        changed = BY_ENTRY.get((made.kind, made.reason))
+        if shortening is not None and changed is not None:
+            now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (policy, shortening.without))
+            by_entry = now != without
             made.logged.shortening, made.logged.level_change = (shortening, level_change) if by_entry else (None, None)
         self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
 

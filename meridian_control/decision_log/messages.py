@@ -227,7 +227,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("probe", "empty_answer"): _cap_probe,
     }
     rule = rules.get((made.kind, made.reason))
-    return list(rule(made, made.policy)) if rule else []
+    return [*rule(made, made.policy), *compared_reading(made)] if rule else []
 
 
 def _eat(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
@@ -299,7 +299,6 @@ def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
     rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
-    yield from compared_reading(made)
 
 
 def _loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
@@ -334,7 +333,6 @@ def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield "max_think_tokens", cap, "=", name, limit
     if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):
         yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
-    yield from compared_reading(made)
 
 
 def _limit_name(made: LoggedDecision, field: str) -> str:

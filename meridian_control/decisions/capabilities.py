@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_control.decisions.probe_timing import eat_may_end
 from meridian_control.policy.model import Override, Who
+from meridian_control.policy.shortening_schema import PressurePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,13 +133,18 @@ def _handovers(disagg: DisaggPolicy, hello: agent_pb2.Hello) -> Iterator[tuple[s
 
 def _shorteners(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     """Yield what the budgets and pressure entries in force need that may match a request for the engine's own model."""
-    if not policy.scheduler.enabled or policy.scheduler.shadow:
-        return
+    caps = policy.scheduler.enabled and not policy.scheduler.shadow
     sections: dict[str, tuple[Shortener, ...]] = {"budget": policy.budget, "pressure": policy.pressure}
     for section, entries in sections.items():
         for index, entry in enumerate(entries):
-            if not entry.shadow and (not entry.model or fnmatchcase(hello.model, entry.model)):
+            if entry.shadow or (entry.model and not fnmatchcase(hello.model, entry.model)):
+                continue
+            if caps:
                 yield f"{section}[{index}].max_think_tokens", "force_end"
+            if isinstance(entry, PressurePolicy) and entry.entropy_in_force:
+                rules = _rules("entropy", policy.entropy.model_copy(update={"shadow": False}))
+                for capability in sorted({capability for _, capability in rules}):
+                    yield f"{section}[{index}].entropy_in_force", capability
 
 
 def _loop_rules(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:

@@ -200,6 +200,12 @@ class PressurePolicy(Section):
         description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it.",
         json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
     )
+    entropy_in_force: bool = Field(
+        False,
+        description="While the entry shortens a request, the section entropy is in force for the request, although the "
+        "section is in shadow.",
+        json_schema_extra=advice("Set it to true to end converged thinking only while an engine is busy."),
+    )
     shadow: bool = Field(
         True,
         description="Measure and show the level, but shorten no thinking.",

@@ -119,8 +119,9 @@ class Decider:
         own, extended = self._groups.of(slot).scheduler, bool(self._table.extended[slot])
         if (shortening := self._groups.shortening(slot)) is None:
             return termination.cap(own, info, extended), "hard_cap"
-        cap = termination.cap(own, info, extended, shortening.without)
-        return cap, shortening.section if cap < termination.cap(shortening.without, info, extended) else "hard_cap"
+        without = shortening.without.scheduler
+        cap = termination.cap(own, info, extended, without)
+        return cap, shortening.section if cap < termination.cap(without, info, extended) else "hard_cap"
 
     def _tell_cap(self, slot: int, limits: tuple[int, bool, int], why: str, out: Out) -> None:
         """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""

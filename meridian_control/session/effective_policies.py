@@ -140,12 +140,12 @@ class Groups:
         """Find the policy of live requests whose budgets or pressure entries have changed their stages."""
         assert self.policy is not None
         # Requests with the same policy and the same entries go on having the same policy.
-        alike: dict[tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]], list[int]] = {}
+        alike: dict[tuple[int, bool, tuple[str, ...], tuple[tuple[int, int], ...]], list[int]] = {}
         for slot in slots:
-            same = int(self._table.group[slot]), self._charges.names(slot), self._pressure.stages(slot)
-            alike.setdefault(same, []).append(slot)
+            policy = int(self._table.group[slot]), bool(self._table.control[slot])
+            alike.setdefault((*policy, self._charges.names(slot), self._pressure.stages(slot)), []).append(slot)
         known = {budget.name: budget for budget in self.policy.budget}
-        found = [(self._unshortened[group], names, levels, own) for (group, names, levels), own in alike.items()]
+        found = [(self._unshortened[group], names, levels, own) for (group, _, names, levels), own in alike.items()]
         for own, names, levels, same_slots in found:
             self._shorten(same_slots, own, tuple(known[name] for name in names), levels)
 
@@ -153,9 +153,10 @@ class Groups:
         self, slots: list[int], own: Policy, budgets: tuple[BudgetPolicy, ...], pressure: tuple[tuple[int, int], ...]
     ) -> None:
         """Find the policy of requests that have the same policy without budgets and pressure, that count towards the
-        same budgets, and that pressure puts in the same stages."""
+        same budgets, and that pressure puts in the same stages. All are in the control group, or none is."""
         by_section = {"budget": in_stages(budgets, self.stages), "pressure": self._pressure.in_stages(pressure)}
-        policy, by = shortened(own, [*by_section["budget"], *by_section["pressure"]])
+        control = bool(self._table.control[slots[0]])
+        policy, by = shortened(own, [*by_section["budget"], *by_section["pressure"]], control=control)
         group = 0 if policy is self.policy else self._index_of(policy, by, own)
         shadows: dict[str, tuple[Shortener, ...]] = {"budget": budgets, "pressure": self._pressure.entries}
         would = {

@@ -10,6 +10,7 @@ import asyncio
 import json
 import shutil
 import time
+import tomllib
 from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +40,9 @@ STOCK, DEFAULT, STATIC, PRESSURE = ARMS = ("stock", "default", "static_cap", "pr
 TARGET, GAP_STEPS = 2.0, 6.0
 # Share of the target at which the policy aims, so that a window that has just missed it did not miss the target.
 AIM = 0.7
-FLOOR_TOKENS, CAP_TOKENS, SOFT_TOKENS, WINDOW_S = 16, 64, 48, 2
+FLOOR_TOKENS, CAP_TOKENS, SOFT_TOKENS, WINDOW_S = 16, 128, 128, 2
+# The calibrated rule of the demo, in shadow until a target is missed.
+RULES = {**tomllib.loads((ROOT / "tests" / "demo" / "after.toml").read_text())["entropy"], "shadow": True}
 FEW = 16
 
 
@@ -197,12 +200,12 @@ class Benchmark:
     def policy(self, arm: str, cap_tokens: int) -> dict[str, Any]:
         floor = {"scheduler": {"min_think_tokens": FLOOR_TOKENS}}
         entry = {"name": "all", "ttfvt_p99_ms": 1e3 * AIM * self.target_s, "window_s": WINDOW_S, "shadow": False}
-        entry |= {"soft_think_tokens": SOFT_TOKENS, "max_think_tokens": CAP_TOKENS}
+        entry |= {"soft_think_tokens": SOFT_TOKENS, "max_think_tokens": CAP_TOKENS, "entropy_in_force": True}
         capped = {"min_think_tokens": min(FLOOR_TOKENS, cap_tokens), "max_think_tokens": cap_tokens}
         policies: dict[str, dict[str, Any]] = {
             STOCK: STOCK_POLICY,
             DEFAULT: {},
-            PRESSURE: {**floor, "pressure": [entry]},
+            PRESSURE: {**floor, "entropy": RULES, "pressure": [entry]},
             STATIC: {"scheduler": capped},
         }
         return policies[arm]

@@ -119,7 +119,8 @@ class Invariants:
         if not budgeted:
             return policy.of(who)
         pressed = session.pressure.in_stages(session.pressure.stages(slot))
-        return shortened(policy.of(who), [*in_stages(matching(policy.budget, who), session.budget_stages), *pressed])[0]
+        entries = [*in_stages(matching(policy.budget, who), session.budget_stages), *pressed]
+        return shortened(policy.of(who), entries, control=bool(session.table.control[slot]))[0]
 
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)

@@ -1338,6 +1338,7 @@ class PressurePolicy(_message.Message):
     SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    ENTROPY_IN_FORCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the entry, unique among the policy's pressure entries, under which an engine keeps its level."""
     model: _builtins.str
@@ -1366,6 +1367,10 @@ class PressurePolicy(_message.Message):
     """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it."""
     shadow: _builtins.bool
     """Measure and show the level, but shorten no thinking."""
+    entropy_in_force: _builtins.bool
+    """While the entry shortens a request, the section entropy is in force for the request, although the section is in
+    shadow.
+    """
     def __init__(
         self,
         *,
@@ -1383,13 +1388,16 @@ class PressurePolicy(_message.Message):
         soft_think_tokens: _builtins.int | None = ...,
         max_think_tokens: _builtins.int | None = ...,
         shadow: _builtins.bool | None = ...,
+        entropy_in_force: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__effort: _TypeAlias = _typing.Literal["effort"]  # noqa: Y015
     _WhichOneofArgType__effort: _TypeAlias = _typing.Literal["_effort", b"_effort"]  # noqa: Y015
+    _WhichOneofReturnType__entropy_in_force: _TypeAlias = _typing.Literal["entropy_in_force"]  # noqa: Y015
+    _WhichOneofArgType__entropy_in_force: _TypeAlias = _typing.Literal["_entropy_in_force", b"_entropy_in_force"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -1418,6 +1426,8 @@ class PressurePolicy(_message.Message):
     _WhichOneofArgType__window_s: _TypeAlias = _typing.Literal["_window_s", b"_window_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__effort) -> _WhichOneofReturnType__effort | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_in_force) -> _WhichOneofReturnType__entropy_in_force | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
     @_typing.overload

@@ -64,7 +64,7 @@ def test_each_stage_shortens_and_none_goes_below_the_floor(
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
     assert held.scheduler.min_think_tokens == own.scheduler.min_think_tokens
     assert by is not None
-    assert (by.section, by.name, by.stage, by.without) == ("budget", "acme", stage, own.scheduler)
+    assert (by.section, by.name, by.stage, by.without) == ("budget", "acme", stage, own)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +107,35 @@ def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int
     held, by = shortened(own, in_stages(matching(own.budget, WHO), stages))
     assert by is not None
     assert (by.name, held.scheduler.max_think_tokens) == (name, cap)
+
+
+@pytest.mark.parametrize(
+    ("pressure", "stage", "control", "in_force"),
+    [
+        ({}, SOFT_CLOSE, False, True),
+        ({}, UNSHORTENED, False, False),
+        ({}, FLOOR, True, False),
+        ({"shadow": True}, FLOOR, False, False),
+        ({"entropy_in_force": False}, FLOOR, False, False),
+    ],
+)
+def test_pressure_puts_entropy_rules_in_force(
+    pressure: dict[str, Any], stage: int, control: bool, in_force: bool
+) -> None:
+    """Beside it a budget is stricter, and the rules of the control group stay in shadow."""
+    entry = {"name": "chat", "ttot_p99_ms": 1, "shadow": False, "entropy_in_force": True, **pressure}
+    own = policy(entropy={"shadow": True}, budget=[ACME], pressure=[entry])
+    pressed = [(own.pressure[0], stage)] if stage > UNSHORTENED else []
+    held, by = shortened(own, [(own.budget[0], FLOOR), *pressed], control=control)
+    assert held.entropy == own.entropy.model_copy(update={"shadow": not in_force})
+    assert by is not None
+    assert by.name == "acme"
+
+
+def test_pressure_may_change_the_entropy_rules_alone() -> None:
+    entry = {"name": "chat", "ttot_p99_ms": 1, "soft_think_tokens": 4096, "shadow": False, "entropy_in_force": True}
+    own = policy(scheduler={"soft_think_tokens": 2048}, entropy={"shadow": True}, pressure=[entry])
+    held, by = shortened(own, [(own.pressure[0], SOFT_CLOSE)])
+    assert (held.scheduler, held.entropy.shadow) == (own.scheduler, False)
+    assert by is not None
+    assert (by.section, by.name) == ("pressure", "chat")

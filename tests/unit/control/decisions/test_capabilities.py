@@ -152,3 +152,25 @@ def test_a_budget_in_force_asks_for_forced_ends(budget: dict[str, Any], schedule
     asked = policy(scheduler=scheduler, budget=[{"name": "a", "tokens_per_day": 1, **budget}])
     said = "the engine lacks force_end, needed for budget[0].max_think_tokens" if asks else ""
     assert missing(asked, hello(capabilities=NONE)) == said
+
+
+@pytest.mark.parametrize(
+    ("pressure", "entropy", "asks"),
+    [
+        ({}, {}, True),
+        ({"entropy_in_force": False}, {}, False),
+        ({"shadow": True}, {}, False),
+        ({"model": "other"}, {}, False),
+        ({}, {"enabled": False}, False),
+    ],
+)
+def test_entropy_rules_under_pressure_ask_for_what_they_read(
+    pressure: dict[str, Any], entropy: dict[str, Any], asks: bool
+) -> None:
+    entry = {"name": "a", "ttot_p99_ms": 1, "shadow": False, "entropy_in_force": True, **pressure}
+    asked = policy(scheduler={"enabled": False}, entropy=entropy, pressure=[entry])
+    lacking = "; ".join(
+        f"the engine lacks {name}, needed for pressure[0].entropy_in_force"
+        for name in ("eat_probe", "force_end", "token_entropy")
+    )
+    assert missing(asked, hello(capabilities=NONE)) == (lacking if asks else "")

@@ -13,7 +13,7 @@ from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
 from meridian_control.session.session import Session
 from tests.fakes.tables import policy
-from tests.unit.sessions import NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -91,6 +91,34 @@ def test_thinking_yields_while_answers_are_slow_and_is_restored_after() -> None:
     assert live["ours"].state.think_tokens < 100, "a request that has thought longer than its cap ends at once"
     seconds(made, 5, FAST_MS)
     assert level(made) == 5
+    assert made.balanced()
+
+
+def test_converged_thinking_ends_only_under_pressure() -> None:
+    """The entropy rules are in shadow; a request whose EAT has converged before goes on until the level rises."""
+    rules = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
+        entropy=CALIBRATED | {"shadow": True},
+        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
+    )
+    made = answering(rules)
+    made.open("ours", 10_000, tenant="chat")
+    made.open("other", 10_000, tenant="batch")
+    made.step(60)
+    assert made.session.totals.ends == {"natural": 2, "eat_shadowed": 2}, "without pressure the rule is in shadow"
+    seconds(made, 2.5, SLOW_MS)
+    assert level(made) == 2
+    assert made.session.totals.ends["eat"] == 1
+    live = made.agent.engine.live
+    assert live["ours"].state.think_tokens < live["other"].state.think_tokens, "only requests under pressure end"
+    (end,) = [e.decision for e in life(made, "ours").events if e.decision.kind == "force" and not e.decision.shadow]
+    assert (end.reason, end.pressure.name, end.pressure.level) == ("eat", "chat", 2)
+    assert any(row.limit_name == "pressure chat output_itl_p99_ms" for row in end.comparisons)
+    while level(made):
+        seconds(made, 1, FAST_MS)
+    made.open("later", 10_000, tenant="chat")
+    made.step(60)
+    assert made.session.totals.ends == {"natural": 2, "eat": 1, "eat_shadowed": 3}, "in shadow again"
     assert made.balanced()
 
 
