@@ -1,5 +1,5 @@
-"""Installs the agent in vLLM by wrapping the two functions through which vLLM builds schedulers and workers, and the
-requests of its API servers.
+"""Installs the agent in vLLM by wrapping the two functions through which vLLM builds schedulers and workers, the
+requests of its API servers, and the statistics that its front ends expose.
 
 `install` runs in every vLLM process (front end, engine core, workers), but each wrapper acts only in the process that
 calls it. Importing this module does not touch a GPU.
@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.vllm_adapter import client_effort, kv_connectors
+from meridian_agent.vllm_adapter import client_effort, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ _INSTALLED = "_meridian_installed"
 
 
 def install() -> None:
-    """Wrap the two functions through which vLLM builds schedulers and workers, and the requests of its API servers.
+    """Wrap the two functions through which vLLM builds schedulers and workers, the requests of its API servers, and the
+    statistics that its front ends expose.
 
     If this vLLM cannot host the agent, only the choice of the scheduler class is wrapped, so that the engine core tells
     the control plane why; then Unsupported is raised.
@@ -40,6 +41,7 @@ def install() -> None:
     _after_choosing(SchedulerConfig, _governed)
     _wrap_worker(WorkerWrapperBase)
     client_effort.install()
+    server_metrics.install()
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 

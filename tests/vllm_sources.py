@@ -162,7 +162,8 @@ def main() -> None:
     *options, path = sys.argv[1:]
     sources = Sources(Path(path))
     api = required_api
-    tables = [api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER, api.API_SERVER, api.BUDGET, api.HAND_OVER]
+    tables = [api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER]
+    tables += [api.API_SERVER, api.BUDGET, api.HAND_OVER, api.METRICS]
     if tuple(map(int, sources.version().split(".")[:2])) >= api.PROBE_ROWS_FROM:
         tables.append(api.PROBE_ROWS)
     lacking = [name for table in tables for name in missing(sources, table)]

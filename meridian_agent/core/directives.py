@@ -274,6 +274,8 @@ class Directives:
         ending = live.ending
         if ending is not None and ending.position == len(ending.tokens):
             live.complete_forced_end()
+            if not ending.by_cap:
+                self._tracker.saved_tokens += max(0, (live.limit or 0) - live.think_tokens)
             if live.cap is not None and live.cap.decision_id == ending.decision_id:
                 live.mark_cap_reported()
             elif not ending.by_cap:

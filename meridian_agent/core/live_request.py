@@ -120,6 +120,9 @@ class LiveRequest:
     allowed: bool = True
     # KV blocks that an answering request had when it was preempted, each with the hash it had then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
+    # The answer has begun; and the thinking tokens that were taken for the count of the engine's.
+    answered: bool = False
+    taken_think_tokens: int = 0
     run: CountedSteps | None = None
     # Row of the request in the run, -1 while it is not a member; and the run's counted steps that `own_state` includes.
     run_row: int = -1
@@ -301,6 +304,15 @@ class LiveRequest:
         return self.same_answer
 
     # ------------------------------------------------------------------------------------------------------- tokens
+
+    def mark_answered(self) -> None:
+        """Note that the first answer token has been generated."""
+        self.answered = True
+
+    def take_think_tokens(self) -> int:
+        """Return the thinking tokens since the last call; below 0 if a marker has taken tokens back."""
+        before, self.taken_think_tokens = self.taken_think_tokens, self.think_tokens
+        return self.taken_think_tokens - before
 
     def reread(self, state: PhaseState, default_cap: int | None, default_reserve: int, known_from: int) -> None:
         """Replace the state, because the request's tokens have been read with other markers. known_from: step of the

@@ -40,6 +40,11 @@ class Tracker:
         # the keys of a dict, which keeps the order of arrival; the order of a set would depend on memory addresses.
         self.due: dict[LiveRequest, None] = {}
         self.preempted: dict[LiveRequest, None] = {}
+        # Requests that answer, and whose first answer token had not come when `take_answered` was called last.
+        self.before_answer: dict[LiveRequest, None] = {}
+        # Thinking tokens between a rule's end and the cap in force, summed over such ends.
+        self.saved_tokens = 0
+        self._closed_think_tokens = 0
         self.record = StepRecord()
         self.answering = 0
         self.thinking = 0
@@ -80,7 +85,11 @@ class Tracker:
         if preempted:
             self.preempted[live] = None
         self.by_id[info.request_id] = self.by_slot[slot] = live
+        live.take_think_tokens()
+        if state.output_tokens:
+            live.mark_answered()
         self._count(state.phase, 1)
+        self._expect_answer(live)
         self.watch_limit(live)
         self.reorder = True
         self.run.changed()
@@ -92,6 +101,7 @@ class Tracker:
         self.run.leave(live)
         self._count(live.own_state.phase, -1)
         live.reread(state, self.default_cap, self.default_reserve, self._last_step + 1)
+        live.take_think_tokens()
         self._count(state.phase, 1)
         self.reorder = self.record.urgent = True
         self.watch_limit(live)
@@ -127,6 +137,23 @@ class Tracker:
             self.thinking += by
         elif phase is Phase.OUTPUT:
             self.answering += by
+
+    def _expect_answer(self, live: LiveRequest) -> None:
+        if live.phase is Phase.OUTPUT and not live.answered:
+            self.before_answer[live] = None
+
+    def take_answered(self) -> list[LiveRequest]:
+        """Return the live requests whose first answer token has come since the last call."""
+        answered = [live for live in self.before_answer if live.state.output_tokens > 0]
+        for live in answered:
+            live.mark_answered()
+            del self.before_answer[live]
+        return answered
+
+    def take_think_tokens(self) -> int:
+        """Return the thinking tokens of all requests since the last call; below 0 if markers have taken tokens back."""
+        closed, self._closed_think_tokens = self._closed_think_tokens, 0
+        return closed + sum(live.take_think_tokens() for live in self.by_id.values())
 
     def watch_limit(self, live: LiveRequest) -> None:
         """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise."""
@@ -221,6 +248,7 @@ class Tracker:
                 self._count(before, -1)
                 self._count(state.phase, 1)
                 live.enter_phase(self._last_step + 1)
+                self._expect_answer(live)
                 self.reorder = record.urgent = True
                 ended = ended or before is Phase.THINK
         live.expected.clear()
@@ -259,6 +287,8 @@ class Tracker:
         del self.by_slot[live.slot]
         self.loops.forget(live.slot)
         self._count(live.state.phase, -1)
+        self._closed_think_tokens += live.take_think_tokens()
+        self.before_answer.pop(live, None)
         self.due.pop(live, None)
         self.preempted.pop(live, None)
         self.record.closed.append((live.slot, reason))

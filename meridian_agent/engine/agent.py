@@ -33,6 +33,7 @@ from meridian_agent.engine.queue_order import QueueOrder
 from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.engine.token_masks import TokenMasks
 from meridian_agent.vllm_adapter import request_api, scheduler_api
+from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,6 +70,7 @@ class Agent:
         self.accounts = StepAccounting(tracker, directives, self.probing, self.hand_over)
         self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = KvBlocks(directives, facts.tool_call)
+        self.phase_numbers = PhaseNumberSender(tracker)
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
@@ -344,6 +346,7 @@ class Agent:
         self.probing.rows_possible = self.measuring.probe_rows and not self.facts.no_probe_rows
         self.probing.collect_rows(runner_output)
         self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
+        self.phase_numbers.add_to(outputs.values())
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()

@@ -228,6 +228,21 @@ API_SERVER: Table = {
 # The field with vLLM's own budget of thinking tokens; without it requests have no cap but those that Meridian knows.
 BUDGET: Table = {"vllm.sampling_params:SamplingParams": ("thinking_token_budget",)}
 
+# The API that brings the numbers of an engine's phases into vLLM's own /metrics; without it they are missing there.
+METRICS: Table = {
+    "vllm.v1.engine:EngineCoreOutputs": ("scheduler_stats",),
+    "vllm.v1.metrics.stats:SchedulerStats": ("num_running_reqs", "num_waiting_reqs"),
+    "vllm.v1.metrics.loggers:PrometheusStatLogger": (
+        "__init__(vllm_config=_, engine_indexes=_)",
+        "record(_, engine_idx=_, **_)",
+        "_counter_cls",
+        "_gauge_cls",
+        "_histogram_cls",
+        "engine_indexes",
+        "vllm_config",
+    ),
+}
+
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
 # The API that the agent uses in workers, one table for each of vLLM's model runners. A worker checks the table of the
 # runner that it has.

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.test_served import APART, Served
+from tests.engine.test_served import APART, Served, phase_metrics
 from tests.processes import MARKED, RPC_S, Control, free_port, wait_for
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class Client:
 
         life: fleet_pb2.RequestLife = wait_for(ended, 20, f"the end of {name}")
         return life
+
+    def phase_metric(self, name: str) -> float:
+        """Return one of the agent's metrics in vLLM's own /metrics."""
+        return phase_metrics(self._port)[f"meridian_vllm_{name}"]
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"http://{self._metrics}/metrics", timeout=RPC_S).text
@@ -138,6 +142,19 @@ def test_unknown_efforts_are_counted(client: Client) -> None:
         client.chat(f"unknown-{effort}", vllm_xargs={"meridian_effort": effort})
         assert client.life(f"unknown-{effort}").effort == effort
     wait_for(lambda: client.metric("meridian_unknown_efforts_total") == before + 2, 20, "both efforts to be counted")
+
+
+def test_two_api_servers_tell_the_phases_together(client: Client) -> None:
+    """vLLM gives the numbers of a step to one of the API servers, and any of them adds up what all were given: the
+    thinking tokens that vLLM itself counts for the clients."""
+    names = "think_tokens_total", "ttfvt_seconds_count"
+    before = [client.phase_metric(name) for name in names]
+    usages = [client.chat(max_tokens=400)["usage"] for _ in range(4)]
+    think_tokens = sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
+    after = [before[0] + think_tokens, before[1] + len(usages)]
+    wait_for(lambda: [client.phase_metric(name) for name in names] == after, 20, f"{names} of {after}")
+    requests = "requests/think", "requests/output"
+    wait_for(lambda: not any(client.phase_metric(name) for name in requests), 20, "no request")
 
 
 @pytest.mark.parametrize(("budget", "own", "cap"), [(7, None, 7), (9, 4, 4), (4, 9, 4), (0, None, 0), (-1, 5, 5)])

@@ -19,6 +19,7 @@ from meridian_agent.vllm_adapter.required_api import (
     BUDGET,
     CONNECTOR,
     ENGINE,
+    METRICS,
     PROBE_ROWS,
     V1_RUNNER,
     V2_RUNNER,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 ALL = {**CONNECTOR, **V1_RUNNER, **V2_RUNNER, **API_SERVER, **ENGINE}
 PARAMS = "vllm.sampling_params:SamplingParams"
+ALL |= {owner: ALL.get(owner, ()) + wanted for owner, wanted in METRICS.items()}
 ALL[PARAMS] += BUDGET[PARAMS]
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.certificates import Authority
 from tests.data import maze
 from tests.engine import ENGINE_ARGS
-from tests.processes import ENGINE_ENV, Control, Process, free_port, wait_for
+from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -96,6 +98,25 @@ async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
     return list(await asyncio.gather(*(stream(served, prompt, **extra) for prompt in PROMPTS)))
 
 
+def phase_metrics(port: int) -> defaultdict[str, float]:
+    """Return the agent's metrics in vLLM's own /metrics, by name and phase."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=RPC_S).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = defaultdict[str, float](float)
+    for sample in samples:
+        if sample.name.startswith("meridian_vllm_") and "le" not in sample.labels:
+            found["/".join([sample.name, *filter(None, [sample.labels.get("phase")])])] += sample.value
+    return found
+
+
+async def watched(served: Served) -> tuple[list[tuple[str, str, str]], list[defaultdict[str, float]]]:
+    """Return the answers to all prompts, and the agent's metrics as they were scraped meanwhile."""
+    answers, seen = asyncio.ensure_future(all_of(served)), list[defaultdict[str, float]]()
+    while not answers.done():
+        seen.append(await asyncio.to_thread(phase_metrics, served.port))
+    return await answers, seen
+
+
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates"))
@@ -121,16 +142,33 @@ def secured(authority: Authority) -> dict[str, Any]:
     return {"options": options, "credentials": authority.issue("operator").credentials().channel()}
 
 
+def think_tokens_after(served: Served, answers: int) -> float:
+    """Return the thinking tokens in vLLM's own metrics once these have so many answers and no live request."""
+
+    def counted() -> float:
+        metrics = phase_metrics(served.port)
+        live = sum(value for name, value in metrics.items() if name.startswith("meridian_vllm_requests"))
+        ended = not live and metrics["meridian_vllm_ttfvt_seconds_count"] == answers
+        return ended and metrics["meridian_vllm_think_tokens_total"]
+
+    return float(wait_for(counted, 20, f"{answers} answers in vLLM's own metrics"))
+
+
 async def test_life_without_with_and_after_the_control_plane(
     served: tuple[Served, Path, int], authority: Authority
 ) -> None:
     """The control plane is absent at start, brought up, killed while clients stream, and brought back.
 
-    No request fails, and the agent resyncs.
+    No request fails, and the agent resyncs. vLLM's own metrics tell the phases all the time.
     """
     server, folder, port = served
     folder.mkdir()
-    alone = await all_of(server)
+    alone, meanwhile = await watched(server)
+    for name in ("requests/think", "kv_tokens/think"):
+        assert any(metrics[f"meridian_vllm_{name}"] for metrics in meanwhile), name
+    once = await asyncio.to_thread(think_tokens_after, server, len(alone))
+    # The tokens between two words, such as the end of a paragraph, are no words.
+    assert once > sum(len(reasoning.split()) for reasoning, *_ in alone)
     assert all(finish == "stop" for _, _, finish in alone)
     assert sum(maze.is_correct(p, content) for p, (_, content, _) in zip(PROMPTS, alone, strict=True)) >= 4
 
@@ -149,6 +187,7 @@ async def test_life_without_with_and_after_the_control_plane(
         control.process.kill()
         assert not streaming.done()
         assert await streaming == [alone] * ROUNDS
+        assert await asyncio.to_thread(think_tokens_after, server, (ROUNDS + 2) * len(alone)) == (ROUNDS + 2) * once
 
         control.start()
         await asyncio.to_thread(wait_for, lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")
