@@ -112,8 +112,13 @@ def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.response.id", opened.request_id
     yield "gen_ai.usage.input_tokens", opened.prompt_tokens
     yield "gen_ai.usage.output_tokens", life.think_tokens + life.output_tokens
-    yield "meridian.think_tokens", life.think_tokens
+    yield "gen_ai.usage.reasoning.output_tokens", life.think_tokens
+    if opened.effort:
+        yield "gen_ai.request.reasoning.level", opened.effort
     yield "meridian.engine_id", life.engine_id
+    # `meridian.think_tokens` and `meridian.effort` are older names of two of these attributes. The release after 0.3
+    # drops them.
+    yield "meridian.think_tokens", life.think_tokens
     for name in ("tenant", "slo_class", "effort"):
         if value := getattr(opened, name):
             yield f"meridian.{name}", value

@@ -65,7 +65,7 @@ def attributes(of: Any) -> dict[str, Any]:
 
 def test_a_request_is_a_span_with_its_phases_and_its_forced_end(collector: Collector) -> None:
     made, tracing = traced(collector)
-    made.open("a", answer=3, tenant="acme")
+    made.open("a", answer=3, tenant="acme", effort="low")
     made.step(6)
     made.agent.preempt("a")
     made.step(2)
@@ -82,7 +82,11 @@ def test_a_request_is_a_span_with_its_phases_and_its_forced_end(collector: Colle
     assert output.end_time_unix_nano == whole.end_time_unix_nano
     told = attributes(whole)
     assert (told["gen_ai.response.id"], told["meridian.tenant"], told["meridian.engine_id"]) == ("a", "acme", "engine")
-    assert told["meridian.think_tokens"] == attributes(think)["meridian.tokens"] > 0
+    assert told["gen_ai.usage.reasoning.output_tokens"] == attributes(think)["meridian.tokens"] > 0
+    assert told["gen_ai.usage.output_tokens"] == told["gen_ai.usage.reasoning.output_tokens"] + 3
+    assert told["gen_ai.request.reasoning.level"] == "low"
+    older = {"think_tokens": "gen_ai.usage.reasoning.output_tokens", "effort": "gen_ai.request.reasoning.level"}
+    assert {name: told[f"meridian.{name}"] for name in older} == {name: told[new] for name, new in older.items()}
     assert attributes(output)["meridian.tokens"] == 3
     names = [event.name for event in whole.events]
     assert names == ["meridian.preempted", "meridian.resumed", "meridian.force", "meridian.think_end"]
@@ -132,6 +136,7 @@ def test_a_request_that_is_traced_already_joins_that_trace(collector: Collector)
     tracing.stop()
     (whole,) = [span for span in collector.spans if span.name == "meridian.request"]
     assert attributes(whole)["gen_ai.response.id"] == "in"
+    assert "gen_ai.request.reasoning.level" not in attributes(whole), "the client named no effort"
     assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
 
