@@ -231,7 +231,7 @@ BUDGET: Table = {"vllm.sampling_params:SamplingParams": ("thinking_token_budget"
 # The API that brings the numbers of an engine's phases into vLLM's own /metrics; without it they are missing there.
 METRICS: Table = {
     "vllm.v1.engine:EngineCoreOutputs": ("scheduler_stats",),
-    "vllm.v1.metrics.stats:SchedulerStats": ("num_running_reqs", "num_waiting_reqs"),
+    "vllm.v1.metrics.stats:SchedulerStats": ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"),
     "vllm.v1.metrics.loggers:PrometheusStatLogger": (
         "__init__(vllm_config=_, engine_indexes=_)",
         "record(_, engine_idx=_, **_)",

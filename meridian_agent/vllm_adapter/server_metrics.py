@@ -89,7 +89,7 @@ class _PhaseMetrics:
             engine.show(PhaseNumbers.decode(field))
         elif field is None:
             # The agent is off, so nobody knows the phases.
-            engine.show_unknown(stats.num_running_reqs + stats.num_waiting_reqs)
+            engine.show_unknown(stats.num_running_reqs + stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
 
 
 class _Engine:

@@ -180,7 +180,7 @@ def values(stat_logger: Any, name: str, engine: int = 0) -> list[float | None]:
 
 def stats(numbers: PhaseNumbers | list[float] | None) -> Any:
     said = numbers.encode() if isinstance(numbers, PhaseNumbers) else numbers
-    return SimpleNamespace(num_running_reqs=4, num_waiting_reqs=3, **{FIELD: said})
+    return SimpleNamespace(num_running_reqs=4, num_waiting_reqs=2, num_skipped_waiting_reqs=1, **{FIELD: said})
 
 
 def test_metrics(stat_logger: Any) -> None:
