@@ -1,4 +1,5 @@
-"""Counts the thinking tokens of one engine's requests for the budgets that the requests count towards.
+"""Counts the thinking tokens of one engine's requests for the budgets that the requests count towards, and for their
+tenants.
 
 The tokens are read from the request table when somebody asks and when a request closes, so a report costs nothing. The
 code does no I/O and reads no clock; each object belongs to one session.
@@ -7,7 +8,7 @@ code does no I/O and reads no clock; each object belongs to one session.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meridian_control.decisions.request_table import RequestTable
+
+K = TypeVar("K")
+# A tenant and a model.
+Account = tuple[str, str]
 
 # Number of combinations of budgets above which those that no live request has are dropped.
 ROOM = 1024
@@ -32,6 +37,7 @@ class Charges:
         self._sets: list[tuple[str, ...]] = [()]
         self._indices: dict[tuple[str, ...], int] = {(): 0}
         self._open: Counter[str] = Counter()
+        self._by_tenant: Counter[Account] = Counter()
 
     def names(self, slot: int) -> tuple[str, ...]:
         """Return the names of the budgets that the request in a slot counts towards."""
@@ -51,32 +57,46 @@ class Charges:
     def settle(self, slot: int) -> None:
         """Count the tokens of a request that closes, if it is live."""
         table = self._table
-        if table.holds(slot) and (names := self.names(slot)):
-            self._open.update(dict.fromkeys(names, int(table.think_tokens[slot] - table.charged_tokens[slot])))
+        if table.holds(slot) and (new := int(table.think_tokens[slot] - table.charged_tokens[slot])):
+            self._open.update(dict.fromkeys(self.names(slot), new))
+            self._count_for_tenant(slot, new)
             table.note_charged(slot)
 
     def settle_all(self) -> None:
         """Count the tokens of all live requests, because their budgets change. Tokens of requests without a budget will
         not count for a budget that they get now."""
         self._count()
-        self._table.note_charged(self._table.slots())
 
     def take(self) -> Counter[str]:
         """Return the thinking tokens since the last call, by the budget's name."""
         self._count()
-        taken, self._open = self._open, Counter()
+        taken, self._open = _without_debts(self._open)
+        return taken
+
+    def take_by_tenant(self) -> Counter[Account]:
+        """Return the thinking tokens since the last call, by tenant and model."""
+        self._count()
+        taken, self._by_tenant = _without_debts(self._by_tenant)
         return taken
 
     def _count(self) -> None:
         table = self._table
-        slots = (table.live & (table.budget_set > 0)).nonzero()[0]
+        slots = (table.live & (table.think_tokens != table.charged_tokens)).nonzero()[0]
         if not len(slots):
             return
         new = table.think_tokens[slots] - table.charged_tokens[slots]
         sums = np.bincount(table.budget_set[slots], weights=new, minlength=len(self._sets))
         for index in sums.nonzero()[0].tolist():
             self._open.update(dict.fromkeys(self._sets[index], int(sums[index])))
+        for slot, tokens in zip(slots.tolist(), new.tolist(), strict=True):
+            self._count_for_tenant(slot, tokens)
         table.note_charged(slots)
+
+    def _count_for_tenant(self, slot: int, tokens: int) -> None:
+        opened = self._table.info[slot]
+        # The first token of a request that another engine decodes is generated there once more.
+        if opened is not None and not opened.remote_decode:
+            self._by_tenant[opened.tenant, opened.model] += tokens
 
     def charged(self) -> dict[str, int]:
         """Count the tokens of all live requests; return the tokens that were counted of each, by its id."""
@@ -99,3 +119,14 @@ class Charges:
         self._indices = {names: index for index, names in enumerate(self._sets)}
         for slot in self._table.slots().tolist():
             self._table.set_budget_set(slot, self._indices[used[int(self._table.budget_set[slot])]])
+
+
+def _without_debts(counts: Counter[K]) -> tuple[Counter[K], Counter[K]]:
+    """Return the counts above 0, and those below, which later tokens are set off against.
+
+    A marker of several tokens takes back tokens that were counted as thinking; a counter that falls would look like a
+    restart.
+    """
+    below: Counter[K] = Counter()
+    below.subtract(-counts)
+    return +counts, below

@@ -56,6 +56,8 @@ class BudgetSharing:
         fleet, budgets = self._fleet, self._fleet.budgets
         budgets.set_budgets(self._policies())
         sessions = fleet.counted_sessions()
+        # Clients choose the names of tenants, so sessions must not keep them for long.
+        fleet.tenants.take(session.charges for session in sessions)
         if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
             for session in sessions:
                 budgets.add(session.charges.take())

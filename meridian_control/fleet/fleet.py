@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.budgets.fleet_budgets import FleetBudgets
+from meridian_control.budgets.tenant_usage import TenantUsage
 from meridian_control.common.errors import MeridianError, NotFound
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
@@ -82,7 +83,7 @@ class Fleet:
         # Counts of treated requests and of the control group, over all engines.
         self.experiments = Experiments()
         self.handovers, self.pool = Handovers(), HandoverPool()
-        self.budgets = FleetBudgets()
+        self.budgets, self.tenants = FleetBudgets(), TenantUsage()
         self.connections: set[Connection] = set()
         # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
         # that counters never fall.
@@ -246,6 +247,7 @@ class Fleet:
         """End a session and count the reason."""
         if connection in self.connections:
             self.budgets.carry(connection.session.identity, connection.session.charges)
+        self.tenants.take([connection.session.charges])
         self.connections.discard(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()

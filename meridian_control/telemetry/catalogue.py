@@ -141,6 +141,13 @@ THINKING = (
         "Shifts without a policy change: the workload or the model has changed; calibrate again.",
     ),
     _counter(
+        "meridian_tenant_think_tokens_total",
+        ("tenant", "model"),
+        "Thinking tokens that this replica has counted for the tenant; the sum over replicas is that of the fleet. A "
+        "replica counts all pairs after the first 1000 under `(other)`.",
+        "Bill by it. `(other)` grows: let the gateway, not clients, set `meridian_tenant`.",
+    ),
+    _counter(
         "meridian_think_ends_total",
         ("reason",),
         "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided.",

@@ -99,9 +99,9 @@ class FleetCollector(Collector):
     """Collects the fleet's metrics for Prometheus.
 
     The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections, budgets,
-    pressure entries and guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the
-    leading replica knows it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop. `savings` is
-    the newest comparison over all replicas, None on replicas that do not lead.
+    pressure entries, guardrails and MAX_ACCOUNTS of tenants. `leads` says whether this replica leads; `rollout` is the
+    newest rollout as the leading replica knows it; `faults` counts callers' faults by cause; `loop` is the fleet's
+    event loop. `savings` is the newest comparison over all replicas, None on replicas that do not lead.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class FleetCollector(Collector):
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", self._agents()),
             *budgets(self._fleet),
+            ("meridian_tenant_think_tokens_total", self._tenants()),
             *pressures(self._fleet),
             *control_group(self._fleet, self._savings()),
             *self._counted(),
@@ -180,6 +181,11 @@ class FleetCollector(Collector):
             _histogram("meridian_request_think_tokens", totals.think_tokens),
             _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
         ]
+
+    def _tenants(self) -> Rows:
+        fleet = self._fleet
+        fleet.tenants.take(session.charges for session in fleet.counted_sessions())
+        return fleet.tenants.counted.items()
 
     def _agents(self) -> Rows:
         count = Counter[int](engine.agent_state for engine in self._fleet.engines())

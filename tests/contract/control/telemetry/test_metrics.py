@@ -111,6 +111,27 @@ async def test_efforts_that_are_not_known(own: Process) -> None:
     assert sample.labels == {}
 
 
+async def test_thinking_by_tenant(own: Process) -> None:
+    """Every token counts once, whether its request lives, has ended, or its engine is gone."""
+    name = "meridian_tenant_think_tokens_total"
+    await own.started()
+    with LinkedEngine([own.target], "billed") as engine:
+        engine.open("first")
+        await engine.steps_until(engine.caps)
+        for request, tenant in (("a", "acme"), ("b", "acme"), ("c", "beta")):
+            engine.open(request, tenant=tenant)
+        for _ in range(9):
+            engine.step()
+        await until(lambda: value(own, name, tenant="beta", model="model") == 9)
+        assert value(own, name, tenant="acme", model="model") == 18
+        engine.engine.abort("a")
+        for _ in range(3):
+            engine.step()
+        await until(lambda: value(own, name, tenant="beta") == 12)
+    await until(lambda: value(own, "meridian_engines") == 0)
+    assert value(own, name, tenant="acme") == 21
+
+
 async def test_a_rollout(own: Process) -> None:
     await own.started()
     assert value(own, "meridian_rollout_state") == 0

@@ -337,3 +337,51 @@ def test_a_budget_in_force_needs_ranks_and_merges_as_many_steps() -> None:
         made = stream(budgeted(shadow=shadow))
         (told,) = [response.settings for response in made.responses if response.HasField("settings")]
         assert (told.observe_entropy, told.report_interval_steps) == (measured, 8)
+
+
+# ------------------------------------------------------------------------------------------------------------- tenants
+
+
+def test_thinking_counts_for_its_tenant_without_any_budget() -> None:
+    made = stream(policy(entropy={"enabled": False}))
+    for name, tenant in (("a", "acme"), ("b", "acme"), ("c", "")):
+        made.open(name, tenant=tenant)
+    made.step(7)
+    charges = made.session.charges
+    assert charges.take_by_tenant() == {("acme", "model"): 14, ("", "model"): 7}
+    assert charges.take() == charges.take_by_tenant() == {}
+    made.agent.abort("a")
+    made.step(2)
+    assert charges.take_by_tenant() == {("acme", "model"): 2, ("", "model"): 2}
+
+
+def test_budgets_and_tenants_count_apart() -> None:
+    """The store reads budgets once a second, and a scrape reads tenants whenever it comes."""
+    made = stream(budgeted())
+    made.open("a", tenant="acme")
+    made.step(3)
+    assert made.session.charges.take() == {"acme": 3}
+    made.step(4)
+    assert made.session.charges.take_by_tenant() == {("acme", "model"): 7}
+    assert made.session.charges.take() == {"acme": 4}
+
+
+def test_the_first_token_of_a_prefill_engine_counts_where_it_is_generated_again() -> None:
+    made = stream(budgeted())
+    opened = agent_pb2.RequestOpened(
+        slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, remote_decode=True
+    )
+    made.session.on_message(step_report(opened=[opened], tokens=tokens(1)), made.now)
+    assert made.session.charges.take_by_tenant() == {}
+
+
+def test_tokens_that_a_marker_takes_back_are_set_off_later() -> None:
+    """A counter that falls would look like a restart of the replica."""
+    made = stream(budgeted())
+    charges, table = made.session.charges, made.session.table
+    table.open(agent_pb2.RequestOpened(slot=0, tenant="acme", model="m", phase=agent_pb2.PHASE_THINK), 0.0)
+    charges.assign(0, ("acme",))
+    for think_tokens, counted in ((5, 5), (3, None), (4, None), (6, 1)):
+        table.think_tokens[0] = think_tokens
+        assert charges.take() == ({} if counted is None else {"acme": counted})
+        assert charges.take_by_tenant() == ({} if counted is None else {("acme", "m"): counted})
