@@ -33,7 +33,13 @@ VERSIONS = ("1.30", *(f"{major}.{minor}" for major, minor in RELEASES[-3:]))
 # Schemas of resources that Kubernetes itself does not know. KServe's services have none.
 MODELS = {
     "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",
+    "keda.sh/v1alpha1": "cloudcoil.models.keda.v1alpha1",
     "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
+}
+# Files of programs other than Kubernetes' API server, and resources without a schema.
+OTHERS = {
+    *("endpoint-picker.yaml", "kserve.yaml", "kustomization.yaml"),
+    *("production-stack.yaml", "prometheus-adapter.yaml"),
 }
 PATCHES = {"store.yaml", "tls.yaml", "args.yaml"}
 OVERLAYS = ("trial", "sqlite", "postgres")
@@ -47,7 +53,7 @@ FIELDS = {
 def whole_files() -> Iterator[Path]:
     for path in sorted(KUBERNETES.rglob("*.yaml")):
         patch = path.name in PATCHES or path.parts[-3:] == ("overlays", "postgres", "networkpolicy.yaml")
-        if path.name not in ("kustomization.yaml", "kserve.yaml", "production-stack.yaml") and not patch:
+        if path.name not in OTHERS and not patch:
             yield path
 
 
