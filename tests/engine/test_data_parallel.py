@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tests.engine.test_served import PROMPTS, Served, all_of, stream
+from tests.engine.test_served import PROMPTS, Served, all_of, phase_metrics, stream
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
 
         wait_for(lambda: sum(_ended(obey(revision))) == len(answers), 30, "every cap to be reported")
         engines = obey(revision)
+        counted = [phase_metrics(served.port, rank)["meridian_vllm_think_tokens_total"] for rank in ("0", "1")]
         names = [f"effort-{i}" for i in range(len(PROMPTS))]
         said = [
             stream(served, prompt, reasoning_effort="low", request_id=name)
@@ -50,6 +51,7 @@ async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
     assert engines.keys() == {"served", "served-dp1"}
     assert not any(engine.fault for engine in engines.values())
     assert all(_ended(engines)), "a rank got no request"
+    assert counted == [CAP * ended for ended in _ended(dict(sorted(engines.items())))], "vLLM's own metrics"
 
 
 def _ended(engines: dict[str, fleet_pb2.Engine] | None) -> list[int]:

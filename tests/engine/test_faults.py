@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_agent.core import guard as guard_module
+from meridian_agent.vllm_adapter.server_metrics import REQUESTS
 from tests.engine import Run, cases, chat
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import rebuild
+from tests.engine.test_phase_metrics import by_phase
 from tests.processes import ENGINE_ENV, Process, wait_for
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ def test_a_fault_around_a_step_with_probe_rows(  # noqa: PLR0917
     monkeypatch: pytest.MonkeyPatch,
     part: str,
 ) -> None:
-    """The agent fails between placing probes as rows and taking them out of vLLM's books: no token changes."""
+    """The agent fails between placing probes as rows and taking them out of vLLM's books: no token changes, and vLLM's
+    own metrics say that the phases are unknown."""
     limits = agent.queues.limits
 
     def fails(*args: Any) -> Any:
@@ -94,6 +97,7 @@ def test_a_fault_around_a_step_with_probe_rows(  # noqa: PLR0917
         run.add(f"r{number}", case, GREEDY.clone())
     run.until(lambda: bool(scheduler._guard.fault), settled=settled)
     assert "injected beside probe rows" in scheduler._guard.text
+    assert by_phase(REQUESTS) == {"unknown": len(scheduler.requests)}
     run.until()
     assert [run.tokens[f"r{number}"] for number in range(len(stock))] == stock
     assert not any(request.spec_token_ids for request in scheduler.running)

@@ -98,13 +98,14 @@ async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
     return list(await asyncio.gather(*(stream(served, prompt, **extra) for prompt in PROMPTS)))
 
 
-def phase_metrics(port: int) -> defaultdict[str, float]:
-    """Return the agent's metrics in vLLM's own /metrics, by name and phase."""
+def phase_metrics(port: int, *engines: str) -> defaultdict[str, float]:
+    """Return the agent's metrics in vLLM's own /metrics, by name and phase: sums over these engines, or over all."""
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=RPC_S).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     found = defaultdict[str, float](float)
     for sample in samples:
-        if sample.name.startswith("meridian_vllm_") and "le" not in sample.labels:
+        chosen = sample.name.startswith("meridian_vllm_") and "le" not in sample.labels
+        if chosen and (not engines or sample.labels["engine"] in engines):
             found["/".join([sample.name, *filter(None, [sample.labels.get("phase")])])] += sample.value
     return found
 
