@@ -73,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--trace-ratio", type=float, default=0.01, help="share of the requests without a trace context that are traced"
     )
+    p.add_argument(
+        "--otlp-metrics-endpoint",
+        default=os.environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
+        help="gRPC endpoint that gets the metrics of /metrics too, as OpenTelemetry metrics; default: none",
+    )
+    p.add_argument("--otlp-metrics-interval", type=float, default=60.0, help="seconds between two such exports")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--version", action="version", version=__version__)
     return p

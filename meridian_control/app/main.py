@@ -66,6 +66,20 @@ def register(parts: Parts) -> None:
     )
 
 
+def export_metrics(endpoint: str | None, interval_s: float, ending: AsyncExitStack) -> None:
+    """Send the metrics to an OpenTelemetry collector too until `ending`, unless there is no endpoint. Raises
+    ValueError."""
+    if not endpoint:
+        return
+    if interval_s <= 0:
+        raise ValueError(f"--otlp-metrics-interval must be above 0; got {interval_s}")
+    try:
+        from meridian_control.telemetry.otlp_metrics import MetricsExport
+    except ImportError as error:
+        raise ValueError(f"--otlp-metrics-endpoint needs the extra meridian-llm[traces]: {error}") from error
+    ending.push_async_callback(MetricsExport(endpoint, interval_s, REGISTRY).stop)
+
+
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     """Run a control plane until a signal. Raises MeridianError, OSError or ValueError if the start fails."""
     address, tls = listener(args)
@@ -73,6 +87,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
         serve_metrics(args.metrics_listen)
         register(parts)
+        export_metrics(args.otlp_metrics_endpoint, args.otlp_metrics_interval, ending)
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:
