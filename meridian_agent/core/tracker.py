@@ -40,8 +40,10 @@ class Tracker:
         # the keys of a dict, which keeps the order of arrival; the order of a set would depend on memory addresses.
         self.due: dict[LiveRequest, None] = {}
         self.preempted: dict[LiveRequest, None] = {}
-        # Requests that answer, and whose first answer token had not come when `take_answered` was called last.
+        # Requests whose thinking has ended and whose first answer token had not come when `take_answered` was called
+        # last; and requests whose answer has begun since then.
         self.before_answer: dict[LiveRequest, None] = {}
+        self.answered: list[LiveRequest] = []
         # Thinking tokens between a rule's end and the cap in force, summed over such ends.
         self.saved_tokens = 0
         self._closed_think_tokens = 0
@@ -89,7 +91,6 @@ class Tracker:
         if state.output_tokens:
             live.mark_answered()
         self._count(state.phase, 1)
-        self._expect_answer(live)
         self.watch_limit(live)
         self.reorder = True
         self.run.changed()
@@ -138,16 +139,21 @@ class Tracker:
         elif phase is Phase.OUTPUT:
             self.answering += by
 
-    def _expect_answer(self, live: LiveRequest) -> None:
-        if live.phase is Phase.OUTPUT and not live.answered:
+    def _look_for_answer(self, live: LiveRequest) -> None:
+        """Note that a request's answer has begun, or that its first token is expected, which may be counted in the
+        run."""
+        if live.state.output_tokens > 0:
+            live.mark_answered()
+            self.before_answer.pop(live, None)
+            self.answered.append(live)
+        elif live.phase is Phase.OUTPUT:
             self.before_answer[live] = None
 
     def take_answered(self) -> list[LiveRequest]:
-        """Return the live requests whose first answer token has come since the last call."""
-        answered = [live for live in self.before_answer if live.state.output_tokens > 0]
-        for live in answered:
-            live.mark_answered()
-            del self.before_answer[live]
+        """Return the requests whose first answer token has come since the last call."""
+        for live in list(self.before_answer):
+            self._look_for_answer(live)
+        answered, self.answered = self.answered, []
         return answered
 
     def take_think_tokens(self) -> int:
@@ -248,10 +254,11 @@ class Tracker:
                 self._count(before, -1)
                 self._count(state.phase, 1)
                 live.enter_phase(self._last_step + 1)
-                self._expect_answer(live)
                 self.reorder = record.urgent = True
                 ended = ended or before is Phase.THINK
         live.expected.clear()
+        if not live.answered:
+            self._look_for_answer(live)
         self.watch_limit(live)
         return ended
 
@@ -268,6 +275,8 @@ class Tracker:
         else:
             state.output_tokens += state.phase is Phase.OUTPUT
             live.own_boundary = 0
+            if not live.answered:
+                self._look_for_answer(live)
         self.record.add_row(live.slot, state.phase, live.own_boundary, row)
         return False
 

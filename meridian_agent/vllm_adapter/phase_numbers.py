@@ -73,7 +73,7 @@ class PhaseNumberSender:
         statistics; none has if vLLM collects no statistics."""
         tracker, now = self._tracker, time.monotonic()
         stats = next((group.scheduler_stats for group in groups if group.scheduler_stats is not None), None)
-        answered = tracker.take_answered() if tracker.before_answer else ()
+        answered = tracker.take_answered() if tracker.answered or tracker.before_answer else ()
         if stats is None:
             return
         if answered:

@@ -110,7 +110,25 @@ def test_without_statistics_nothing_is_kept(engine: Engine) -> None:
     engine.tracker.feed(live, [END, TEXT], 0)
     assert engine.step(INTERVAL_S, stats=None) is None
     assert engine.numbers().ttfvt_s == []
-    assert not engine.tracker.before_answer
+    assert not engine.tracker.answered
+
+
+def test_a_first_answer_token_that_the_run_counts(engine: Engine) -> None:
+    """After the marker the request may be one of those that are counted together."""
+    tracker, live = engine.tracker, engine.open("r", [START])
+    waiting = engine.open("waits", [START, END])
+    for token in (TEXT, END, TEXT):
+        others = tracker.note(["r"], [[token]])
+        tracker.count(others)
+        for row in others:
+            tracker.feed(live, [token], row)
+        tracker.looked_at(others)
+    assert live.run_row >= 0
+    assert list(tracker.before_answer) == [live], "a request that waits for its first step costs the others nothing"
+    assert engine.numbers().ttfvt_s == [2.0 + INTERVAL_S]
+    tracker.feed(waiting, [TEXT], 0)
+    assert len(engine.numbers().ttfvt_s) == 1
+    assert not tracker.before_answer
 
 
 @pytest.mark.parametrize(("by_cap", "shadow", "saved"), [(False, False, 17), (True, False, 0), (False, True, 0)])
