@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from meridian_control.policy.diff import spelled
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.drift_schema import EatBin, SignalBin
+from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
-from meridian_control.policy.model import PER_REQUEST
-from meridian_control.policy.model_section import ModelPolicy
+from meridian_control.policy.model import IN_OVERRIDES
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
@@ -38,6 +38,7 @@ SECTIONS: dict[str, type[Section]] = {
     "entropy.rank_reference[], margin_reference[], rpdi_reference[]": SignalBin,
     "loop": LoopPolicy,
     "disagg": DisaggPolicy,
+    "engine": EnginePolicy,
     "kv_memory": KvMemoryPolicy,
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,
@@ -47,8 +48,8 @@ SECTIONS: dict[str, type[Section]] = {
 }
 HEAD = """# Policy fields
 
-`python -m tests.policy_reference --write` makes this page from `schema.py` and `model_section.py`, and a test holds
-it against that. An `[[override]]` may set the fields marked with `*` for the requests that it matches
+`python -m tests.policy_reference --write` makes this page from the schema of each section, and a test holds
+it against that. An `[[override]]` may set the fields marked with `*` for the requests or engines that it matches
 ([how](policy.md#who-gets-what)). The [glossary](../../proto/glossary.md) explains the terms.
 """
 COLUMNS = f"| field | type | default | range | what it does | when to change it |\n{'|---' * 6}|\n"
@@ -68,7 +69,7 @@ def _section(name: str, kind: type[Section]) -> str:
 
 
 def _row(section: str, field: str, of: dict[str, Any]) -> str:
-    mark = "*" if field in PER_REQUEST.get(section, ()) else ""
+    mark = "*" if field in IN_OVERRIDES.get(section, ()) else ""
     cells = (f"`{field}`{mark}", _type(of), f"`{spelled(of['default'])}`", _range(of), of["description"], of["advice"])
     return f"| {' | '.join(cells)} |\n"
 

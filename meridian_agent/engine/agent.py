@@ -29,7 +29,7 @@ from meridian_agent.engine.capabilities import Measuring
 from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
 from meridian_agent.engine.probe_runner import ProbeRunner
-from meridian_agent.engine.queue_order import QueueOrder
+from meridian_agent.engine.queue_order import Limit, QueueOrder
 from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.engine.token_masks import TokenMasks
 from meridian_agent.vllm_adapter import request_api, scheduler_api
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_agent.engine.capabilities import EngineFacts
-    from meridian_agent.engine.queue_order import Limit
     from meridian_agent.link.control_stream import Link
 
 logger = logging.getLogger("vllm.meridian")
@@ -101,6 +100,7 @@ class Agent:
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens)
+        self.facts.limits.obey(settings)
         if markers.known != was_known:
             self._read_anew()
 
@@ -159,6 +159,7 @@ class Agent:
             logger.info("meridian: no longer frozen")
             self.link.outbox.resync()
         self._lapsed, self.frozen = lapsed, frozen
+        self.facts.limits.freeze(frozen)
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(lapsed & CAPS))
 
     # ------------------------------------------------------------------------------------------------ request events
@@ -268,6 +269,7 @@ class Agent:
             probing.hold(scheduler, self.link.inbox.answered_step)
         reserved, hold = probing.reserved(scheduler), self.directives.hold_admission
         limits = self.queues.limits(scheduler, plan, hold, reserved, placed)
+        limits += [Limit(*limit) for limit in self.facts.limits.uncut(scheduler)]
         if self._adoption is None:
             self.calm.end_full_look(scheduler, plan, limits)
         return limits

@@ -34,7 +34,8 @@ from meridian_agent.vllm_adapter import (
     reasoning_markers,
     tokenizer,
 )
-from meridian_agent.vllm_adapter.version import vllm_version
+from meridian_agent.vllm_adapter.scheduler_limits import limits_of
+from meridian_agent.vllm_adapter.version import unfit_limit, vllm_version
 
 if TYPE_CHECKING:
     from meridian_agent.core.guard import Guard
@@ -48,6 +49,7 @@ class Lifecycle:
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:
         self._scheduler, self._guard = scheduler, guard
+        self.limits = limits_of(scheduler, unfit_limit)
         # The newest agent, also while it is off; None if no agent could be built.
         self.agent: Agent | None = None
         model = scheduler.vllm_config.model_config.served_model_name
@@ -57,7 +59,7 @@ class Lifecycle:
         self._template = tokenizer.Template()
         # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._told_unknown = ""
-        self._facts = EngineFacts(self._model, b"", False, None, guard.note, ("none", ""))
+        self._facts = EngineFacts(self._model, b"", False, None, guard.note, ("none", ""), self.limits)
         self.link = Link(
             targets(),
             self.hello,
@@ -65,6 +67,7 @@ class Lifecycle:
             self._took,
             credentials=AgentCredentials.from_environment(),
             rest_s=guard.rest_s,
+            limits=self.limits.bounded,
         )
 
     def start(self) -> Agent:
@@ -85,7 +88,9 @@ class Lifecycle:
         boundaries = tokenizer.boundaries(config)
         tool_call, note = self._template.tool_call, self._guard.note
         expected = expected_backend(str(config.device_config.device_type))
-        self._facts = EngineFacts(self._model, boundaries, shares_blocks, tool_call, note, expected, no_probes)
+        self._facts = EngineFacts(
+            self._model, boundaries, shares_blocks, tool_call, note, expected, self.limits, no_probes
+        )
         no_probe_rows = probe_rows.refusal(self._scheduler)
         if no_probe_rows:
             logger.info("meridian: each EAT probe is a request of its own: %s", no_probe_rows)
@@ -202,6 +207,7 @@ class Lifecycle:
             unknown_markers=clean(self._told_unknown, MAX_FAULT),
             entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
             entropy_note=note,
+            engine_limits=self.limits.message(),
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_hand_over, hello.no_answer_handed_over = self._facts.no_hand_over, self._facts.no_answer_handed_over

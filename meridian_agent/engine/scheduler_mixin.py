@@ -172,8 +172,9 @@ class GovernedScheduler:
         if self._agent is not None:
             self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
         if self._to_restore:
-            disarm = self._lifecycle.disarm if self._lifecycle is not None else lambda: None
-            changes: list[Callable[[], object]] = [self._restore_limits, disarm]
+            changes: list[Callable[[], object]] = [self._restore_limits]
+            if self._lifecycle is not None:
+                changes += [self._lifecycle.disarm, self._lifecycle.limits.restore]
             if scheduled is not None:
                 changes.append(functools.partial(probe_rows.take_back, self, scheduled))
             self._to_restore = not stock_restore.as_stock(self, self._ordered, changes, outputs)

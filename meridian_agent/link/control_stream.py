@@ -66,6 +66,7 @@ class Link:
     rest_s: returns the seconds until an agent that is off comes back, 0 while it is on. A stream whose Hello reports
         the agent as off ends after this time.
     clock: returns monotonic seconds.
+    limits: returns the values that settings give the engine's limits. Called on the link's thread.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Link:
         shuffle: Callable[[list[str]], None] = random.shuffle,
         credentials: AgentCredentials | None = None,
         rest_s: Callable[[], float] = lambda: 0.0,
+        limits: Callable[[agent_pb2.Settings], agent_pb2.EngineLimitValues | None] = lambda _: None,
     ) -> None:
         self.lease = lease = Lease(clock)
-        self._targets, self._hello, self._prepare = targets, hello, prepare
+        self._targets, self._hello, self._prepare, self._limits = targets, hello, prepare, limits
         self._credentials = credentials or AgentCredentials()
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
         self._forks = Forks()
@@ -299,7 +301,9 @@ class Link:
             text = clean(text, MAX_FAULT)
             self._refuse(settings, text, {settings.revision: text})
             return
-        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
+        status = agent_pb2.SettingsStatus(
+            nonce=settings.nonce, revision=settings.revision, engine_limits=self._limits(settings)
+        )
         message = agent_pb2.ConnectRequest(settings_status=status)
         self.mailbox.arrive(Arrived(message, self.outbox.ring, settings, markers))
 

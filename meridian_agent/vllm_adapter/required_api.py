@@ -215,6 +215,19 @@ HAND_OVER: Table = {
     "vllm.v1.request:Request": ("kv_transfer_params", "num_prompt_tokens", "num_tokens", "stop_reason"),
 }
 
+# The API that the agent needs to change each limit of the scheduler while the engine runs. Without it the policy's
+# field of this name is refused.
+LIMITS: dict[str, Table] = {
+    # Up to vLLM 0.30 one attribute is both the limit of running requests and the number of the workers' slots, and vLLM
+    # fails if more requests run than it says.
+    "max_num_active_seqs": {"vllm.v1.core.sched.scheduler:Scheduler": ("max_num_active_reqs",)},
+    "max_num_scheduled_tokens": {
+        "vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input",),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("need_mamba_block_aligned_split",),
+    },
+    "long_prefill_token_threshold": {"vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input",)},
+}
+
 # The classes of requests from which the agent copies a client's effort, in processes that serve an API. Without one of
 # them, or without one of its members, the effort that clients name in its API reaches no policy.
 API_SERVER: Table = {

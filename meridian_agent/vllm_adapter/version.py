@@ -47,6 +47,11 @@ def unfit_probe_rows() -> str:
     return _lacks(required_api.PROBE_ROWS)
 
 
+def unfit_limit(name: str) -> str:
+    """Return what this vLLM lacks for changing a limit of its scheduler; empty if nothing is missing."""
+    return _lacks(required_api.LIMITS[name])
+
+
 def _lacks(table: required_api.Table) -> str:
     """Return which entries of a table this vLLM lacks; empty if nothing is missing."""
     lacks = required_api.missing(required_api.Imported(), table)

@@ -34,7 +34,14 @@ from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
 from meridian_control.cli.rollout import rollout_app
-from meridian_control.cli.tables import budget_table, engine_table, pool_lines, pressure_table, request_table
+from meridian_control.cli.tables import (
+    budget_table,
+    engine_table,
+    limit_lines,
+    pool_lines,
+    pressure_table,
+    request_table,
+)
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
 from meridian_control.common.enum_names import entropy_backend_name
@@ -103,7 +110,7 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
         for blind in (engine for engine in found if engine.unknown_markers):
             typer.echo(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
-        for line in pool_lines(found):
+        for line in (*pool_lines(found), *limit_lines(found)):
             typer.echo(line)
 
 

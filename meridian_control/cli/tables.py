@@ -49,6 +49,21 @@ def pool_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
             yield f"{e.engine_id} was to hand requests over: {counts}"
 
 
+def limit_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
+    """Yield each engine's limits that are not at their start-up values, or not at the values that the policy sets."""
+    for e in rows:
+        found = [row for row in e.engine_limits if row.in_force != row.limit.startup or row.wanted]
+        if found:
+            yield f"{e.engine_id} runs with {', '.join(map(_limit, found))}"
+
+
+def _limit(row: fleet_pb2.EngineLimitState) -> str:
+    told = f"started with {row.limit.startup}"
+    if row.wanted not in (0, row.in_force):
+        told += f"; the policy sets {row.wanted}, the engine takes {row.limit.lowest} to {row.limit.highest}"
+    return f"{row.name} {row.in_force} ({told})"
+
+
 def handover_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
     """Return what the handovers in shadow would have cost and saved, in mean milliseconds for each of them."""
     shown = new_table("engine", "handovers", "transfer ms", "recompute ms", "gain ms")

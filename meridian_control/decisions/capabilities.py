@@ -1,9 +1,10 @@
 """Finds the fields of a policy that need a capability which an engine lacks.
 
 A field needs a capability if its section is in force (enabled, not in shadow) and the field differs from its default.
-An entropy rule needs a capability if the rule can fire, and a pool of `disagg` needs one of each of its engines. The
-default policy needs none, so it works on every engine. An engine that lacks a needed capability keeps its policy,
-because obeying half of the new policy would be worse. All functions are pure.
+An entropy rule needs a capability if the rule can fire, and a pool of `disagg` needs one of each of its engines. A
+limit of the section `engine` needs an engine that can change it. The default policy needs none, so it works on every
+engine. An engine that lacks a needed capability keeps its policy, because obeying half of the new policy would be
+worse. All functions are pure.
 """
 
 from __future__ import annotations
@@ -53,15 +54,25 @@ def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):
             lacking.setdefault(capability, []).append(path)
-    return "; ".join(
+    found = [
         f"the engine lacks {name}, needed for {', '.join(paths)}{_reason(hello, name)}"
         for name, paths in lacking.items()
-    )
+    ]
+    return "; ".join([*found, *_fixed_limits(policy, hello)])
 
 
 def _reason(hello: agent_pb2.Hello, capability: str) -> str:
     reason = getattr(hello, REASONS[capability]) if capability in REASONS else ""
     return f": {reason}" if reason else ""
+
+
+def _fixed_limits(policy: Policy, hello: agent_pb2.Hello) -> Iterator[str]:
+    """Describe the limits that the policy sets and this engine cannot change."""
+    for name in policy.engine_limits(hello.labels):
+        known = hello.engine_limits.HasField(name)  # type: ignore[arg-type]
+        limit: agent_pb2.EngineLimit = getattr(hello.engine_limits, name)
+        if refusal := limit.refusal if known else "its agent does not know this limit":
+            yield f"the engine cannot change engine.{name}: {refusal}"
 
 
 def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:

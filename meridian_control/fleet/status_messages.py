@@ -59,6 +59,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else session.agent_state,
         shadow=session.shadow.messages(),
         pressures=pressure_messages(session.pressure),
+        engine_limits=engine_limits(session),
     )
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:
@@ -76,6 +77,21 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         view.counters.CopyFrom(report.counters)
     _show_handovers(view, session)
     return view
+
+
+def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
+    """Return the limits of vLLM's scheduler that the policy may change on the session's engine."""
+    hello, policy = session.hello, session.policy
+    wanted = policy.engine_limits(hello.labels) if policy is not None else {}
+    # A frozen engine, and one whose agent is off, run as stock vLLM.
+    told = None if session.frozen or hello.fault else session.delivery.engine_limits
+    found = []
+    for field, limit in hello.engine_limits.ListFields():
+        in_force = limit.startup if told is None else getattr(told, field.name)
+        state = fleet_pb2.EngineLimitState(name=field.name, limit=limit, in_force=in_force)
+        state.wanted = wanted.get(field.name, 0)
+        found.append(state)
+    return found
 
 
 def _show_handovers(view: fleet_pb2.Engine, session: Session) -> None:

@@ -15,7 +15,7 @@ from meridian_control.offline.candidates import NEAR_RECORDED, near_repeated
 from meridian_control.offline.rule_replay import CAP, NEAR_LOOP
 from meridian_control.offline.statistics import needed_to_prove
 from meridian_control.policy import formats as forms
-from meridian_control.policy.model_section import ModelPolicy
+from meridian_control.policy.engine_schema import ModelPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meridian_control.policy.model import PER_REQUEST, Policy, Who, matches_globs
-from meridian_control.policy.model_section import ModelPolicy
+from meridian_control.policy.engine_schema import ModelPolicy
+from meridian_control.policy.model import IN_OVERRIDES, Policy, Who, matches_globs
 from meridian_control.policy.shortening_schema import Shortener
 from meridian_control.policy.validation_errors import dotted, quoted
 
@@ -67,7 +67,7 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
     origins = {path: DEFAULT if plain[path] == unset[path] else POLICY for path in values}
     for index, override in enumerate(policy.override):
         if override.matches(subject.who):
-            changed = _sections(override, PER_REQUEST)
+            changed = _sections(override, IN_OVERRIDES)
             plain |= changed
             origins |= dict.fromkeys(changed, f"override[{index}]")
     if values[FLOOR] != plain[FLOOR]:

@@ -12,12 +12,13 @@ from pydantic import (
     Field,
     create_model,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.disagg_schema import DisaggPolicy
+from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
-from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
@@ -80,9 +81,11 @@ PER_REQUEST = {
     ),
     "loop": tuple(LoopPolicy.model_fields),
 }
+# The fields that an override may set: those decided per request, and those of whole engines.
+IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
 # Sections and fields that the previous version, 0.1.0, does not know. Each release begins both anew with those that the
 # release before it does not know.
-NEW_SECTIONS = ("loop", "disagg", "budget", "pressure")
+NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine")
 NEW_FIELDS = {
     "scheduler": ("answer_reserve_tokens",),
     "entropy": (
@@ -104,6 +107,7 @@ NEW_FIELDS = {
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
 LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
+EngineOverride = _override(EnginePolicy, *IN_OVERRIDES["engine"])
 
 # The levels of effort in OpenAI's and Anthropic's APIs, as vLLM accepts them.
 API_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
@@ -144,6 +148,15 @@ class Override(Section):
     scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Other scheduler values.")  # type: ignore[valid-type]
     entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]
     loop: LoopOverride = Field(LoopOverride(), description="Other loop values.")  # type: ignore[valid-type]
+    engine: EngineOverride = Field(EngineOverride(), description="Other engine values.")  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _whole_engines(self) -> Self:
+        if self.engine != EngineOverride() and (self.model or self.tenant or self.slo_class or self.effort):
+            raise PydanticCustomError(
+                "not_whole_engines", "must not set engine beside model, tenant, slo_class or effort, only engine_labels"
+            )
+        return self
 
     def matches(self, who: Who) -> bool:
         return matches_globs(self, who) and all(
@@ -161,6 +174,7 @@ class Policy(Section):
     fallback: FallbackPolicy = FallbackPolicy()
     loop: LoopPolicy = LoopPolicy()
     disagg: DisaggPolicy = DisaggPolicy()
+    engine: EnginePolicy = EnginePolicy()
     model: Mapping[str, ModelPolicy] = Field(
         {}, max_length=256, description="Facts about models, by the name under which the engine serves the model."
     )
@@ -200,7 +214,7 @@ class Policy(Section):
 
         If the thinking floor exceeds the cap, the cap wins.
         """
-        changes: dict[str, dict[str, Any]] = {name: {} for name in PER_REQUEST}
+        changes: dict[str, dict[str, Any]] = {name: {} for name in IN_OVERRIDES}
         for override in self.override:
             if override.matches(who):
                 for name, changed in changes.items():
@@ -213,7 +227,13 @@ class Policy(Section):
         scheduler = scheduler.model_copy(update={"min_think_tokens": floor})
         entropy = self.entropy.model_copy(update=changes["entropy"])
         loop = self.loop.model_copy(update=changes["loop"])
-        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, "loop": loop})
+        engine = self.engine.model_copy(update=changes["engine"])
+        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, "loop": loop, "engine": engine})
+
+    def engine_limits(self, labels: Mapping[str, str]) -> dict[str, int]:
+        """Return the limits that are set for an engine with these labels, by name."""
+        set_here = self.of(Who(engine_labels=labels)).engine
+        return {name: value for name, value in set_here if value}
 
     def knows_effort(self, who: Who) -> bool:
         """Whether a request has no effort, one of the API's levels, or an effort that a matching override names."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
 # Sections of the policy that have no effect on when thinking ends, and entries that shorten both groups alike.
-UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "budget", "pressure"}
+UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure"}
 TREATED, CONTROL = "treated", "control"
 
 

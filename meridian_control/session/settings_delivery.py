@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decisions import capabilities, loop_rules, termination
 from meridian_control.decisions.request_table import MAX_TEXT
-from meridian_control.policy.model_section import ModelPolicy
+from meridian_control.policy.engine_schema import ModelPolicy
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -40,6 +40,9 @@ class Delivery:
         # Revision and policy that were sent but not yet confirmed; nonce of the settings that were sent last.
         self.pending: tuple[int, Policy] | None = None
         self.nonce = 0
+        # Values of the engine's limits under the settings in force, as the agent reports them; None if it has reported
+        # none.
+        self.engine_limits: agent_pb2.EngineLimitValues | None = None
 
     def offer(self, revision: int, policy: Policy) -> agent_pb2.Settings | None:
         """Return the settings to send for a revision.
@@ -65,7 +68,9 @@ class Delivery:
         self.agent_revision = status.revision
         if status.error:
             self._refuse(taken[0], status.error[:MAX_TEXT])
-        return None if status.error else taken
+            return None
+        self.engine_limits = status.engine_limits if status.HasField("engine_limits") else None
+        return taken
 
     def _refuse(self, revision: int, error: str) -> None:
         self._totals.nacks += 1
@@ -109,6 +114,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         kv_memory_lease_ms=policy.kv_memory.lease_ms,
         find_loops=loop_rules.finds_loops(policy) and hello.capabilities.force_end,
     )
+    if limits := policy.engine_limits(hello.labels):
+        made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
     if made.find_loops:
         made.repeats_from_tokens = loop_rules.repeats_from_tokens(policy)
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:

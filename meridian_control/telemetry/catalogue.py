@@ -259,6 +259,7 @@ ENGINES = (
         "1 while the engine is frozen, until its agent confirms the thaw.",
         "Thaw the engine with `meridianctl thaw` once the reason for the freeze is gone.",
     ),
+    _gauge("meridian_engine_limit", ("engine", "limit"), "Engine limit in force.", "See `meridianctl engines`."),
     _gauge("meridian_engine_running_requests", ENGINE, "Requests in vLLM's running queue.", "Plan capacity with it."),
     _gauge(
         "meridian_engine_waiting_requests",

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.fleet.status_messages import engine_limits
 from meridian_control.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.budget_metrics import budgets
@@ -228,6 +229,8 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
     yield "meridian_engine_requests", [row for engine, session in engines.items() for row in _phases(engine, session)]
     for name, value in ENGINE.items():
         yield name, [((engine,), float(value(session))) for engine, session in engines.items()]
+    limits = [((e, row.name), row.in_force) for e, s in engines.items() for row in engine_limits(s)]
+    yield "meridian_engine_limit", limits
     faults = [((e, cause), n) for e, s in engines.items() for cause, n in _faults(s.hello).items()]
     yield "meridian_agent_faults_total", faults
     reports = {e: s.last_report for e, s in engines.items() if s.last_report is not None}

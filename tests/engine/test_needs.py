@@ -19,6 +19,7 @@ from meridian_agent.vllm_adapter.required_api import (
     BUDGET,
     CONNECTOR,
     ENGINE,
+    LIMITS,
     METRICS,
     PROBE_ROWS,
     V1_RUNNER,
@@ -62,6 +63,9 @@ def test_both_ways_to_look_find_everything() -> None:
     assert missing(Imported(), ALL) == []
     assert missing(sources, PROBE_ROWS) == missing(Imported(), PROBE_ROWS) == []
     assert version.unfit() == version.unfit_worker(False) == ""
+    for name, table in LIMITS.items():
+        assert missing(sources, table) == []
+        assert version.unfit_limit(name) == ""
 
 
 @pytest.mark.parametrize("owner", ALL)

@@ -239,6 +239,8 @@ class FakeAgent:
             settings = response.settings
             self.revision = self.revision if self.refuse_settings else settings.revision
             status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=self.refuse_settings)
+            if settings.HasField("engine_limits"):
+                status.engine_limits.CopyFrom(settings.engine_limits)
             self.say(settings_status=status)
         elif kind == "directives":
             self.engine.accept(response.directives)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.directives import STEP_DECISIONS
 from meridian_agent.link.control_stream import Link
+from meridian_agent.vllm_adapter.scheduler_limits import Bounds, SchedulerLimits
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.processes import BUSY
@@ -53,6 +55,10 @@ class LinkedEngine:
         self.streams = 0
         self.lapsed, self.frozen = 0, False
         self.kept: list[int] = []
+        # The part of vLLM's scheduler whose limit the policy may change.
+        self.scheduler = SimpleNamespace(max_num_active_reqs=8)
+        bounds = Bounds(self.scheduler, "max_num_active_reqs", startup=8, lowest=1, highest=16)
+        self.limits = SchedulerLimits({"max_num_active_seqs": bounds})
         self.link = Link(
             list(targets),
             self.hello,
@@ -62,12 +68,14 @@ class LinkedEngine:
             jitter=lambda: -0.45,
             shuffle=shuffle,
             credentials=credentials,
+            limits=self.limits.bounded,
         )
 
     def hello(self) -> agent_pb2.Hello:
         link = self.link
         said = {"state": link.lease.state, "freeze": link.lease.freeze_status(), "refused": link.refused}
-        return hello(self.engine_id, revision=link.lease.revision, **said, **self.said)
+        own = {"engine_limits": self.limits.message(), **said, **self.said}
+        return hello(self.engine_id, revision=link.lease.revision, **own)
 
     def _prepare(self, settings: agent_pb2.Settings) -> None:
         self.settings.append(settings)

@@ -23,7 +23,7 @@ from meridian_control.session.decision_ledger import MAX_OPEN_DECISIONS
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored
-from tests.sim.policies import draw
+from tests.sim.policies import NO_LIMITS, draw
 
 if TYPE_CHECKING:
     import random
@@ -75,8 +75,9 @@ def _message(rng: random.Random, hostile: Hostile) -> agent_pb2.ConnectRequest:
 
 def _policy(rng: random.Random, extreme: float = 0.1) -> fleet_pb2.TraceRecord:
     calibrated = {"shadow": False, "eat_warmup_samples": 1} if rng.random() < 0.5 else {}
-    # The engine beside cannot hand requests over, so it would refuse a policy that puts it into a pool.
-    drawn = draw(rng, extreme, entropy=calibrated, disagg={"enabled": False})
+    # The engine beside cannot hand requests over and has no limits that can change, so it would refuse a policy with
+    # either.
+    drawn = draw(rng, extreme, entropy=calibrated, disagg={"enabled": False}, engine=NO_LIMITS)
     return fleet_pb2.TraceRecord(policy=fleet_pb2.TracedPolicy(revision=1, policy=forms.to_proto(drawn)))
 
 

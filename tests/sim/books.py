@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES
 from meridian_agent.core.phases import Markers, Phase, begin
 from tests.sim import rest
-from tests.sim.engine import CONTEXT
+from tests.sim.engine import BLOCK, CONTEXT
 from tests.sim.steps import Steps
 from tests.sim.watched import Limits, Watched
 
@@ -48,6 +48,8 @@ class EngineBooks:
         # Whether faults are injected, so that the guard may report one.
         self.may_fail = False
         self._session = ""
+        # Number of running requests after the newest step.
+        self._running = 0
 
     def attach(self, engine: Engine, link: SteppedLink | None) -> None:
         self.engine, self.link, self._limits = engine, link, engine.limits()
@@ -217,6 +219,7 @@ class EngineBooks:
             return
         guard = engine.scheduler._guard
         assert not guard.fault or self.may_fail, f"the guard has tripped: {guard.text}"
+        self._check_running()
         if agent is None:
             for watched in self.requests.values():
                 watched.forget()
@@ -267,4 +270,27 @@ class EngineBooks:
         rest.sides_agree(self.engine, self.link, session)
 
     def nothing_left(self) -> None:
-        rest.nothing_left(self.engine, self.requests, self._limits)
+        rest.nothing_left(self.engine, self.requests, self._limits_in_force())
+
+    def _limits_in_force(self) -> tuple[int, ...]:
+        """Return the scheduler's limits: those of the settings that were put in force last, or its own while the agent
+        is off or frozen."""
+        agent, shape = self.engine.agent, self.engine.shape
+        if agent is None or agent.frozen or not self._obeyed:
+            return self._limits
+        limits, row = self._obeyed[-1].engine_limits, 1 + shape.drafts
+        running, tokens, piece = self._limits
+        if wanted := limits.max_num_active_seqs:
+            running = min(wanted, shape.places)
+        if wanted := limits.max_num_scheduled_tokens:
+            tokens = min(tokens, max(wanted, row * shape.places))
+        if wanted := limits.long_prefill_token_threshold:
+            piece = min(max(wanted, BLOCK, row), CONTEXT)
+        return running, tokens, piece
+
+    def _check_running(self) -> None:
+        """Check the scheduler's limits between steps, and that no request joined the running ones beyond them."""
+        limits, running = self._limits_in_force(), len(self.engine.scheduler.running)
+        assert self.engine.limits() == limits, f"limits are {self.engine.limits()}, not {limits}"
+        assert running <= max(limits[0], self._running), f"{running} requests run, {limits[0]} may"
+        self._running = running

@@ -215,7 +215,10 @@ class Engine:
 
     def __init__(self, shape: Shape, on_token: Callable[[str, int, bool], None], is_governed: bool = True) -> None:
         self.shape, self.on_token = shape, on_token
-        config, structured = config_of(shape)
+        known, structured = config_of(shape)
+        # Each engine has a configuration of its own, because the agent may change a limit in it.
+        config = copy.copy(known)
+        config.scheduler_config = copy.copy(known.scheduler_config)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache = KVCacheConfig(shape.blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         kind = AsyncScheduler if shape.is_async else Scheduler

@@ -453,6 +453,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        for owner, name, limit in self._stock_limits:\n"
         "            setattr(owner, name, limit) if owner is self else None\n",
     ),
+    Mutant("a policy's limits stay in a freeze", AGENT, "        self.facts.limits.freeze(frozen)\n", ""),
+    Mutant(
+        "a policy's limits are not bounded",
+        "meridian_agent/vllm_adapter/scheduler_limits.py",
+        "else max(self.lowest, min(wanted, self.highest))",
+        "else wanted",
+    ),
     Mutant(
         "a probe takes the last place",
         "meridian_agent/core/probe_admission.py",

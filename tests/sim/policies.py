@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from meridian_control.policy.disagg_schema import DisaggPolicy
+from meridian_control.policy.engine_schema import EnginePolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST, Policy
 from meridian_control.policy.schema import EntropyPolicy, FallbackPolicy, SchedulerPolicy
@@ -61,7 +62,12 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "entropy_collapse_ratio": (0.0, 0.5, 2.0),
     "offload_threshold_blocks": (1, 2, 4),
     "max_pool_kv_used": (0.1, 0.5, 0.8),
+    "max_num_active_seqs": (0, 1, 2, 3, 64),
+    "max_num_scheduled_tokens": (0, 1, 20, 100),
+    "long_prefill_token_threshold": (0, 1, 9, 40),
 }
+# The section of engines that keep their start-up values.
+NO_LIMITS = dict.fromkeys(EnginePolicy.model_fields, 0)
 # Fields of the entropy section that are drawn from a copy of the generator, so that existing seeds keep their policies.
 ASIDE = tuple(name for name in EntropyPolicy.model_fields if name.startswith("give_up"))
 # Names of the budgets that a policy may have.
@@ -144,7 +150,7 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
             for name, info in Policy.model_fields.items()
-            if name not in ("model", "override", "loop", "disagg", "budget", "pressure")
+            if name not in ("model", "override", "loop", "disagg", "engine", "budget", "pressure")
         }
         # Drawn from a copy of the generator, so that existing seeds keep their other sections.
         aside = random.Random(rng.getstate()[1][0])
@@ -155,6 +161,8 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
             values["budget"] = [_budget(aside, name) for name in BUDGETS[: aside.randint(1, 2)]]
         if aside.random() < 0.4:
             values["pressure"] = [_pressure(aside, name) for name in BUDGETS[: aside.randint(1, 2)]]
+        if aside.random() < 0.4:
+            values["engine"] = _section(aside, EnginePolicy, extreme)
         if rng.random() < 0.4:
             values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]
         for name, fixed in sections.items():

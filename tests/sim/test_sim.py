@@ -306,3 +306,26 @@ def test_a_fault_at_any_line_leaves_stock_vllm_and_an_agent_that_comes_back() ->
     found = cases(range(6))
     assert len(found) > 700, "lines are not reached any more"
     assert [said for case in found[::SAMPLED] if (said := broken(case))] == []
+
+
+def test_a_fault_brings_the_start_up_limits_back_until_the_agent_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, *_ = words()
+    limits = {"max_num_active_seqs": 1, "max_num_scheduled_tokens": 40, "long_prefill_token_threshold": 16}
+    with started(Shape(places=4, blocks=200), Policy.model_validate({"engine": limits})) as world:
+        (plant,) = world.plants
+        plant.books.may_fail = True
+        assert plant.engine.limits() == (4, 64, 0)
+        for number in range(3):
+            plant.open(f"r{number}", [start], Script(number, 1000, 40, restless=False), {})
+        with world.timeline.running():
+            for _ in range(10):
+                world.pass_time(0.01)
+            assert plant.engine.limits() == (1, 40, 16)
+            with monkeypatch.context() as without:
+                without.delattr(type(plant.engine.agent), "after_schedule")
+                world.pass_time(0.01)
+            assert plant.engine.agent is None
+            assert plant.engine.limits() == (4, 64, 0)
+            world.pass_time(11)
+            world.pass_time(0.01)
+            assert plant.engine.limits() == (1, 40, 16)

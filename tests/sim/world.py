@@ -35,7 +35,7 @@ from tests.sim.inject import INJECTED_AT, LINK, Fault, Injected
 from tests.sim.invariants import Invariants
 from tests.sim.network import Network, SteppedLink
 from tests.sim.plant import NoFile, Plant
-from tests.sim.policies import BUDGETS, draw
+from tests.sim.policies import BUDGETS, NO_LIMITS, draw
 from tests.sim.recorded import Replayed
 
 if TYPE_CHECKING:
@@ -282,9 +282,8 @@ class World:
         if self.is_quiet:
             # Whether an answer would be empty is measured in shadow, too, by probes, which take part in steps.
             shadow = {"shadow": True, "empty_answer_extension_tokens": 0} if rng.random() < 0.5 else NOTHING
-            return draw(
-                rng, scheduler=shadow, entropy=NOTHING, loop={"shadow": True}, kv_memory={"shadow": True}, override=[]
-            )
+            others: dict[str, Any] = {"kv_memory": {"shadow": True}, "engine": NO_LIMITS, "override": []}
+            return draw(rng, scheduler=shadow, entropy=NOTHING, loop={"shadow": True}, **others)
         sections: dict[str, Any] = {}
         if rng.random() < 0.5:
             sections["entropy"] = {"enabled": True, "shadow": False, "eat_warmup_samples": 1}

@@ -22,7 +22,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc, rollo
 
 from meridian_control.policy.formats import to_proto
 from tests.engine.policies import CONVERGED, DENSE, NEUTRAL
-from tests.sim.policies import draw
+from tests.sim.policies import NO_LIMITS, draw
 
 if TYPE_CHECKING:
     import random
@@ -208,7 +208,7 @@ class Faults:
             return self._rng.choice((CONVERGED, DENSE, {"scheduler": {"max_think_tokens": 30}}))
         closing = {"maze": {"closing_text": "Wait ."}} if choice > 0.8 else {}
         fallback = {"lease_ms": self._rng.choice((500, 2000, 30_000))}
-        return to_proto(draw(self._rng, model=closing, fallback=fallback))
+        return to_proto(draw(self._rng, model=closing, fallback=fallback, engine=NO_LIMITS))
 
     def _set(self, policy: dict[str, Any] | policy_pb2.Policy) -> int:
         message = ParseDict(policy, policy_pb2.Policy()) if isinstance(policy, dict) else policy

@@ -676,6 +676,7 @@ class Hello(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     NO_HAND_OVER_FIELD_NUMBER: _builtins.int
     NO_ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
+    ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -754,6 +755,10 @@ class Hello(_message.Message):
         lower case.
         """
 
+    @_builtins.property
+    def engine_limits(self) -> Global___EngineLimits:
+        """The limits of vLLM's scheduler that Settings.engine_limits may change; an older agent leaves them out."""
+
     def __init__(
         self,
         *,
@@ -784,16 +789,89 @@ class Hello(_message.Message):
         url: _builtins.str = ...,
         no_hand_over: _builtins.str = ...,
         no_answer_handed_over: _builtins.str = ...,
+        engine_limits: Global___EngineLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "engine_limits", b"engine_limits", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__recover_ms) -> _WhichOneofReturnType__recover_ms | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class EngineLimits(_message.Message):
+    """The limits of vLLM's scheduler that can change while the engine runs, as in EnginePolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NUM_ACTIVE_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def max_num_active_seqs(self) -> Global___EngineLimit:
+        """Most requests that run at once."""
+
+    @_builtins.property
+    def max_num_scheduled_tokens(self) -> Global___EngineLimit:
+        """Most tokens in a step."""
+
+    @_builtins.property
+    def long_prefill_token_threshold(self) -> Global___EngineLimit:
+        """Most tokens of one prompt in a step."""
+
+    def __init__(
+        self,
+        *,
+        max_num_active_seqs: Global___EngineLimit | None = ...,
+        max_num_scheduled_tokens: Global___EngineLimit | None = ...,
+        long_prefill_token_threshold: Global___EngineLimit | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLimits: _TypeAlias = EngineLimits  # noqa: Y015
+
+@_typing.final
+class EngineLimit(_message.Message):
+    """The bounds of one limit of vLLM's scheduler."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTUP_FIELD_NUMBER: _builtins.int
+    LOWEST_FIELD_NUMBER: _builtins.int
+    HIGHEST_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    startup: _builtins.int
+    """Value with which vLLM started, which is in force unless Settings set another one. 0 means that
+    long_prefill_token_threshold is off.
+    """
+    lowest: _builtins.int
+    """Smallest value; a smaller one in Settings is raised to it."""
+    highest: _builtins.int
+    """Largest value; a larger one in Settings is lowered to it."""
+    refusal: _builtins.str
+    """Reason why this engine cannot change the limit; empty if it can."""
+    def __init__(
+        self,
+        *,
+        startup: _builtins.int = ...,
+        lowest: _builtins.int = ...,
+        highest: _builtins.int = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest", b"highest", "lowest", b"lowest", "refusal", b"refusal", "startup", b"startup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLimit: _TypeAlias = EngineLimit  # noqa: Y015
 
 @_typing.final
 class Capabilities(_message.Message):
@@ -1559,22 +1637,30 @@ class SettingsStatus(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
     """Nonce of the Settings that this message answers."""
     revision: _builtins.int
     """Policy revision that is in force on the engine now: the new one, or after an error the last good one."""
     error: _builtins.str
     """Reason why the settings are not in force; empty if they are."""
+    @_builtins.property
+    def engine_limits(self) -> Global___EngineLimitValues:
+        """Values that these settings give the engine's limits, within the bounds in Hello; absent from an older agent, and
+        after an error. While the engine is frozen or the agent is off, the start-up values are in force.
+        """
+
     def __init__(
         self,
         *,
         nonce: _builtins.int = ...,
         revision: _builtins.int = ...,
         error: _builtins.str = ...,
+        engine_limits: Global___EngineLimitValues | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_limits", b"engine_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "nonce", b"nonce", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_limits", b"engine_limits", "error", b"error", "nonce", b"nonce", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1687,6 +1773,7 @@ class Settings(_message.Message):
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     FIND_LOOPS_FIELD_NUMBER: _builtins.int
     REPEATS_FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -1739,6 +1826,10 @@ class Settings(_message.Message):
     def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the end marker, in place of those that the tokenizer and the reasoning parser name; empty keeps those."""
 
+    @_builtins.property
+    def engine_limits(self) -> Global___EngineLimitValues:
+        """Limits of vLLM's scheduler, before the engine bounds them; 0 stands for the start-up value. No lease ends them."""
+
     def __init__(
         self,
         *,
@@ -1760,16 +1851,47 @@ class Settings(_message.Message):
         answer_reserve_tokens: _builtins.int = ...,
         find_loops: _builtins.bool = ...,
         repeats_from_tokens: _builtins.int = ...,
+        engine_limits: Global___EngineLimitValues | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
 
 Global___Settings: _TypeAlias = Settings  # noqa: Y015
+
+@_typing.final
+class EngineLimitValues(_message.Message):
+    """Values of the limits in EngineLimits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NUM_ACTIVE_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
+    max_num_active_seqs: _builtins.int
+    """Value of max_num_active_seqs."""
+    max_num_scheduled_tokens: _builtins.int
+    """Value of max_num_scheduled_tokens."""
+    long_prefill_token_threshold: _builtins.int
+    """Value of long_prefill_token_threshold."""
+    def __init__(
+        self,
+        *,
+        max_num_active_seqs: _builtins.int = ...,
+        max_num_scheduled_tokens: _builtins.int = ...,
+        long_prefill_token_threshold: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLimitValues: _TypeAlias = EngineLimitValues  # noqa: Y015
 
 @_typing.final
 class Freeze(_message.Message):

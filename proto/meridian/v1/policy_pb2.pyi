@@ -59,6 +59,7 @@ class Policy(_message.Message):
     DISAGG_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     PRESSURE_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -103,6 +104,10 @@ class Policy(_message.Message):
     def pressure(self) -> _containers.RepeatedCompositeFieldContainer[Global___PressurePolicy]:
         """Targets of requests on each engine, for which thinking is shortened while they are missed."""
 
+    @_builtins.property
+    def engine(self) -> Global___EnginePolicy:
+        """Limits of vLLM's scheduler."""
+
     def __init__(
         self,
         *,
@@ -117,10 +122,11 @@ class Policy(_message.Message):
         disagg: Global___DisaggPolicy | None = ...,
         budget: _abc.Iterable[Global___BudgetPolicy] | None = ...,
         pressure: _abc.Iterable[Global___PressurePolicy] | None = ...,
+        engine: Global___EnginePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,6 +168,7 @@ class Override(_message.Message):
     SCHEDULER_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     LOOP_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
@@ -186,6 +193,10 @@ class Override(_message.Message):
     def loop(self) -> Global___LoopOverride:
         """Values that replace those of LoopPolicy."""
 
+    @_builtins.property
+    def engine(self) -> Global___EngineOverride:
+        """Values that replace those of EnginePolicy on engines with the labels. They must not stand beside a pattern."""
+
     def __init__(
         self,
         *,
@@ -197,10 +208,11 @@ class Override(_message.Message):
         scheduler: Global___SchedulerOverride | None = ...,
         entropy: Global___EntropyOverride | None = ...,
         loop: Global___LoopOverride | None = ...,
+        engine: Global___EngineOverride | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "loop", b"loop", "scheduler", b"scheduler"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "entropy", b"entropy", "loop", b"loop", "scheduler", b"scheduler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine", b"engine", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,6 +282,47 @@ class SchedulerOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
 
 Global___SchedulerOverride: _TypeAlias = SchedulerOverride  # noqa: Y015
+
+@_typing.final
+class EngineOverride(_message.Message):
+    """The fields of EnginePolicy, which may differ between engines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NUM_ACTIVE_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
+    max_num_active_seqs: _builtins.int
+    """Replaces EnginePolicy.max_num_active_seqs."""
+    max_num_scheduled_tokens: _builtins.int
+    """Replaces EnginePolicy.max_num_scheduled_tokens."""
+    long_prefill_token_threshold: _builtins.int
+    """Replaces EnginePolicy.long_prefill_token_threshold."""
+    def __init__(
+        self,
+        *,
+        max_num_active_seqs: _builtins.int | None = ...,
+        max_num_scheduled_tokens: _builtins.int | None = ...,
+        long_prefill_token_threshold: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_long_prefill_token_threshold", b"_long_prefill_token_threshold", "_max_num_active_seqs", b"_max_num_active_seqs", "_max_num_scheduled_tokens", b"_max_num_scheduled_tokens", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_prefill_token_threshold", b"_long_prefill_token_threshold", "_max_num_active_seqs", b"_max_num_active_seqs", "_max_num_scheduled_tokens", b"_max_num_scheduled_tokens", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__long_prefill_token_threshold: _TypeAlias = _typing.Literal["long_prefill_token_threshold"]  # noqa: Y015
+    _WhichOneofArgType__long_prefill_token_threshold: _TypeAlias = _typing.Literal["_long_prefill_token_threshold", b"_long_prefill_token_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_active_seqs: _TypeAlias = _typing.Literal["max_num_active_seqs"]  # noqa: Y015
+    _WhichOneofArgType__max_num_active_seqs: _TypeAlias = _typing.Literal["_max_num_active_seqs", b"_max_num_active_seqs"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_scheduled_tokens: _TypeAlias = _typing.Literal["max_num_scheduled_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_num_scheduled_tokens: _TypeAlias = _typing.Literal["_max_num_scheduled_tokens", b"_max_num_scheduled_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_prefill_token_threshold) -> _WhichOneofReturnType__long_prefill_token_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_active_seqs) -> _WhichOneofReturnType__max_num_active_seqs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_scheduled_tokens) -> _WhichOneofReturnType__max_num_scheduled_tokens | None: ...
+
+Global___EngineOverride: _TypeAlias = EngineOverride  # noqa: Y015
 
 @_typing.final
 class LoopOverride(_message.Message):
@@ -1545,6 +1598,55 @@ class TelemetryPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__report_interval_steps) -> _WhichOneofReturnType__report_interval_steps | None: ...
 
 Global___TelemetryPolicy: _TypeAlias = TelemetryPolicy  # noqa: Y015
+
+@_typing.final
+class EnginePolicy(_message.Message):
+    """Changes limits of vLLM's scheduler while engines run. The fields are named after vLLM's options. The engine bounds each
+    value by what it was started with.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NUM_ACTIVE_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
+    max_num_active_seqs: _builtins.int
+    """Most requests that an engine runs at once, up to its max_num_seqs; 0 means the engine's start-up value. If more
+    requests run already, they go on, and no other joins until they are fewer.
+    """
+    max_num_scheduled_tokens: _builtins.int
+    """Most tokens that an engine schedules in a step, up to its start-up value and not below one token, with its drafts,
+    for each of its max_num_seqs; 0 means the engine's start-up value.
+    """
+    long_prefill_token_threshold: _builtins.int
+    """Most tokens of one prompt in a step while other requests run or wait, from one KV block to the model's context,
+    where it limits nothing; 0 means the engine's start-up value.
+    """
+    def __init__(
+        self,
+        *,
+        max_num_active_seqs: _builtins.int | None = ...,
+        max_num_scheduled_tokens: _builtins.int | None = ...,
+        long_prefill_token_threshold: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_long_prefill_token_threshold", b"_long_prefill_token_threshold", "_max_num_active_seqs", b"_max_num_active_seqs", "_max_num_scheduled_tokens", b"_max_num_scheduled_tokens", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_prefill_token_threshold", b"_long_prefill_token_threshold", "_max_num_active_seqs", b"_max_num_active_seqs", "_max_num_scheduled_tokens", b"_max_num_scheduled_tokens", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_active_seqs", b"max_num_active_seqs", "max_num_scheduled_tokens", b"max_num_scheduled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__long_prefill_token_threshold: _TypeAlias = _typing.Literal["long_prefill_token_threshold"]  # noqa: Y015
+    _WhichOneofArgType__long_prefill_token_threshold: _TypeAlias = _typing.Literal["_long_prefill_token_threshold", b"_long_prefill_token_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_active_seqs: _TypeAlias = _typing.Literal["max_num_active_seqs"]  # noqa: Y015
+    _WhichOneofArgType__max_num_active_seqs: _TypeAlias = _typing.Literal["_max_num_active_seqs", b"_max_num_active_seqs"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_scheduled_tokens: _TypeAlias = _typing.Literal["max_num_scheduled_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_num_scheduled_tokens: _TypeAlias = _typing.Literal["_max_num_scheduled_tokens", b"_max_num_scheduled_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_prefill_token_threshold) -> _WhichOneofReturnType__long_prefill_token_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_active_seqs) -> _WhichOneofReturnType__max_num_active_seqs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_scheduled_tokens) -> _WhichOneofReturnType__max_num_scheduled_tokens | None: ...
+
+Global___EnginePolicy: _TypeAlias = EnginePolicy  # noqa: Y015
 
 @_typing.final
 class FallbackPolicy(_message.Message):

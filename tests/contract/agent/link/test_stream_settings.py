@@ -138,6 +138,25 @@ async def test_an_engine_that_cannot_honour_a_policy_keeps_the_one_before(contro
         await engine.steps_until(lambda: control.engine().acked_revision == 3)
 
 
+async def test_limits_of_the_engine_are_shown_as_the_agent_has_bounded_them(control: Control) -> None:
+    def shown() -> tuple[int, int]:
+        (row,) = control.engine().engine_limits
+        return row.wanted, row.in_force
+
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        assert shown() == (0, 8)
+        for revision, (wanted, in_force) in enumerate(((3, 3), (500, 16), (0, 8)), start=2):
+            await control.set_policy(policy(engine={"max_num_active_seqs": wanted}))
+            await until(lambda revision=revision: control.engine().acked_revision == revision)  # type: ignore[misc]
+            assert shown() == (wanted, in_force)
+        await control.set_policy(policy(engine={"long_prefill_token_threshold": 64}))
+        await until(lambda: control.engine().nack_error)
+        refused = "the engine cannot change engine.long_prefill_token_threshold: its agent does not know this limit"
+        assert (control.engine().acked_revision, control.engine().nack_error) == (4, refused)
+        assert [s.revision for s in engine.settings] == [1, 2, 3, 4]
+
+
 async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         engine.open("a")

@@ -15,6 +15,7 @@ from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.link.control_stream import Link
 from meridian_agent.vllm_adapter import scheduler_api
+from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from tests.fakes.engine import MARKERS, START
 
 
@@ -30,7 +31,7 @@ def scheduler_of() -> Any:
     )
 
 
-FACTS = EngineFacts("m", b"", False, None, lambda *_: None, ("cuda", ""))
+FACTS = EngineFacts("m", b"", False, None, lambda *_: None, ("cuda", ""), SchedulerLimits({}))
 
 
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

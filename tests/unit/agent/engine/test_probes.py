@@ -20,6 +20,7 @@ from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import request_api
+from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from tests.fakes.engine import MARKERS
 
 BLOCK = 16
@@ -149,7 +150,10 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     scheduler = SimpleNamespace(
         kv_cache_manager=SimpleNamespace(enable_caching=True), kv_cache_config=cache, vllm_config=config
     )
-    facts = [EngineFacts("m", b"", True, None, lambda *_: None, ("cpu", ""), why) for why in ("", "it moves it")]
+    limits = SchedulerLimits({})
+    facts = [
+        EngineFacts("m", b"", True, None, lambda *_: None, ("cpu", ""), limits, why) for why in ("", "it moves it")
+    ]
     assert [capabilities(scheduler, False, True, one).eat_probe for one in facts] == [True, False]
 
 

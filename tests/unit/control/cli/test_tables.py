@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from meridian.v1 import fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.cli.tables import engine_table, handover_table, pool_lines
+from meridian_control.cli.tables import engine_table, handover_table, limit_lines, pool_lines
 
 
 @pytest.mark.parametrize("connector", ["", "NixlConnector"])
@@ -46,3 +46,21 @@ def test_handovers_in_shadow_are_shown_as_means() -> None:
     sums = fleet_pb2.ShadowHandovers(requests=4, transfer_ms=160.0, recompute_ms=2000.0, gain_ms=8000.0)
     rows = handover_table([fleet_pb2.Engine(engine_id="a", shadow_handovers=sums), fleet_pb2.Engine(engine_id="b")])
     assert [list(column.cells) for column in rows.columns] == [["a"], ["4"], ["40"], ["500"], ["2000"]]
+
+
+def test_engines_name_the_limits_that_the_policy_changes() -> None:
+    running, piece = agent_pb2.EngineLimit(startup=128, lowest=1, highest=128), agent_pb2.EngineLimit(lowest=16)
+    a, b, stock = (
+        fleet_pb2.Engine(
+            engine_id=name,
+            engine_limits=[
+                fleet_pb2.EngineLimitState(name="running", limit=running, wanted=wanted, in_force=in_force),
+                fleet_pb2.EngineLimitState(name="piece", limit=piece, wanted=more, in_force=more),
+            ],
+        )
+        for name, wanted, in_force, more in (("a", 32, 32, 512), ("b", 500, 128, 0), ("stock", 0, 128, 0))
+    )
+    assert list(limit_lines([a, b, stock, fleet_pb2.Engine(engine_id="older")])) == [
+        "a runs with running 32 (started with 128), piece 512 (started with 0)",
+        "b runs with running 128 (started with 128; the policy sets 500, the engine takes 1 to 128)",
+    ]

@@ -174,3 +174,28 @@ def test_entropy_rules_under_pressure_ask_for_what_they_read(
         for name in ("eat_probe", "force_end", "token_entropy")
     )
     assert missing(asked, hello(capabilities=NONE)) == (lacking if asks else "")
+
+
+LIMITS = {"max_num_active_seqs": 4, "long_prefill_token_threshold": 64}
+FIXED = agent_pb2.EngineLimits(
+    max_num_active_seqs=agent_pb2.EngineLimit(startup=8, lowest=1, highest=8, refusal="vLLM 0.30.0 lacks: x"),
+    long_prefill_token_threshold=agent_pb2.EngineLimit(lowest=16, highest=1024),
+)
+
+
+def test_a_limit_that_the_engine_cannot_change_is_refused_by_name() -> None:
+    said = missing(policy(engine=LIMITS), hello(capabilities=NONE, engine_limits=FIXED))
+    assert said == "the engine cannot change engine.max_num_active_seqs: vLLM 0.30.0 lacks: x"
+    assert missing(policy(engine={**LIMITS, "max_num_active_seqs": 0}), hello(engine_limits=FIXED)) == ""
+    older = missing(policy(engine=LIMITS, scheduler={"strategy": "deadline"}), hello(capabilities=NONE))
+    assert older == (
+        "the engine lacks dispatch, needed for scheduler.strategy; "
+        "the engine cannot change engine.max_num_active_seqs: its agent does not know this limit; "
+        "the engine cannot change engine.long_prefill_token_threshold: its agent does not know this limit"
+    )
+
+
+def test_an_override_sets_limits_of_the_engines_with_its_labels_only() -> None:
+    asked = policy(override=[{"engine_labels": {"zone": "a"}, "engine": LIMITS}])
+    assert "max_num_active_seqs" in missing(asked, hello(engine_limits=FIXED, labels={"zone": "a"}))
+    assert missing(asked, hello(engine_limits=FIXED, labels={"zone": "b"})) == ""

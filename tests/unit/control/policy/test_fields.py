@@ -127,6 +127,19 @@ def test_pressure_entries_are_compared_and_explained_like_budgets() -> None:
     assert not [row for row in explain(after, Subject(Who(), "")) if row.path.startswith("pressure")]
 
 
+def test_limits_are_those_of_the_engines_labels() -> None:
+    policy = parse_toml(
+        "engine.max_num_active_seqs = 64\nengine.long_prefill_token_threshold = 512\n"
+        "[[override]]\nengine_labels = {gpu = 'l4'}\nengine.max_num_active_seqs = 0"
+    )
+    assert policy.engine_limits({}) == {"max_num_active_seqs": 64, "long_prefill_token_threshold": 512}
+    assert policy.engine_limits({"gpu": "l4", "zone": "a"}) == {"long_prefill_token_threshold": 512}
+    rows = {row.path: row for row in explain(policy, Subject(Who(tenant="t", engine_labels={"gpu": "l4"}), ""))}
+    found = rows["engine.max_num_active_seqs"], rows["engine.long_prefill_token_threshold"]
+    assert [row.origin for row in found] == ["override[0]", "policy"]
+    assert [row.value for row in found] == ["0", "512"]
+
+
 def test_explain_lists_the_budgets_that_match() -> None:
     rows = explained(Subject(Who(tenant="ab"), ""))
     assert rows["budget[1].tokens_per_day"] == ("7", "policy")

@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 from meridian_control.common.errors import PolicyError
 from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
+from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
 from meridian_control.policy.model import Override, Policy, Who
-from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
@@ -208,6 +208,10 @@ def tables(model: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional={name: values(field) for name, field in model.model_fields.items()})
 
 
+def of_whole_engines(override: dict[str, Any]) -> bool:
+    return not (override.get("engine") and any(map(override.get, ("model", "tenant", "slo_class", "effort"))))
+
+
 SECTIONS = {name: field.annotation for name, field in Policy.model_fields.items() if not get_args(field.annotation)}
 MODEL = get_args(Policy.model_fields["model"].annotation)[1]
 TREES = st.fixed_dictionaries(
@@ -215,7 +219,7 @@ TREES = st.fixed_dictionaries(
     optional={
         **{name: tables(section) for name, section in SECTIONS.items()},
         "model": st.dictionaries(st.text(), tables(MODEL), max_size=2),
-        "override": st.lists(tables(Override), max_size=2),
+        "override": st.lists(tables(Override).filter(of_whole_engines), max_size=2),
     },
 )
 
@@ -359,6 +363,7 @@ def test_the_message_says_of_each_field_what_the_schema_says() -> None:
         KvMemoryPolicy,
         TelemetryPolicy,
         FallbackPolicy,
+        EnginePolicy,
         ModelPolicy,
     ]
     for model in models:

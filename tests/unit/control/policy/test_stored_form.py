@@ -43,6 +43,7 @@ def test_every_policy_is_read_back_as_it_was(path: Path) -> None:
 
 NEW = {
     "loop": "loop.shadow = false",
+    "engine": "engine.max_num_active_seqs = 9",
     "scheduler": "scheduler.answer_reserve_tokens = 1",
     "budget": '[[budget]]\nname = "b"\ntokens_per_minute = 1',
 }

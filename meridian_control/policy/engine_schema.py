@@ -1,4 +1,5 @@
-"""The section of a policy that tells an engine facts about one model.
+"""The sections of a policy about whole engines: facts about the model that an engine serves, and limits of vLLM's
+scheduler.
 
 The module knows nothing of engines, storage or gRPC. The module's values are immutable, so any thread may use them.
 """
@@ -51,4 +52,34 @@ class ModelPolicy(Section):
         max_length=2000,
         description="Text that an EAT probe appends after the end marker, before the answer.",
         json_schema_extra=advice("Use the words that precede the first meaningful token of your model's answers."),
+    )
+
+
+class EnginePolicy(Section):
+    """Changes limits of vLLM's scheduler while engines run. The fields are named after vLLM's options. The engine
+    bounds each value by what it was started with ([limits](policy.md#engine-limits))."""
+
+    max_num_active_seqs: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Most requests that an engine runs at once, up to its max_num_seqs; 0 means the engine's start-up "
+        "value. If more requests run already, they go on, and no other joins until they are fewer.",
+        json_schema_extra=advice("Lower it to shorten steps if many requests run at once; the others wait."),
+    )
+    max_num_scheduled_tokens: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Most tokens that an engine schedules in a step, up to its start-up value and not below one token, "
+        "with its drafts, for each of its max_num_seqs; 0 means the engine's start-up value.",
+        json_schema_extra=advice("Lower it if prompts make steps too long, also while no answer streams."),
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Most tokens of one prompt in a step while other requests run or wait, from one KV block to the "
+        "model's context, where it limits nothing; 0 means the engine's start-up value.",
+        json_schema_extra=advice("Set it if long prompts keep short ones waiting, for example to 2048."),
     )
