@@ -167,7 +167,8 @@ def main() -> None:
     if tuple(map(int, sources.version().split(".")[:2])) >= api.PROBE_ROWS_FROM:
         tables.append(api.PROBE_ROWS)
     lacking = [name for table in tables for name in missing(sources, table)]
-    print(json.dumps({"vllm": sources.version(), "missing": lacking}))
+    fixed = [name for name, table in api.LIMITS.items() if missing(sources, table)]
+    print(json.dumps({"vllm": sources.version(), "missing": lacking, "fixed_limits": fixed}))
     if "--save" in options:
         build, name = results.SOURCES
         line = {"vllm": sources.version(), "build": build, "feature": name, "detail": ", ".join(lacking)}

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from tests.contract.control.app.test_server import Process
 
 RUNNING, PAUSED, HALTED, COMPLETED, ROLLED_BACK, ABORTED = range(1, 7)
-OLD, NEW = parse_toml("fallback.lease_ms = 5000"), parse_toml("fallback.lease_ms = 6000")
+OLD = parse_toml("fallback.lease_ms = 5000")
+NEW = parse_toml("fallback.lease_ms = 6000\nengine.max_num_active_seqs = 2")
 CANARY = {"engine_labels": {"pool": "canary*"}, "bake_s": 2.0}
 ALL = {"percent": 100.0, "bake_s": 2.0}
 
@@ -40,7 +41,8 @@ class Engine(LinkedEngine):
         self.control, self.labels = control, {"pool": pool}
 
     def hello(self) -> agent_pb2.Hello:
-        return hello(self.engine_id, revision=self.link.lease.revision, labels=self.labels)
+        said = {"labels": self.labels, "engine_limits": self.limits.message()}
+        return hello(self.engine_id, revision=self.link.lease.revision, **said)
 
     def __enter__(self) -> Engine:
         super().__enter__()
@@ -116,6 +118,10 @@ class Control:
 
     def knows(self, engine_id: str, revision: int) -> bool:
         return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.engines())
+
+    def active_seqs(self) -> dict[str, int]:
+        """Return how many requests each engine may run at once."""
+        return {e.engine_id: e.engine_limits[0].in_force for e in self.fleet.engines()}
 
     def seen_step(self, engine_id: str) -> int:
         return max((e.step for e in self.fleet.engines() if e.engine_id == engine_id), default=0)

@@ -283,7 +283,8 @@ async def test_a_directory_waits_for_the_end(
 
 async def test_a_checked_start(control: Control) -> None:
     checked = await control.stub.StartRollout(starting(CANARY, author="ann", validate_only=True))
-    assert [(c.path, c.before, c.after) for c in checked.changes] == [("fallback.lease_ms", "5000", "6000")]
+    changes = [(c.path, c.before, c.after) for c in checked.changes]
+    assert changes == [("fallback.lease_ms", "5000", "6000"), ("engine.max_num_active_seqs", "0", "2")]
     assert (checked.rollout.rollout_id, checked.rollout.stable_revision, checked.rollout.author) == (0, 1, "ann")
     assert (await refusal(control.get()))[0] is grpc.StatusCode.NOT_FOUND
     done = await control.stub.StartRollout(starting(CANARY, author="ann", request_id="a"))

@@ -100,6 +100,7 @@ async def test_a_guardrail_takes_the_candidate_back(
         await control.begin(CANARY, ALL, guardrails={**limits, "min_observations": 5})
         await a.has(2)
         await b.has(1)
+        assert control.active_seqs() == {"a": 2, "b": 8}
         assert (await control.ticks(1)).state == RUNNING
         await traffic(control, a, b)
         found = await control.ticks(2)
@@ -112,6 +113,7 @@ async def test_a_guardrail_takes_the_candidate_back(
         if name != "degraded_engines":
             await a.has(3)
             assert a.settings[-1].lease_ms == 5000
+            assert control.active_seqs() == {"a": 8, "b": 8}
     assert [r.levelname for r in caplog.records if "rolled_back" in r.message] == ["WARNING"]
 
 
