@@ -81,8 +81,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
 
 def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
     """Return the limits of vLLM's scheduler that the policy may change on the session's engine."""
-    hello, policy = session.hello, session.policy
-    wanted = policy.engine_limits(hello.labels) if policy is not None else {}
+    hello, wanted = session.hello, session.delivery.wanted_limits
     # A frozen engine, and one whose agent is off, run as stock vLLM.
     told = None if session.frozen or hello.fault else session.delivery.engine_limits
     found = []

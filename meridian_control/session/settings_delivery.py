@@ -40,8 +40,9 @@ class Delivery:
         # Revision and policy that were sent but not yet confirmed; nonce of the settings that were sent last.
         self.pending: tuple[int, Policy] | None = None
         self.nonce = 0
-        # Values of the engine's limits under the settings in force, as the agent reports them; None if it has reported
-        # none.
+        # Limits that the policy in force sets for the engine, by name; and the values of all its limits as the agent
+        # reports them, None if it has reported none.
+        self.wanted_limits: dict[str, int] = {}
         self.engine_limits: agent_pb2.EngineLimitValues | None = None
 
     def offer(self, revision: int, policy: Policy) -> agent_pb2.Settings | None:
@@ -69,6 +70,7 @@ class Delivery:
         if status.error:
             self._refuse(taken[0], status.error[:MAX_TEXT])
             return None
+        self.wanted_limits = taken[1].engine_limits(self._hello.labels)
         self.engine_limits = status.engine_limits if status.HasField("engine_limits") else None
         return taken
 
