@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine import MAX_TOKENS, Run, cases, chat
+from tests.engine import ENGINE_ARGS, MAX_TOKENS, Run, cases, chat
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # A policy that ends the thinking of every case that thinks.
 CAPPED: dict[str, Any] = {"scheduler": {"max_think_tokens": 12}}
+# The same, with fewer requests at once.
+LIMITED: dict[str, Any] = {**CAPPED, "engine": {"max_num_active_seqs": 3}}
+PLACES = ENGINE_ARGS["max_num_seqs"]
 
 
 def rebuild(scheduler: Any) -> Any:
@@ -30,6 +33,7 @@ def rebuild(scheduler: Any) -> Any:
 
     scheduler._lifecycle.link.stop()
     scheduler._lifecycle.link._thread.join(10)
+    scheduler._lifecycle.limits.restore()
     scheduler._guard = Guard()
     scheduler._agent = scheduler._begin()
     return scheduler._agent
@@ -65,19 +69,23 @@ def kill(control: Control, agent: Any) -> None:
 
 
 @pytest.mark.usefixtures("thawed")
-def test_frozen_output_is_stocks(llm: Any, agent: Any, control: Control, stock: list[list[int]]) -> None:
+def test_frozen_output_is_stocks(
+    llm: Any, agent: Any, scheduler: Any, control: Control, stock: list[list[int]]
+) -> None:
     """The policy caps and forces, and requests have caps of their own; a thaw brings all of it back."""
     control.apply({**CONVERGED, "scheduler": {"max_think_tokens": 40, "min_think_tokens": 4}})
     ends = dict(control.settled().ends)
     assert chat(llm, cases(), GREEDY) != stock
     ended = control.settled().ends
     assert sum(ended[reason] - ends.get(reason, 0) for reason in ("hard_cap", "eat")) > 0
-    control.apply(CAPPED)
+    control.apply(LIMITED)
     capped = chat(llm, cases(), GREEDY)
+    assert scheduler.max_num_active_reqs == 3
     control.freeze()
     confirmed(control, True)
     before = control.settled()
     assert chat(llm, cases(), GREEDY) == stock
+    assert scheduler.max_num_active_reqs == PLACES
     own = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, extra_args={"meridian_max_think_tokens": 3})
     assert chat(llm, cases(), own) == stock
     after = control.settled()
@@ -86,6 +94,7 @@ def test_frozen_output_is_stocks(llm: Any, agent: Any, control: Control, stock: 
     control.thaw()
     confirmed(control, False)
     assert chat(llm, cases(), GREEDY) == capped
+    assert scheduler.max_num_active_reqs == 3
 
 
 @pytest.mark.usefixtures("thawed")
@@ -153,10 +162,10 @@ def test_frozen_by_the_environment(  # noqa: PLR0917
 
 @pytest.mark.usefixtures("lost")
 def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
-    """While the control plane is down, the default cap and the markers are those of the last start, and the link names
-    their revision."""
+    """While the control plane is down, the default cap, the limits of the scheduler and the markers are those of the
+    last start, and the link names their revision."""
     text = "Wait . "
-    revision = control.apply({**CAPPED, "model": {"maze": {"closing_text": text}}})
+    revision = control.apply({**LIMITED, "model": {"maze": {"closing_text": text}}})
     capped = chat(llm, cases(), GREEDY)
     assert capped[0][12:14] == llm.get_tokenizer().encode(text, add_special_tokens=False)
     file = state_file()
@@ -165,8 +174,10 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     again = rebuild(scheduler)
     assert (again.link.lease.revision, again.link.lease.connected) == (revision, False)
     assert chat(llm, cases(), GREEDY) == capped
+    assert scheduler.max_num_active_reqs == 3
     again.link.lease.clock = lambda: time.monotonic() + 100
     assert chat(llm, cases(), GREEDY) == capped, "the caps ended with the lease"
+    assert scheduler.max_num_active_reqs == 3, "the limits ended with the lease"
     control.start()
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
 
