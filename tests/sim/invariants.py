@@ -141,10 +141,12 @@ class Invariants:
             assert own.loop.enabled, f"{info.request_id} repeats itself, and nothing is to be decided from it"
             assert force.shadow == (own.loop.shadow or own.loop.near_shadow)
             assert 0 < own.loop.near_repeated_tokens <= repeated <= token_cycles.REPEAT_WINDOW <= told
-        if force.reason == agent_pb2.FORCE_REASON_GIVE_UP:
-            shadowed = own.entropy.shadow or own.entropy.give_up_shadow or bool(session.table.control[force.slot])
+        gives_up = force.reason == agent_pb2.FORCE_REASON_GIVE_UP
+        if force.reason in ENTROPY_RULES:
+            shadowed = own.entropy.shadow or bool(session.table.control[force.slot])
+            assert force.shadow == (shadowed or (gives_up and own.entropy.give_up_shadow)), force.reason
+        if gives_up:
             probed = int(session.table.eat_think_tokens[force.slot])
-            assert force.shadow == shadowed
             assert 0 < own.entropy.give_up_tokens <= probed, f"{info.request_id} is given up at {probed} tokens"
         assert told >= floor, f"thinking of {info.request_id} is ended at {told} tokens, before its floor of {floor}"
 
