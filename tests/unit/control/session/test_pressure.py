@@ -11,6 +11,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
+from meridian_control.decisions.control_group import held_out
 from meridian_control.session.session import Session
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
@@ -120,6 +121,27 @@ def test_converged_thinking_ends_only_under_pressure() -> None:
     made.step(60)
     assert made.session.totals.ends == {"natural": 2, "eat": 1, "eat_shadowed": 3}, "in shadow again"
     assert made.balanced()
+
+
+def test_pressure_leaves_the_control_group_in_shadow() -> None:
+    rules = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
+        entropy=CALIBRATED | {"shadow": False, "holdout_share": 0.5},
+        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
+    )
+    made = answering(rules)
+    names = [f"request-{number}" for number in range(6)]
+    control = {name for name in names if held_out(name, 0.5)}
+    assert 0 < len(control) < len(names)
+    seconds(made, 2.5, SLOW_MS)
+    assert level(made) > 0
+    for name in names:
+        made.open(name, 10_000, tenant="chat")
+    made.step(60)
+    # A request whose thinking a rule ends has answered by now.
+    assert control <= made.agent.engine.live.keys()
+    assert made.session.totals.ends["eat"] == len(names) - len(control)
+    assert made.session.totals.ends["eat_shadowed"] == len(control)
 
 
 def test_one_record_for_each_change_has_its_numbers() -> None:
