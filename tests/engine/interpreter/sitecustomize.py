@@ -1,5 +1,7 @@
 """On PYTHONPATH, make Triton's interpreter stand in for a GPU backend, so that Model Runner V2 runs on the CPU."""
 
+import dataclasses
+import functools
 import importlib.metadata
 import os
 from typing import Any
@@ -45,6 +47,31 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.InterpreterBuilder.create_masked_load = _masked_load
     interpreter.InterpreterBuilder.create_masked_store = _masked_store
+
+    # The interpreter patches the language at each launch and at each call of one kernel by another, and looks through
+    # all of the language's members for that, which takes longer than the kernels. Only kernels use the language here.
+    _patch_lang: Any = interpreter._patch_lang
+    _patched: set[str] = set()
+
+    class _Kept:
+        def restore(self) -> None:
+            pass
+
+    def _patch_once(fn: Any) -> _Kept:
+        languages = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if not languages <= _patched:
+            _patch_lang(fn)
+            _patched.update(languages)
+        return _Kept()
+
+    interpreter._patch_lang = _patch_once
+
+    # The interpreter makes a table of all types for each value, and adds every two integers twice to see an overflow.
+    _numpy: Any = interpreter._get_np_dtype
+    _known = functools.cache(_numpy)
+    interpreter._get_np_dtype = lambda dtype: (_known if type(dtype) is tl.dtype else _numpy)(dtype)
+    builder: Any = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
     # Up to 0.31 vLLM looks up the version of "vllm" before it uses Triton, but the CPU build has another name.
     _version: Any = importlib.metadata.version
