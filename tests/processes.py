@@ -40,6 +40,8 @@ ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
+    # The threads that numba starts beside vLLM's drafts poll for work, although vLLM gives them none.
+    "NUMBA_NUM_THREADS": "1",
     "MERIDIAN_STATE_DIR": STATE,
 }
 
