@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -86,6 +87,8 @@ def main() -> None:
         if not build.alone:
             from vllm import LLM  # noqa: F401
 
+            # Each start of an engine collects garbage several times, and would go through all modules each time.
+            gc.freeze()
             stock.start("fork")
         try:
             engine = start(build, control, stock)
