@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 # Modules that each server imports before it forks.
 IMPORTS = {
     "control": ("meridian_control.app.main",),
-    "vllm": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
+    "vllm": (
+        "vllm.entrypoints.openai.api_server",
+        "vllm.entrypoints.llm",
+        "vllm.v1.spec_decode.ngram_proposer",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3",
+        # The compiled code with which the worker measures logits.
+        "meridian_kernels.one_pass",
+    ),
 }
 # The server that forks each program; a program is a module, as after `python -m`, or a script.
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
@@ -176,6 +184,21 @@ def _let_vllm_fork() -> None:
     setattr(CpuPlatform, "check_and_update_config", classmethod(forks))  # noqa: B010
 
 
+def _prepare_engines() -> None:
+    """Do what each start of an engine would do anew and with the same result: import a reasoning parser and the modules
+    of quantization, and look in all modules for the kernels that a CPU needs replaced."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.reasoning import ReasoningParserManager
+
+    ReasoningParserManager.get_reasoning_parser("qwen3")
+    # Older versions have neither this module nor the kernels.
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("vllm.model_executor.layers.quantization.online.base")
+    if replace := getattr(CpuPlatform, "register_triton_kernel_overrides", None):
+        replace()
+        setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))  # noqa: B010
+
+
 def _serve(path: str, modules: Sequence[str]) -> None:
     """Fork a process for each request; return in each process that is to run a program, with its arguments in place."""
     with socket.socket(socket.AF_UNIX) as listener:
@@ -187,6 +210,7 @@ def _serve(path: str, modules: Sequence[str]) -> None:
         for module in modules:
             importlib.import_module(module)
         if "vllm" in sys.modules:
+            _prepare_engines()
             import setproctitle
 
             # The library finds the place of the title only while the environment lies where it lay at the start.
