@@ -53,6 +53,7 @@ PROGRAMS = {
     "meridian_control": "control",
     "tests.chaos.engine": "vllm",
     "tests.engine.lacking": "vllm",
+    "tests.engine.late": "vllm",
     "tests.engine.matrix.child": "vllm",
     "tests.engine.misfit": "vllm",
     "tests.engine.stock": "vllm",
@@ -195,7 +196,10 @@ def _prepare_engines() -> None:
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("vllm.model_executor.layers.quantization.online.base")
     if replace := getattr(CpuPlatform, "register_triton_kernel_overrides", None):
-        replace()
+        with warnings.catch_warnings():
+            # The search meets names that torch says are going.
+            warnings.simplefilter("ignore")
+            replace()
         setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))  # noqa: B010
 
 

@@ -1,18 +1,23 @@
 """Install the agent's part in API servers before vLLM's request classes are imported: `python -m tests.engine.late`.
 
-A program may build an engine, which loads the plugin, and import vLLM's API server later. The program fails if it
-imports the classes itself, or if they do not copy efforts once they are imported.
+A program may build an engine, which loads the plugin, and import vLLM's API server later. The program fails if the
+agent imports the classes itself, or if they do not copy efforts once they are imported. The classes' modules are
+imported anew, because a process that is forked from a preloaded one has imported them already.
 """
 
 from __future__ import annotations
 
 import sys
 
-from meridian_agent.vllm_adapter import client_effort, required_api
+from meridian_agent.vllm_adapter import required_api
 
 
 def main() -> None:
     owners = [owner.partition(":") for owner in required_api.API_SERVER]
+    for module, *_ in owners:
+        sys.modules.pop(module, None)
+    from meridian_agent.vllm_adapter import client_effort
+
     finders = list(sys.meta_path)
     client_effort.install()
     assert not [module for module, *_ in owners if module in sys.modules]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from meridian_agent.vllm_adapter import client_effort, required_api
-from tests.processes import ROOT
+from tests.processes import Process
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Classes(NamedTuple):
@@ -107,7 +109,6 @@ def test_a_vllm_without_the_classes_says_so(classes: Classes, monkeypatch: pytes
     assert vars(classes.chat)[client_effort.METHOD].__wrapped__
 
 
-def test_classes_that_are_imported_later() -> None:
-    command = [sys.executable, "-m", "tests.engine.late"]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_classes_that_are_imported_later(tmp_path: Path) -> None:
+    process = Process([sys.executable, "-m", "tests.engine.late"], tmp_path / "log")
+    assert process.popen.wait() == 0, process.output()

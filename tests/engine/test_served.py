@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.certificates import Issued
 
 # Number of rounds, enough for most tokens to be still to come when the first rows arrive.
-ROUNDS = 5
+ROUNDS = 3
 PROMPTS = maze.prompts(6, seed=5)
 # Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
 TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
