@@ -289,6 +289,8 @@ def _run(program: Sequence[str]) -> None:
         return
     if "vllm" in sys.modules:
         _let_vllm_fork()
+        # The end of each engine would unfreeze what was imported before the fork, and go through it twice.
+        gc.unfreeze = lambda: None
     if name.endswith(".py"):
         runpy.run_path(name, run_name="__main__")
     else:
