@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from tests.data import maze
 from tests.engine import Run, chat, prompt_ids
 from tests.engine.policies import CONVERGED
-from tests.engine.test_rules import CASES, GREEDY
+from tests.engine.test_rules import CASES, GREEDY, free_run
 from tests.processes import RPC_S
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def compared(control: Control) -> fleet_pb2.Savings:
 
 def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """vLLM completes request ids with random letters, so each run has other requests in the control group."""
-    free = chat(llm, CASES, GREEDY)
+    free, _ = free_run(llm, agent)
     # A request is held until its decision comes, so that a busy machine does not change the result.
     control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5, "eat_hold_ms": 5000}})
     run, end = Run(llm), agent.tracker.markers.end[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import signal
@@ -27,6 +28,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
 CASES: list[dict[str, Any]] = [{"prompt": p, "template": OPEN} for p in maze.prompts(6, seed=31)]
 # A paced step begins once the report of the step before it is answered, so the decision applies in that step.
 LATE_TOKENS = 1
+
+
+@functools.cache
+def free_run(llm: Any, agent: Any) -> tuple[list[list[int]], list[list[Any]]]:
+    """Return the tokens of each case, and the rows that the agent measured for them, under the neutral policy, which is
+    in force when a test begins. The run is the same for all tests."""
+    with records(agent) as seen:
+        free = chat(llm, CASES, GREEDY)
+    return free, list(rows(seen).values())
 
 
 def test_boundaries_of_the_vocabulary(llm: Any, agent: Any) -> None:
@@ -80,9 +90,8 @@ def test_the_margin_rule_ends_thinking_at_its_sentence_end(
 ) -> None:
     """The threshold is the median margin at the sentence ends of the free run, so some requests end and each of them at
     the sentence end that the free run's own margins give."""
-    with records(agent) as seen:
-        free = chat(llm, CASES, GREEDY)
-    end, measured = agent.tracker.markers.end[0], list(rows(seen).values())
+    free, measured = free_run(llm, agent)
+    end = agent.tracker.markers.end[0]
     margins = [m[n][5] for m in measured for n in range(1, len(m)) if m[n - 1][1] & FLAG_SENTENCE and m[n][5] > 0]
     threshold = sorted(margins)[len(margins) // 2]
     expected = [first_near_end(m, threshold, in_a_row, 6) for m in measured]
@@ -104,10 +113,9 @@ def test_rank_and_soft_close_end_thinking_at_their_boundary(
     llm: Any, agent: Any, control: Control, settled: Settled, rule: str
 ) -> None:
     """Thinking equals the free run's up to the boundary that the rule asks for, and ends soon after it, not before."""
-    with records(agent) as seen:
-        free = chat(llm, CASES, GREEDY)
+    free, measured = free_run(llm, agent)
     end = agent.tracker.markers.end[0]
-    expected = [first_likely_end(m, 2, 40 if rule == "soft_close" else 6) for m in rows(seen).values()]
+    expected = [first_likely_end(m, 2, 40 if rule == "soft_close" else 6) for m in measured]
     in_force = {"shadow": False, "holdout_share": 0.0, "rank_conditions": [{"max_ranks": [2]}]}
     rank = {"scheduler": {"min_think_tokens": 6}, "entropy": in_force}
     soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
@@ -128,7 +136,7 @@ def test_answers_stay_right_when_the_rules_end_thinking(
 ) -> None:
     """Six requests run at a time, because an engine with as many requests as it can run has no place for a probe."""
     chosen = CASES
-    free = chat(llm, chosen, GREEDY)
+    free, _ = free_run(llm, agent)
     control.apply(CONVERGED)
     governed = paced(llm, chosen, GREEDY, settled)
     tokenizer = llm.get_tokenizer()
@@ -150,7 +158,7 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
     Probes still get their tokens, steps with probes are as full as others, and thinking up to its end equals that on an
     engine without prompts in pieces.
     """
-    free = chat(llm, CASES[:2], GREEDY)
+    free = free_run(llm, agent)[0][:2]
     end, words = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids(list(maze.NODES))
     # A request is held until its decision comes, and no plan shares steps by their measured time, so that a busy
     # machine does not change the result.
@@ -217,7 +225,7 @@ def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any,
 
     A request without an answer in time goes on thinking.
     """
-    free = chat(llm, CASES, GREEDY)
+    free, _ = free_run(llm, agent)
     end, paragraph = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids("\n\n")
     # The hold is as long as any engine allows, so that a busy machine does not change the result.
     control.apply(paragraph_rule(MAX_HOLD_MS))
@@ -237,7 +245,7 @@ def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any,
 def test_equal_answers_end_thinking_where_they_were_measured(llm: Any, agent: Any, control: Control) -> None:
     """Thinking ends exactly at the probe that is the third in a row with its answer; the agent's counts come from the
     recorded probes, and an empty answer ends nothing."""
-    free = chat(llm, CASES, GREEDY)
+    free, _ = free_run(llm, agent)
     end = agent.tracker.markers.end[0]
     rule = paragraph_rule(MAX_HOLD_MS)
     entropy = {"eat_level_threshold_nats": 0.0, "eat_probe_placement": "sentence", "same_answer_samples": 3}
@@ -312,7 +320,7 @@ def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_al
 
 def test_nobody_is_held_longer_than_allowed(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """The control plane falls silent: probes come back, answers do not, and every request goes on as in stock vLLM."""
-    free = chat(llm, CASES, GREEDY)
+    free, _ = free_run(llm, agent)
     control.apply(paragraph_rule(150))
     run = Run(llm)
     for i, case in enumerate(CASES):
