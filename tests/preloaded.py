@@ -1,5 +1,5 @@
 """Fork test programs and pytest's test processes from processes that have imported the modules and have done nothing
-else.
+else, except what each start of an engine would do anew.
 
 The tests start some thirty processes with vLLM and a hundred with the control plane. An import of vLLM costs 6 to 10
 seconds of processor time, an import of the control plane costs one. `Servers` are started with pytest; each of them
