@@ -29,8 +29,9 @@ pytest: $(VENV)/ready
 check: $(VENV)/ready ## run lint, type checks and unit tests; starts no engine
 	@$(MAKE) --no-print-directory -j2 lint unit
 
+# Unit tests hardly wait, so further processes would only collect the same tests again.
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -q tests/unit
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -n 2 -q tests/unit
 
 doctor: ## list what some tests need and this machine lacks, and how to get it; installs nothing
 	@test -x $(BIN)/python || { echo "there is no environment yet; create it with: make $(VENV)/ready"; exit 1; }

@@ -211,7 +211,7 @@ class LeaderMachine(RuleBasedStateMachine):
 def test_never_two_lead(postgres: Postgres) -> None:
     LeaderMachine.postgres = postgres
     run_state_machine_as_test(
-        LeaderMachine, settings=settings(max_examples=12, stateful_step_count=25, derandomize=True)
+        LeaderMachine, settings=settings(max_examples=8, stateful_step_count=25, derandomize=True)
     )
 
 

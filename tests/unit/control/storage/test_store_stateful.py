@@ -141,7 +141,7 @@ class PostgresMachine(StoreMachine):
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_the_store_keeps_its_promises(kind: str, request: pytest.FixtureRequest) -> None:
     quick = settings(
-        max_examples=12,
+        max_examples=8,
         stateful_step_count=15,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -149,7 +149,7 @@ def test_the_store_keeps_its_promises(kind: str, request: pytest.FixtureRequest)
     )
     if kind == "postgresql":
         PostgresMachine.postgres = request.getfixturevalue("postgres")
-        run_state_machine_as_test(PostgresMachine, settings=settings(quick, max_examples=5))
+        run_state_machine_as_test(PostgresMachine, settings=settings(quick, max_examples=3))
         return
     with tempfile.TemporaryDirectory() as folder:
         paths = iter(range(10_000))
