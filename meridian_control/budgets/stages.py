@@ -73,13 +73,14 @@ def shortened(
     if not found:
         return own, None
     entry, stage = max(found, key=_strictness)
-    held = {"scheduler": _shortened(own.scheduler, entry, stage), "entropy": own.entropy}
+    scheduler, entropy = _shortened(own.scheduler, entry, stage), own.entropy
     if not control and any(isinstance(one, PressurePolicy) and one.entropy_in_force for one, _ in found):
-        held["entropy"] = own.entropy.model_copy(update={"shadow": False})
-    if held == {"scheduler": own.scheduler, "entropy": own.entropy}:
+        entropy = entropy.model_copy(update={"shadow": False})
+    if (scheduler, entropy) == (own.scheduler, own.entropy):
         return own, None
     section = "budget" if isinstance(entry, BudgetPolicy) else "pressure"
-    return own.model_copy(update=held), Shortening(section, entry.name, stage, own)
+    held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
+    return held, Shortening(section, entry.name, stage, own)
 
 
 def _strictness(found: tuple[Shortener, int]) -> tuple[int, int]:

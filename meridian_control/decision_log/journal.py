@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.decision_log.records import Life, LifeEvent, LoggedDecision
 from meridian_control.decision_log.request_ids import sampled
 
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
 BY_ENTRY = {
     **{("cap", reason): ("scheduler", "max_think_tokens") for reason in ("budget", "pressure", "empty_answer")},
     ("force", "soft_close"): ("scheduler", "soft_think_tokens"),
-    **{
-        ("force", reason): ("entropy", "shadow")
-        for reason in ("eat", "rank", "margin", "rpdi", "same_answer", "give_up")
-    },
+    **{("force", reason): ("entropy", "shadow") for reason in ENTROPY_REASONS},
 }
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",

@@ -26,7 +26,7 @@ from meridian_control.policy.schema import (
     SchedulerPolicy,
     TelemetryPolicy,
 )
-from meridian_control.policy.section import Section
+from meridian_control.policy.section import EffortGlob, ModelGlob, Section, SloClassGlob, TenantGlob
 from meridian_control.policy.shortening_schema import (
     MAX_BUDGETS,
     MAX_PRESSURES,
@@ -113,7 +113,6 @@ EngineOverride = _override(EnginePolicy, *IN_OVERRIDES["engine"])
 API_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
 AnyShortener = TypeVar("AnyShortener", bound=Shortener)
-Glob = Annotated[str, Field(max_length=256)]
 
 
 class Who(NamedTuple):
@@ -140,10 +139,10 @@ def matches_globs(entry: Any, who: Who) -> bool:
 class Override(Section):
     """Other values of policy fields for the requests that the override matches."""
 
-    model: Glob = Field("", description="Glob over the model or LoRA adapter name; empty matches all.")
-    tenant: Glob = Field("", description="Glob over the request's meridian_tenant; empty matches all.")
-    slo_class: Glob = Field("", description="Glob over the request's meridian_slo_class; empty matches all.")
-    effort: Glob = Field("", description="Glob over the request's effort; empty matches all.")
+    model: ModelGlob = ""
+    tenant: TenantGlob = ""
+    slo_class: SloClassGlob = ""
+    effort: EffortGlob = ""
     engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels that the engine must have.")
     scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Other scheduler values.")  # type: ignore[valid-type]
     entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]

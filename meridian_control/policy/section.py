@@ -1,4 +1,5 @@
-"""The parts that all sections of a policy share: the base class, the lease field, and the extras of a field.
+"""The parts that all sections of a policy share: the base class, the lease field, the globs over requests, and the
+extras of a field.
 
 The module knows no field of its own. Its values are immutable, so any thread may use them.
 """
@@ -40,3 +41,9 @@ SectionLease = Annotated[
         ),
     ),
 ]
+Glob = Annotated[str, Field(max_length=256)]
+# The globs by which a part of a policy selects requests.
+ModelGlob = Annotated[Glob, Field(description="Glob over the model or LoRA adapter name; empty matches all.")]
+TenantGlob = Annotated[Glob, Field(description="Glob over the request's meridian_tenant; empty matches all.")]
+SloClassGlob = Annotated[Glob, Field(description="Glob over the request's meridian_slo_class; empty matches all.")]
+EffortGlob = Annotated[Glob, Field(description="Glob over the request's effort; empty matches all.")]

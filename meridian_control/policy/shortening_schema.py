@@ -9,7 +9,15 @@ from typing import Annotated, Self, TypeAlias
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.section import INT32_MAX, Section, advice
+from meridian_control.policy.section import (
+    INT32_MAX,
+    EffortGlob,
+    ModelGlob,
+    Section,
+    SloClassGlob,
+    TenantGlob,
+    advice,
+)
 
 # Largest number of tokens that a budget may have for a day, or in a burst.
 MAX_BUDGET_TOKENS = 10**15
@@ -25,6 +33,26 @@ def _name(value: str) -> str:
 
 
 Tokens = Annotated[int, Field(ge=0, le=MAX_BUDGET_TOKENS)]
+# The fields of a stage.
+SoftThinkTokens = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=INT32_MAX,
+        description="Stage soft_close: thinking tokens from which on soft close ends thinking, as "
+        "scheduler.soft_think_tokens does.",
+        json_schema_extra=advice("Set it near the median of the thinking tokens of these requests."),
+    ),
+]
+MaxThinkTokens = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=INT32_MAX,
+        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it.",
+        json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
+    ),
+]
 
 
 class BudgetPolicy(Section):
@@ -39,30 +67,12 @@ class BudgetPolicy(Section):
             "Choose another name to begin with a full budget.", range="1 to 64 letters, digits, `.`, `_`, `-`"
         ),
     )
-    model: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the model or LoRA adapter name; empty matches all.",
-        json_schema_extra=advice("Set it if models have budgets of their own."),
+    model: ModelGlob = Field("", json_schema_extra=advice("Set it if models have budgets of their own."))
+    tenant: TenantGlob = Field("", json_schema_extra=advice("Set it to the tenant who pays for the thinking."))
+    slo_class: SloClassGlob = Field(
+        "", json_schema_extra=advice("Set it to keep batch work from using up the thinking of interactive requests.")
     )
-    tenant: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the request's meridian_tenant; empty matches all.",
-        json_schema_extra=advice("Set it to the tenant who pays for the thinking."),
-    )
-    slo_class: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the request's meridian_slo_class; empty matches all.",
-        json_schema_extra=advice("Set it to keep batch work from using up the thinking of interactive requests."),
-    )
-    effort: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the request's effort; empty matches all.",
-        json_schema_extra=advice("Set it to limit what requests of high effort may use."),
-    )
+    effort: EffortGlob = Field("", json_schema_extra=advice("Set it to limit what requests of high effort may use."))
     tokens_per_minute: Tokens = Field(
         0,
         description="Thinking tokens that the budget regains in a minute, evenly; 0 sets no limit per minute.",
@@ -80,21 +90,8 @@ class BudgetPolicy(Section):
         "limit per day.",
         json_schema_extra=advice("Set it to what the tenant pays for in a day."),
     )
-    soft_think_tokens: int = Field(
-        4096,
-        ge=1,
-        le=INT32_MAX,
-        description="Stage soft_close: thinking tokens from which on soft close ends thinking, as "
-        "scheduler.soft_think_tokens does.",
-        json_schema_extra=advice("Set it near the median of the thinking tokens of these requests."),
-    )
-    max_think_tokens: int = Field(
-        2048,
-        ge=1,
-        le=INT32_MAX,
-        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it.",
-        json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
-    )
+    soft_think_tokens: SoftThinkTokens = 4096
+    max_think_tokens: MaxThinkTokens = 2048
     shadow: bool = Field(
         True,
         description="Count usage and show the stage, but shorten no thinking.",
@@ -125,30 +122,10 @@ class PressurePolicy(Section):
         description="Name of the entry, unique among the pressure entries; an engine keeps its level under it.",
         json_schema_extra=advice("Name the group of requests.", range="1 to 64 letters, digits, `.`, `_`, `-`"),
     )
-    model: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the model or LoRA adapter name; empty matches all.",
-        json_schema_extra=advice("Set it if models have targets of their own."),
-    )
-    tenant: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the request's meridian_tenant; empty matches all.",
-        json_schema_extra=advice("Set it if tenants have targets of their own."),
-    )
-    slo_class: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the request's meridian_slo_class; empty matches all.",
-        json_schema_extra=advice("Set it to the class whose users wait for answers."),
-    )
-    effort: str = Field(
-        "",
-        max_length=256,
-        description="Glob over the request's effort; empty matches all.",
-        json_schema_extra=advice("Set it to spare requests of high effort."),
-    )
+    model: ModelGlob = Field("", json_schema_extra=advice("Set it if models have targets of their own."))
+    tenant: TenantGlob = Field("", json_schema_extra=advice("Set it if tenants have targets of their own."))
+    slo_class: SloClassGlob = Field("", json_schema_extra=advice("Set it to the class whose users wait for answers."))
+    effort: EffortGlob = Field("", json_schema_extra=advice("Set it to spare requests of high effort."))
     output_itl_p99_ms: Milliseconds = Field(
         0.0,
         description="Target for the 99th percentile of output ITL in milliseconds; 0 sets none.",
@@ -185,21 +162,8 @@ class PressurePolicy(Section):
         description="Seconds over which an engine's values are measured before they are compared with the targets.",
         json_schema_extra=advice("Raise it until an engine gives at least 100 answers in a window."),
     )
-    soft_think_tokens: int = Field(
-        4096,
-        ge=1,
-        le=INT32_MAX,
-        description="Stage soft_close: thinking tokens from which on soft close ends thinking, as "
-        "scheduler.soft_think_tokens does.",
-        json_schema_extra=advice("Set it near the median of the thinking tokens of these requests."),
-    )
-    max_think_tokens: int = Field(
-        2048,
-        ge=1,
-        le=INT32_MAX,
-        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it.",
-        json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
-    )
+    soft_think_tokens: SoftThinkTokens = 4096
+    max_think_tokens: MaxThinkTokens = 2048
     entropy_in_force: bool = Field(
         False,
         description="While the entry shortens a request, the section entropy is in force for the request, although the "

@@ -11,8 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.model import Glob
-from meridian_control.policy.section import INT32_MAX, Section
+from meridian_control.policy.section import INT32_MAX, Glob, Section
 
 # Largest latency in milliseconds that the histograms measure.
 MAX_MS = 10_000.0

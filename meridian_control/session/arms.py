@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.enum_names import reason_name
+from meridian_control.common.enum_names import ENTROPY_REASONS, reason_name
 from meridian_control.common.histogram import Histogram, answer_histogram
 from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
-from meridian_control.session.shadow_comparison import is_entropy_rule
 from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
@@ -238,4 +237,4 @@ def _ended_by_entropy_rule(table: RequestTable, slot: int) -> bool:
     if table.first_end[slot] == RULE_END:
         return True
     decided = reason_name(int(table.end_decided[slot]))
-    return bool(table.forced[slot]) and is_entropy_rule(decided)
+    return bool(table.forced[slot]) and decided in ENTROPY_REASONS

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.common.enum_names import ENTROPY_REASONS
+
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 # and so do all pressure entries.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
-    **dict.fromkeys(("eat", "rank", "margin", "rpdi", "same_answer"), "entropy"),
+    **dict.fromkeys(ENTROPY_REASONS, "entropy"),
     "give_up": "give_up",
     "loop": "loop",
     "near_loop": "near_loop",
@@ -31,15 +33,10 @@ SECTIONS = {
 SHORTENING = ("budget", "pressure")
 
 
-def is_entropy_rule(reason: str) -> bool:
-    """Whether a rule of the entropy section has this reason."""
-    return SECTIONS.get(reason) in {"entropy", "give_up"}
-
-
 def ends_treated(reason: str, policy: Policy) -> bool:
     """Whether the rule `reason`, which fired in shadow for a request of the control group, is an entropy rule that ends
     the thinking of treated requests."""
-    return is_entropy_rule(reason) and not (reason == "give_up" and policy.entropy.give_up_shadow)
+    return reason in ENTROPY_REASONS and not (reason == "give_up" and policy.entropy.give_up_shadow)
 
 
 @dataclass

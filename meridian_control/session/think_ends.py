@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.enum_names import reason_name
+from meridian_control.common.enum_names import ENTROPY_REASONS, reason_name
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import NATURAL_END, OTHER_END, RULE_END
 from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
-from meridian_control.session.shadow_comparison import is_entropy_rule
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -106,7 +105,7 @@ def kind_of(reason: str) -> int:
     """Return the kind of an end of thinking with this reason, for the table."""
     if reason == "natural":
         return NATURAL_END
-    return RULE_END if is_entropy_rule(reason) else OTHER_END
+    return RULE_END if reason in ENTROPY_REASONS else OTHER_END
 
 
 def how(forced: bool) -> str:
