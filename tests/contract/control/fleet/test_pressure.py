@@ -62,8 +62,10 @@ class Stepped:
 
 
 async def begin(control: Control, engine: LinkedEngine, tenant: str) -> None:
-    """Open two requests that answer and one that thinks, once the engine has its policy."""
+    """Open two requests that answer and one that thinks, once the control plane knows that the engine has its
+    policy."""
     await until(lambda: engine.link.lease.revision == control.fleet.revision)
+    await until(lambda: control.engine(engine.engine_id).acked_revision == control.fleet.revision)
     for name in ("answer", "another"):
         engine.open(f"{name}-{engine.engine_id}", tenant=tenant, prompt=(START, END), max_tokens=100_000)
     engine.open(f"think-{engine.engine_id}", tenant=tenant, max_tokens=100_000)
