@@ -250,7 +250,7 @@ BROKEN: tuple[Broken, ...] = (
         STORE,
         "            if (stored := await self.answered(request_id, policy)) is not None:\n",
         "            if (stored := await self.answered(request_id, policy)) is None and False:\n",
-        "tests/unit/control/storage/test_store.py::test_a_request_id_stores_once",
+        "tests/contract/control/storage/test_store.py::test_a_request_id_stores_once",
     ),
     _new(
         DURABLE,
@@ -258,7 +258,7 @@ BROKEN: tuple[Broken, ...] = (
         "meridian_control/storage/database.py",
         "synchronous=FULL",
         "synchronous=OFF",
-        "tests/unit/control/storage/test_store.py::test_durability_settings",
+        "tests/contract/control/storage/test_store.py::test_durability_settings",
     ),
     _new(
         DURABLE,
@@ -267,7 +267,7 @@ BROKEN: tuple[Broken, ...] = (
         "                await insert_revision(connection, stored, request_id)\n",
         "                await insert_revision(connection, stored, request_id)\n"
         "                await connection.rollback()\n",
-        "tests/unit/control/storage/test_store.py::test_kill_loses_nothing_acknowledged",
+        "tests/contract/control/storage/test_store.py::test_kill_loses_nothing_acknowledged",
     ),
     _new(
         RECOVERS,

@@ -29,8 +29,8 @@ from meridian_control.offline.statistics import harmful_bound, mean_bound, neede
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import model as schema
 from meridian_control.policy.section import INT32_MAX
+from tests.fakes.replays import GOAL, REQUESTS, made, recorded_in, replay, separating
 from tests.fakes.tables import policy
-from tests.unit.control.offline.replays import GOAL, REQUESTS, made, recorded_in, replay, separating
 
 if TYPE_CHECKING:
     from pathlib import Path

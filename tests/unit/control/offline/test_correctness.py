@@ -11,7 +11,7 @@ import pytest
 from meridian_control.offline.correctness import Judge, from_labels, from_probes
 from meridian_control.offline.trace_file import FileError
 from tests.fakes import traces
-from tests.unit.control.offline.replays import made, recorded_in
+from tests.fakes.replays import made, recorded_in
 
 if TYPE_CHECKING:
     from pathlib import Path

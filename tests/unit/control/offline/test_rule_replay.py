@@ -28,7 +28,7 @@ from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
-from tests.unit.control.offline.replays import GOAL, made, replay, separating
+from tests.fakes.replays import GOAL, made, replay, separating
 
 if TYPE_CHECKING:
     from pathlib import Path

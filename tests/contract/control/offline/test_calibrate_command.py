@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from meridian_control.cli.main import app
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
+from tests.fakes.replays import made
 from tests.fakes.tables import policy
-from tests.unit.control.offline.replays import made
 
 if TYPE_CHECKING:
     from pathlib import Path

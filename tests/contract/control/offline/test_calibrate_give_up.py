@@ -24,7 +24,7 @@ from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
-from tests.unit.control.offline.replays import GOAL, recorded_in
+from tests.fakes.replays import GOAL, recorded_in
 from tests.unit.control.offline.test_rule_replay import sentence_ends
 
 if TYPE_CHECKING:

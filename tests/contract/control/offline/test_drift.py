@@ -27,9 +27,9 @@ from meridian_control.session.session import Session
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT
+from tests.fakes.replays import GOAL, replay
+from tests.fakes.replays import made as requests_that_separate
 from tests.fakes.tables import policy
-from tests.unit.control.offline.replays import GOAL, replay
-from tests.unit.control.offline.replays import made as requests_that_separate
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from meridian_control.offline.policy_replay import SessionReplay
 from meridian_control.offline.rule_replay import NEAR_LOOP, Replay, StoppingRule
 from meridian_control.offline.trace_file import read
 from tests.fakes import traces
+from tests.fakes.replays import made, replay
 from tests.fakes.tables import policy
-from tests.unit.control.offline.replays import made, replay
 
 if TYPE_CHECKING:
     from pathlib import Path
