@@ -13,7 +13,7 @@ PROTOS := $(wildcard proto/meridian/v1/*.proto)
 help: ## print this list of targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | awk -F'\t' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-.PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-handover bench-kernels lint proto dist lock sbom \
+.PHONY: demo test pytest check unit unit-control unit-agent doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-handover bench-kernels lint proto dist lock sbom \
 	audit clean
 
 demo: $(VENV)/ready ## run a control plane and a real engine with live requests, and print a summary
@@ -27,11 +27,17 @@ pytest: $(VENV)/ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 check: $(VENV)/ready ## run lint, type checks and unit tests; starts no engine
-	@$(MAKE) --no-print-directory -j2 lint unit
+	@$(MAKE) --no-print-directory -j3 lint unit-control unit-agent
 
-# Unit tests hardly wait, so further processes would only collect the same tests again.
-unit: $(VENV)/ready
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -n 2 -q tests/unit
+# Unit tests hardly wait, so two processes suffice. Each collects its half of the tests only, and nothing hands them out.
+unit: $(VENV)/ready ## run the unit tests
+	@$(MAKE) --no-print-directory -j2 unit-control unit-agent
+
+unit-control: $(VENV)/ready
+	$(BIN)/python -m pytest -q tests/unit/control
+
+unit-agent: $(VENV)/ready
+	$(BIN)/python -m pytest -q tests/unit --ignore tests/unit/control
 
 doctor: ## list what some tests need and this machine lacks, and how to get it; installs nothing
 	@test -x $(BIN)/python || { echo "there is no environment yet; create it with: make $(VENV)/ready"; exit 1; }
