@@ -195,6 +195,11 @@ bench-serve: $(VENV)/ready ## compare stock and governed servers by vLLM's own c
 bench-pressure: $(VENV)/ready ## measure what thinking that yields under load gains
 	$(BIN)/python -m tests.bench.pressure $(ARGS)
 
+# ARGS: --engines, --replicas, --slower, --seconds, --quick, --save.
+.PHONY: bench-fleet
+bench-fleet: $(VENV)/ready ## measure what thousands of engines cost one, two and four replicas on PostgreSQL
+	$(BIN)/python -m tests.bench.fleet $(ARGS)
+
 # bench-kernels needs a CUDA GPU, CuPy and a CUDA build of torch, so it must run in a Python that has them, for example
 # in a vLLM image: make bench-kernels GPU_PYTHON=python3
 bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)

@@ -44,11 +44,11 @@ class Others:
     """The processor time since creation that neither this process nor its descendants used."""
 
     def __init__(self) -> None:
-        self._all, self._own = _all_ticks(), _own_ticks()
+        self._all, self._own = _all_ticks(), tree_ticks(os.getpid())
 
     def cores(self, wall_s: float) -> float:
         """Return the used cores, averaged over `wall_s`. Time stolen from a virtual machine counts as used."""
-        used = _all_ticks() - self._all - (_own_ticks() - self._own)
+        used = _all_ticks() - self._all - (tree_ticks(os.getpid()) - self._own)
         return max(0.0, used / TICKS_PER_S / wall_s)
 
 
@@ -108,8 +108,8 @@ def _all_ticks() -> int:
     return sum(fields[:GUEST]) - fields[IDLE] - fields[IOWAIT]
 
 
-def _own_ticks() -> int:
-    """Return the ticks of this process and its descendants, including those that have ended and were waited for."""
+def tree_ticks(root: int) -> int:
+    """Return the ticks of a process and its descendants, including those that have ended and were waited for."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -118,7 +118,7 @@ def _own_ticks() -> int:
             continue
         pid = int(path.parent.name)
         parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    own = {os.getpid()}
+    own = {root}
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= more
     return sum(ticks[pid] for pid in own)
