@@ -7,6 +7,7 @@ Knows no vLLM type beyond opaque references, no policy and no network. Runs on t
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.live_request import LiveRequest
@@ -19,6 +20,11 @@ from meridian_agent.core.token_cycles import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+
+# Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
+# with the step that closed it, so an early use would cut one report into two.
+RESTING_SLOTS = 4
 
 
 class Tracker:
@@ -58,7 +64,9 @@ class Tracker:
         self.lookahead = 0
         # The new token of each row of the step that was noted last; empty if no request may join the run.
         self._tokens: list[int] = []
+        # Free slots as a heap, and the slots that were closed last, oldest first.
         self._free: list[int] = []
+        self._resting: deque[int] = deque()
         self._next_slot = 0
         self._last_step = 0
 
@@ -317,12 +325,14 @@ class Tracker:
     def take_record(self) -> StepRecord:
         """Return the finished record, with a step number above the previous record's, and begin a new record.
 
-        A slot is never closed and opened in the same record, because the record's columns do not say which came first.
+        A slot is never closed and opened in the same record, because the record's columns do not say which came first,
+        and the slots that were closed last rest.
         """
         record, self.record = self.record, StepRecord()
         record.step = self._last_step = max(record.step, self._last_step + 1)
-        for slot, _ in record.closed:
-            heapq.heappush(self._free, slot)
+        self._resting.extend(slot for slot, _ in record.closed)
+        while len(self._resting) > RESTING_SLOTS:
+            heapq.heappush(self._free, self._resting.popleft())
         return record
 
     def snapshot(self) -> list[tuple[Any, ...]]:

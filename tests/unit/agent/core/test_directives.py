@@ -28,7 +28,8 @@ def test_values_are_those_of_the_contract() -> None:
 # ---------------------------------------------------------------------------------------------------------- targets
 
 
-def test_a_decision_for_an_unknown_slot_or_an_older_request_of_that_slot() -> None:
+def test_a_decision_for_an_unknown_slot_or_an_older_request_of_that_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meridian_agent.core.tracker.RESTING_SLOTS", 0)
     engine = FakeEngine()
     engine.open("a")
     engine.take()

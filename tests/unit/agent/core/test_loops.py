@@ -93,8 +93,9 @@ def test_only_the_thinking_that_goes_on_counts() -> None:
     assert max(tokens for *_, tokens in writer.tracker.record.loops) <= 100
 
 
-def test_requests_take_turns_and_slots_are_not_confused() -> None:
+def test_requests_take_turns_and_slots_are_not_confused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that takes over a slot has none of the tokens of the request before it."""
+    monkeypatch.setattr("meridian_agent.core.tracker.RESTING_SLOTS", 0)
     shared = tracker()
     writers = [Writer(shared, f"r{number}") for number in range(40)]
     for _ in range(70):
@@ -266,7 +267,8 @@ def test_repeated_tokens_are_counted_only_if_asked_for_and_only_in_thinking() ->
     assert writer.tracker.loops._repeats == {}
 
 
-def test_counts_of_a_slot_begin_anew_with_its_next_request() -> None:
+def test_counts_of_a_slot_begin_anew_with_its_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meridian_agent.core.tracker.RESTING_SLOTS", 0)
     shared = tracker()
     shared.loops.obey(True, 700)
     first = Writer(shared, "a")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.tracker import Tracker
+from meridian_agent.core.tracker import RESTING_SLOTS, Tracker
 
 START, END, TEXT = 1, 2, 90
 MARKERS = Markers(((START,),), ((END,),))
@@ -24,16 +24,18 @@ def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap
     return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, object())
 
 
-def test_slots_are_reused_lowest_first() -> None:
+def test_slots_rest_and_are_reused_lowest_first() -> None:
     tracker = Tracker(MARKERS)
-    first = [opened(tracker, name) for name in "abcd"]
-    assert [tr.slot for tr in first] == [0, 1, 2, 3]
-    for tr in (first[2], first[0], first[3]):
+    first = [opened(tracker, str(number)) for number in range(RESTING_SLOTS + 4)]
+    assert [tr.slot for tr in first] == list(range(RESTING_SLOTS + 4))
+    for tr in (first[2], first[0], first[3], *first[4:]):
         tracker.close(tr, 1)
     tracker.take_record()
-    assert [opened(tracker, name).slot for name in "efgh"] == [0, 2, 3, 4]
-    assert sorted(tracker.by_slot) == [0, 1, 2, 3, 4]
-    assert set(tracker.by_id) == set("befgh")
+    # The first three to close have rested.
+    came = [opened(tracker, name).slot for name in "abcd"]
+    assert came == [0, 2, 3, RESTING_SLOTS + 4]
+    assert set(tracker.by_slot) == {1, *came}
+    assert set(tracker.by_id) == {"1", *"abcd"}
 
 
 def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
@@ -47,7 +49,7 @@ def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
     record = tracker.take_record()
     assert record.closed == [(0, 3)]
     assert [row[0] for row in record.opened] == [came.slot] == [1]
-    assert opened(tracker, "c").slot == 0
+    assert opened(tracker, "c").slot == 2
 
 
 def test_records_are_numbered_apart() -> None:
@@ -251,25 +253,26 @@ def test_expected_tokens_move_the_ending_on() -> None:
 )
 def test_slots_and_counts_stay_consistent(events: list[Any]) -> None:
     tracker, number = Tracker(MARKERS), 0
-    closed_in_record: set[int] = set()
+    closed_in_record, resting = list[int](), list[int]()
     for event, *args in events:
         live = list(tracker.by_id.values())
         if event == "open":
-            free = set(range(len(live) + len(closed_in_record) + 1)) - set(tracker.by_slot) - closed_in_record
+            away = {*tracker.by_slot, *closed_in_record, *resting}
+            free = set(range(len(away) + 1)) - away
             tr = opened(tracker, str(number), args[0])
             number += 1
             assert tr.slot == min(free)
         elif event == "take":
             record = tracker.take_record()
             assert not {s for s, _ in record.closed} & {row[0] for row in record.opened if row[0] in tracker.by_slot}
-            closed_in_record = set()
+            resting, closed_in_record = (resting + closed_in_record)[-RESTING_SLOTS:], []
         elif live:
             tr = live[args[0] % len(live)]
             if event == "feed":
                 tracker.feed(tr, args[1], 0)
             else:
                 tracker.close(tr, 1)
-                closed_in_record.add(tr.slot)
+                closed_in_record.append(tr.slot)
         phases = [tr.state.phase for tr in tracker.by_id.values()]
         assert (tracker.thinking, tracker.answering) == (phases.count(Phase.THINK), phases.count(Phase.OUTPUT))
         assert {slot: tr.info.request_id for slot, tr in tracker.by_slot.items()} == {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_agent.core import tracker
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.request_ids import is_called
 from meridian_control.fleet.status_messages import request_views
@@ -182,7 +183,10 @@ def test_a_new_policy_keeps_an_end_under_way() -> None:
     assert made.session.totals.ends["operator"] == 1
 
 
-def test_a_snapshot_keeps_an_end_under_way_and_forgets_those_of_requests_that_are_gone() -> None:
+def test_a_snapshot_keeps_an_end_under_way_and_forgets_those_of_requests_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
     made = stream()
     for name in "ab":
         made.open(name)

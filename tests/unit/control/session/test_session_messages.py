@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core import tracker
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT, THINK
@@ -78,7 +79,8 @@ def test_what_was_decided_for_another_request_is_not_shown() -> None:
     assert not request_views(faulted)[0].HasField("last_decision")
 
 
-def test_a_slot_that_is_used_again_shows_no_old_decision() -> None:
+def test_a_slot_that_is_used_again_shows_no_old_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
     nothing = {"enabled": False}
     made = stream()
     made.open("a")
