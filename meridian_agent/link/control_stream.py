@@ -270,6 +270,7 @@ class Link:
             self._receive_freeze(response.freeze)
         elif kind == "welcome":
             self.inbox.begin()
+            self.outbox.byte_columns = response.welcome.reads_byte_columns
             self.outbox.snapshot_due = True
             self.lease.found()
             self.lease.say_state()

@@ -3,6 +3,7 @@ threads."""
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,8 +72,11 @@ def decisions_in(message: agent_pb2.Directives) -> int:
     return listed + len(message.hand_overs) + len(message.plan.slot)
 
 
-def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
-    """Return one report of consecutive steps: it has the token rows of all steps, and the gauges of the last step."""
+def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> agent_pb2.StepReport:
+    """Return one report of consecutive steps: it has the token rows of all steps, and the gauges of the last step.
+
+    byte_columns: whether the control plane reads the token rows as bytes.
+    """
     last = records[-1]
     report = agent_pb2.StepReport(
         step=last.step,
@@ -91,6 +95,10 @@ def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
         _add_steps(report.merged, records)
     for record in records:
         _add(report, record)
+        if record.slots and not byte_columns:
+            _add_tokens(report.tokens, record)
+    if byte_columns and (encoded := _byte_columns(records)):
+        report.tokens.byte_columns = encoded
     return report
 
 
@@ -106,8 +114,6 @@ def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) ->
 
 def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
     report.opened.extend(opened_message(row) for row in record.opened)
-    if record.slots:
-        _add_tokens(report.tokens, record)
     for name, column in zip(PROBE_COLUMNS, zip(*record.probes, strict=True), strict=False):
         getattr(report.probes, name).extend(column)
     for slot, period, tokens in record.loops:
@@ -127,6 +133,27 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.continued.first_token_ms.append(first_token_ms)
     for decision_id, outcome, think_tokens, detail in record.outcomes:
         report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
+
+
+def _byte_columns(records: Sequence[StepRecord]) -> bytes:
+    """Return the token rows of the records as TokenColumns.byte_columns has them."""
+    # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
+    told = [record for record in records if record.slots]
+    table = np.empty((7, sum(len(record.slots) for record in told)), "<u4")
+    measured, end = table[4:].view("<f4"), 0
+    for record in told:
+        begin, end = end, end + len(record.slots)
+        rows = slice(begin, end)
+        for row, column in enumerate((record.slots, record.phases, record.row_flags())):
+            # NumPy reads an array of numbers faster than a list.
+            table[row, rows] = array("I", column)
+        if record.told is None:
+            table[3, rows], measured[:, rows] = 0, np.nan
+            continue
+        at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.decode(record.told)
+        table[3, rows], measured[0, rows] = signals.end_rank[at], signals.entropy_nats[at]
+        measured[1, rows], measured[2, rows] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
+    return table.tobytes()
 
 
 def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:

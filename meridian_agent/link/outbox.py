@@ -54,6 +54,8 @@ class Outbox:
         self.ring: RecordRing = RecordQueue()
         # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread.
         self.snapshot_due = False
+        # Whether the stream's control plane reads token rows as bytes; set before the stream's first report.
+        self.byte_columns = False
         self._streaming = False
         self.reports_dropped = 0
         # Outcomes of dropped records, kept so that each decision still gets its one outcome.
@@ -183,7 +185,7 @@ class Outbox:
                 batch, held = self._gather(ring, item)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 ring.took(sum(record.presses for record in batch))
-                yield agent_pb2.ConnectRequest(step=step_report(batch))
+                yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
                 reported_s = self._lease.clock()
 
     def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:

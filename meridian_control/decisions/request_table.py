@@ -222,7 +222,7 @@ class RequestTable(DecidedColumns):
         if newest is not None:
             self._ratios(newest)
         self.token_ms[s], self.entropy_nats[s] = rows.at_ms.take(last), rows.entropy_nats.take(last)
-        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank.take(last), rows.end_logprob_nats(last)
+        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank.take(last), rows.end_logprob_nats.take(last)
         return len(rows.slot)
 
     def _count(self, rows: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

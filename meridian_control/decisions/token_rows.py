@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.masks import all_in
 from meridian_control.common.packed_fields import NOTHING, floats, integers, packed_fields
 from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
 
@@ -44,9 +45,11 @@ FLOATS = (
     COLUMNS.TOP_LOGPROB_NATS_FIELD_NUMBER,
 )
 
-# Kinds of a token in the type of their column.
-ANSWER_KIND, OTHER_KIND = np.uint8(ANSWER_TOKEN), np.uint8(OTHER_TOKEN)
+# Kinds of a token that is none of the answer, and of one that is.
+KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
 
+# Bytes of each row in TokenColumns.byte_columns.
+ROW_BYTES = 7 * 4
 # Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
@@ -75,9 +78,8 @@ class TokenRows(NamedTuple):
     last: NDArray[np.intp]
     s: NDArray[np.int64]
     flags_seen: int
-    # Log-probabilities of the end marker and of the likeliest token, in the order of the report.
-    told_end_logprob_nats: NDArray[np.float32]
-    told_top_logprob_nats: NDArray[np.float32]
+    end_logprob_nats: NDArray[np.float32]
+    top_logprob_nats: NDArray[np.float32]
 
     def before(self, column: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
         """Return the column's value in the previous row of the same slot; `first`, [slots], is used for first rows."""
@@ -86,19 +88,13 @@ class TokenRows(NamedTuple):
         shifted[self.first] = first
         return shifted
 
-    def end_logprob_nats(self, row: NDArray[np.intp]) -> NDArray[np.float32]:
-        """Return the end marker's log-probability in these rows."""
-        return self.told_end_logprob_nats[self.number[row]]
-
     def margin_nats(self, row: NDArray[np.intp]) -> NDArray[np.float64]:
         """Return the log-probability of the likeliest token minus that of the end marker in these rows, NaN if either
         was not measured."""
-        number = self.number[row]
         # The difference is taken in double precision, so that a rule compares the same number that `explain` shows.
+        likeliest = self.top_logprob_nats[row].astype(np.float64)
         with np.errstate(invalid="ignore"):
-            margin: NDArray[np.float64] = (
-                self.told_top_logprob_nats[number].astype(np.float64) - self.told_end_logprob_nats[number]
-            )
+            margin: NDArray[np.float64] = likeliest - self.end_logprob_nats[row]
         return margin
 
 
@@ -107,15 +103,15 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
 
     Raises ValueError if the columns differ in length or if a slot has too many rows.
     """
-    told_slot, told_phase, told_flags, told_entropy, told_rank, *logprobs = _arrays(columns)
-    when_ms = np.empty(len(told_slot))
-    when_ms[:] = at_ms
-    is_live = live.take(told_slot, mode="clip") & (told_slot < len(live))
+    whole, measured = columns_of(columns)
     # NumPy sorts numbers of 16 bits in linear time; slots of live requests have no more.
-    order = told_slot.astype(np.uint16).argsort(kind="stable")
-    if np.count_nonzero(is_live) < len(order):
-        order = order[is_live[order]]
-    slot, phase, flags = told_slot.take(order), told_phase.take(order), told_flags.take(order)
+    order = whole[0].astype(np.uint16).argsort(kind="stable")
+    slot = whole[0].take(order)
+    is_live = live.take(slot, mode="clip") & (slot < len(live))
+    if not all_in(is_live):
+        order = order[is_live]
+    slot, phase, flags, end_rank = whole.take(order, axis=1)
+    entropy_nats, end_logprob_nats, top_logprob_nats = measured.take(order, axis=1)
     begins = differs(slot)
     first = begins.nonzero()[0]
     last = np.empty_like(first)
@@ -132,26 +128,26 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         slot=slot,
         phase=phase,
         flags=flags,
-        entropy_nats=told_entropy.take(order),
-        end_rank=told_rank.take(order),
+        entropy_nats=entropy_nats,
+        end_rank=end_rank,
         thinks=thinks,
         thinking=thinking,
         answering=answering,
-        at_ms=when_ms.take(order),
+        at_ms=at_ms.take(order) if isinstance(at_ms, np.ndarray) else np.full(len(order), at_ms),
         number=order,
         begins=begins,
         first=first,
         last=last,
         s=slot.take(first),
         flags_seen=seen,
-        told_end_logprob_nats=logprobs[0],
-        told_top_logprob_nats=logprobs[1],
+        end_logprob_nats=end_logprob_nats,
+        top_logprob_nats=top_logprob_nats,
     )
 
 
 def token_kinds(rows: TokenRows) -> NDArray[np.uint8]:
     """Return the kind of each row's token, as the table's column `newest_token` has it, [rows]."""
-    kind: NDArray[np.uint8] = np.where(rows.answering, ANSWER_KIND, OTHER_KIND)
+    kind = KINDS.take(rows.answering)
     if rows.flags_seen & FLAG_END:
         kind[(rows.flags & FLAG_END) != 0] = THINK_END
     return kind
@@ -259,19 +255,51 @@ class Newest:
         return line[self._newest[:, :number]], before[self._owner]
 
 
-def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
+def row_count(columns: agent_pb2.TokenColumns) -> int:
+    """Return the number of rows."""
+    return len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
+
+
+def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return slot, phase, flags and end rank, [4, rows], and token entropy and the log-probabilities of the end marker
+    and of the likeliest token, [3, rows]. A phase that is not known becomes PHASE_UNSPECIFIED.
+
+    Raises ValueError if the columns differ in length.
+    """
+    if encoded := columns.byte_columns:
+        if len(encoded) % ROW_BYTES:
+            raise ValueError(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
+        table = np.frombuffer(encoded, "<u4").reshape(7, -1)
+        whole, measured = table[:4].astype(np.int64), table[4:].view("<f4")
+    else:
+        whole, measured = _packed_columns(columns)
+    # All bits of PHASE_OUTPUT are set, so no phase is out of range unless the bits of all phases together are.
+    phase = whole[1]
+    if int(np.bitwise_or.reduce(phase)) not in range(agent_pb2.PHASE_OUTPUT + 1):
+        phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
+    return whole, measured
+
+
+def spell_out(columns: agent_pb2.TokenColumns) -> None:
+    """Replace byte columns by the other columns. Raises ValueError if the number of bytes fits no rows."""
+    whole, measured = columns_of(columns)
+    columns.Clear()
+    told: tuple[Any, ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
+    told += columns.entropy_nats, columns.end_logprob_nats, columns.top_logprob_nats
+    for column, values in zip(told, (*whole, *measured), strict=True):
+        column.extend(values.tolist())
+
+
+def _packed_columns(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the columns of a report without byte_columns. Raises ValueError if they differ in length."""
     packed = packed_fields(columns)
     told: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
-    slot, phase, flags, end_rank = [
-        integers(packed.get(field, NOTHING), numbers) for field, numbers in zip(INTEGERS, told, strict=True)
-    ]
-    entropy, end_logprob, top_logprob = [floats(packed.get(field, NOTHING)) for field in FLOATS]
-    if not len(top_logprob):
+    numbers = [integers(packed.get(field, NOTHING), column) for field, column in zip(INTEGERS, told, strict=True)]
+    measured = [floats(packed.get(field, NOTHING)) for field in FLOATS]
+    if not len(measured[-1]):
         # An older agent leaves the column out.
-        top_logprob = np.full(len(slot), np.nan, np.float32)
-    arrays = (slot, phase, flags, entropy, end_rank, end_logprob, top_logprob)
-    if len({len(a) for a in arrays}) != 1:
-        raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
-    if len(phase) and not 0 <= phase.min() <= phase.max() <= agent_pb2.PHASE_OUTPUT:
-        phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
-    return arrays
+        measured[-1] = np.full(len(numbers[0]), np.nan, np.float32)
+    lengths = [*map(len, numbers), *map(len, measured)]
+    if len(set(lengths)) != 1:
+        raise ValueError(f"token columns must have one length; got {lengths}")
+    return np.concatenate(numbers).reshape(4, -1), np.concatenate(measured).reshape(3, -1)

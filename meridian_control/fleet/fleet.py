@@ -124,7 +124,7 @@ class Fleet:
         if self.budgets.stages:
             session.on_budget_stages(self.budgets.stages)
             self.note(session, stages_record(session, now))
-        welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
+        welcome = agent_pb2.Welcome(session_id=session_id, server_version=__version__, reads_byte_columns=True)
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         freezes = self._freezes_of(session)
         if freezes or session.frozen:

@@ -15,6 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import RecordingTooSlow
+from meridian_control.decisions.token_rows import spell_out
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.session.freeze_state import Freeze, Match
@@ -97,8 +98,11 @@ def hello_record(session: Session, now: datetime, joined_late: bool = False) -> 
 
 
 def up_record(session: Session, now: datetime, message: agent_pb2.ConnectRequest) -> fleet_pb2.TraceRecord:
+    """Return the record of an agent's message. Readers of traces need not know byte columns."""
     record = _record(session, now)
     record.up.CopyFrom(message)
+    if message.step.tokens.byte_columns:
+        spell_out(record.up.step.tokens)
     return record
 
 

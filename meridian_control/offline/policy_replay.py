@@ -99,8 +99,8 @@ class _Came:
     def __init__(self, report: agent_pb2.StepReport) -> None:
         ages_ms(report)
         self.last = max(report.steps, 1) - 1
-        self.recorded_probes = step_of(report, "probes").tolist()
-        self.recorded_outcomes = step_of(report, "outcomes").tolist()
+        self.recorded_probes = step_of(report, "probes", len(report.probes.slot))
+        self.recorded_outcomes = step_of(report, "outcomes", len(report.outcomes))
         self.probes: list[int] = []
         self._outcomes: list[tuple[int, agent_pb2.DecisionOutcome]] = []
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meridian_control.decisions.token_rows import row_count
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -21,9 +23,6 @@ MAX_AGE_MS = 86_400_000
 # Bound for the steps that a report merges; no correct agent merges as many.
 MAX_STEPS = 1 << 12
 
-# Fields that consist of columns, one of them named `slot`.
-COLUMNAR = ("tokens", "probes")
-
 
 def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
     """Yield token rows, prompt tokens and milliseconds of each step for which the report gives all three."""
@@ -31,25 +30,29 @@ def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
     if merged.rows:
         yield from zip(merged.rows, merged.prefill_tokens, merged.step_time_ms, strict=True)
     elif report.steps == 1:
-        yield len(report.tokens.slot), report.prefill_tokens, report.step_time_ms
+        yield row_count(report.tokens), report.prefill_tokens, report.step_time_ms
 
 
-def step_of(report: agent_pb2.StepReport, name: str) -> NDArray[np.int64]:
+def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
     """Return the step in which each entry of a field came, [entries], counted from 0 within the report.
 
     If the agent does not say, the step is the last. name: of the field. Call `ages_ms` first, which checks the report.
     Raises ValueError if the counts per step do not add up to the entries of the field.
     """
-    field = getattr(report, name)
-    entries = len(field.slot if name in COLUMNAR else field)
-    told = report.merged.rows if name == "tokens" else getattr(report.merged, name)
-    if not told:
-        return np.full(entries, max(report.steps, 1) - 1)
+    if not (told := list(getattr(report.merged, name))):
+        return [max(report.steps, 1) - 1] * entries
     if len(told) != report.steps or sum(told) != entries:
         raise ValueError(
             f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(told)} in {len(told)}"
         )
-    return np.arange(report.steps).repeat(list(told))
+    return [step for step, number in enumerate(told) for _ in range(number)]
+
+
+def step_of_rows(report: agent_pb2.StepReport) -> NDArray[np.int64]:
+    """Return the step in which each token row came, [rows], as `step_of` does. Call `ages_ms` first."""
+    if not (told := list(report.merged.rows)):
+        return np.full(row_count(report.tokens), max(report.steps, 1) - 1)
+    return np.arange(len(told)).repeat(told)
 
 
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
@@ -57,7 +60,7 @@ def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
 
     Raises ValueError if the columns do not fit the report, if it merges too many steps, or if an age is out of range.
     """
-    merged, rows = report.merged, len(report.tokens.slot)
+    merged, rows = report.merged, row_count(report.tokens)
     if not report.HasField("merged"):
         return np.zeros(rows)
     if report.steps > MAX_STEPS:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.common.enum_names import phase_name
+from meridian_control.common.masks import any_in
 from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import MAX_SLOTS, THINK
 from meridian_control.decisions.signals import add_eat_sample
-from meridian_control.decisions.table_columns import NO_CAP
-from meridian_control.session.merged_steps import ages_ms, step_of
+from meridian_control.decisions.table_columns import NO_CAP, THINK_END
+from meridian_control.decisions.token_rows import row_count
+from meridian_control.session.merged_steps import ages_ms, step_of, step_of_rows
 from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continued
 
 if TYPE_CHECKING:
@@ -81,11 +83,12 @@ class Intake:
         for opened in report.opened:
             self._open(opened, now_ms)
         self._add_tokens(report, now_ms)
-        self._steps = {name: step_of(report, name).tolist() for name in ONE_BY_ONE if len(getattr(report, name))}
+        told = ((name, len(getattr(report, name))) for name in ONE_BY_ONE)
+        self._steps = {name: step_of(report, name, entries) for name, entries in told if entries}
         if report.HasField("probes"):
-            self._add_probes(report.probes, step_of(report, "probes").tolist())
+            self._add_probes(report.probes, step_of(report, "probes", len(report.probes.slot)))
         if self._steps or report.HasField("probes"):
-            table.history.tell_steps(step_of(report, "tokens"))
+            table.history.tell_steps(step_of_rows(report))
         if report.HasField("loops") or report.HasField("repeats"):
             self._take_loops(report.loops, report.repeats)
         else:
@@ -106,7 +109,7 @@ class Intake:
         governed: whether the session makes decisions. Otherwise no closed request counts as treated or as control.
         """
         table = self._table
-        if len(table.history.rows.slot) < len(report.tokens.slot):
+        if len(table.history.rows.slot) < row_count(report.tokens):
             self._endings.count_unknown(report.tokens)
         ended = self._count_changes(report)
         self._compare([*ended, *((c.slot, self._think_tokens(c.slot)) for c in report.closed if self._is_cut(c))])
@@ -155,8 +158,10 @@ class Intake:
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
         self._groups.count_sentence_ends()
-        self._totals.output_itl.add(self._table.intervals.output_itl_ms / 1e3)
-        self._totals.ttot.add(self._table.intervals.ttot_ms / 1e3)
+        intervals = self._table.intervals
+        self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
+        if any_in(intervals.previous == THINK_END):
+            self._totals.ttot.add(intervals.ttot_ms / 1e3)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
         # Agents of the first version do not report whether the answer would be empty, nor whether it changes.

@@ -16,7 +16,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import ENTROPY_REASONS, reason_name
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import NATURAL_END, OTHER_END, RULE_END
-from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
+from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED, columns_of
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -48,10 +48,11 @@ class ThinkEnds:
 
     def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
         """Count ends of thinking in rows of requests that the agent never reported as opened."""
-        flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
-        for row in np.flatnonzero(flags & FLAG_END).tolist():
-            if not self._table.holds(tokens.slot[row]):
-                self._totals.ends[by_limit(int(flags[row])) or "natural"] += 1
+        (slots, _, flags, _), _ = columns_of(tokens)
+        ends = np.flatnonzero(flags & FLAG_END)
+        for slot, flag in zip(slots[ends].tolist(), flags[ends].tolist(), strict=True):
+            if not self._table.holds(slot):
+                self._totals.ends[by_limit(flag) or "natural"] += 1
 
     def _rule(self, slot: int, think_tokens: int) -> str:
         """Return the rule that ended a request's thinking, and count the tokens that were left before the cap."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.decisions.token_rows import spell_out
+
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
@@ -89,6 +91,8 @@ def _unknown_reports(message: agent_pb2.ConnectRequest) -> None:
     for opened in report.opened:
         if opened.phase == agent_pb2.PHASE_PROMPT:
             opened.phase = UNKNOWN  # type: ignore[assignment]
+    if report.tokens.byte_columns:
+        spell_out(report.tokens)
     for row, phase in enumerate(report.tokens.phase):
         if phase == agent_pb2.PHASE_OUTPUT:
             report.tokens.phase[row] = UNKNOWN  # type: ignore[call-overload]

@@ -78,13 +78,15 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         self.say: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
         self.reading = asyncio.Event()
         self.welcomes = True
+        self.reads_byte_columns = False
 
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[agent_pb2.ConnectResponse]:
         self.received.append(await anext(request_iterator))
         if self.welcomes:
-            yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s"))
+            welcome = agent_pb2.Welcome(session_id="s", reads_byte_columns=self.reads_byte_columns)
+            yield agent_pb2.ConnectResponse(welcome=welcome)
         reader = asyncio.create_task(self._read(request_iterator))
         try:
             while True:

@@ -16,6 +16,7 @@ from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
 from meridian_control.budgets.stages import in_stages, matching, shortened
+from meridian_control.decisions.token_rows import columns_of
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -176,7 +177,7 @@ class Invariants:
         given.look(session, message)
         live = {info.request_id for _, info in session.table.requests()}
         if given.free.isdisjoint(live | {request.request_id for request in message.step.opened}):
-            for flags in message.step.tokens.flags:
+            for flags in columns_of(message.step.tokens)[0][2].tolist():
                 assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
                 assert not flags & FLAG_BY_RESERVE or flags & FLAG_BY_CAP, "a reserve ends thinking outside of a cap"
         for outcome in message.step.outcomes:

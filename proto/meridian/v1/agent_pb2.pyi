@@ -1115,6 +1115,12 @@ class TokenColumns(_message.Message):
     END_LOGPROB_NATS_FIELD_NUMBER: _builtins.int
     FLAGS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROB_NATS_FIELD_NUMBER: _builtins.int
+    BYTE_COLUMNS_FIELD_NUMBER: _builtins.int
+    byte_columns: _builtins.bytes
+    """All columns in place of those above, one after another, each with four bytes for each token, little-endian: slot,
+    phase, flags and end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float. Sent only
+    if Welcome.reads_byte_columns is set, because an older control plane does not know the field.
+    """
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slot of the request that generated the token."""
@@ -1159,10 +1165,11 @@ class TokenColumns(_message.Message):
         end_logprob_nats: _abc.Iterable[_builtins.float] | None = ...,
         flags: _abc.Iterable[_builtins.int] | None = ...,
         top_logprob_nats: _abc.Iterable[_builtins.float] | None = ...,
+        byte_columns: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_logprob_nats", b"end_logprob_nats", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "flags", b"flags", "phase", b"phase", "slot", b"slot", "top_logprob_nats", b"top_logprob_nats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_columns", b"byte_columns", "end_logprob_nats", b"end_logprob_nats", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "flags", b"flags", "phase", b"phase", "slot", b"slot", "top_logprob_nats", b"top_logprob_nats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1709,19 +1716,23 @@ class Welcome(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    READS_BYTE_COLUMNS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of this stream's session, for logs and traces."""
     server_version: _builtins.str
     """Version of the control plane, as in `meridian_control.__version__`."""
+    reads_byte_columns: _builtins.bool
+    """Whether the control plane reads TokenColumns.byte_columns, which take less time to write and to read."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         server_version: _builtins.str = ...,
+        reads_byte_columns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_byte_columns", b"reads_byte_columns", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

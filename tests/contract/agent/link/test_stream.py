@@ -11,7 +11,8 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
 from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.decisions.request_table import MAX_SLOTS
+from meridian_control.decisions.request_table import MAX_SLOTS, THINK
+from meridian_control.decisions.token_rows import columns_of, row_count
 from meridian_control.fleet.connection import QUEUE_MESSAGES
 from meridian_control.policy.store import StoredRevision
 from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end
@@ -90,6 +91,27 @@ async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
         assert "snapshot" not in servicer.kinds()[2:]
         reports = [m.step for m in servicer.received[3:]]
         assert sum(len(r.tokens.slot) for r in reports) == sum(r.steps for r in reports)
+
+
+async def test_each_stream_gets_the_columns_that_its_control_plane_reads(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+
+    def newest() -> agent_pb2.TokenColumns | None:
+        """Return the columns of the newest report with a row, if the newest stream has sent one."""
+        begun = max((n for n, kind in enumerate(servicer.kinds()) if kind == "hello"), default=0)
+        rows = [m.step.tokens for m in servicer.received[begun:] if row_count(m.step.tokens)]
+        return rows[-1] if rows else None
+
+    for reads in (True, False):
+        servicer.reads_byte_columns = reads
+        with LinkedEngine([target]) as engine:
+            engine.open("a")
+            tokens = await engine.steps_until(newest)
+        assert (bool(tokens.byte_columns), bool(tokens.slot)) == (reads, not reads)
+        slots, phases, *_ = columns_of(tokens)[0].tolist()
+        assert (set(slots), set(phases)) == ({0}, {THINK})
+        servicer.received.clear()
 
 
 async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: tuple[Scripted, str]) -> None:

@@ -16,6 +16,7 @@ from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, opened_message, step_report
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.decisions.table_columns import COLUMNS, NO_TOKEN
+from meridian_control.decisions.token_rows import columns_of, spell_out
 from meridian_control.session.merged_steps import ages_ms
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 
@@ -119,7 +120,36 @@ def test_a_full_record() -> None:
 
 
 def test_an_empty_step_has_no_columns() -> None:
-    assert step_report([StepRecord(step=1)]) == agent_pb2.StepReport(step=1, steps=1)
+    for byte_columns in (False, True):
+        assert step_report([StepRecord(step=1)], byte_columns) == agent_pb2.StepReport(step=1, steps=1)
+
+
+COUNTS, RANKS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1)
+NATS = st.floats(width=32) | st.just(math.nan)
+
+
+@given(st.lists(st.lists(st.tuples(COUNTS, st.integers(0, 3), COUNTS, RANKS, NATS, NATS, NATS)), max_size=4), st.data())
+def test_byte_columns_say_what_the_other_columns_say(steps: list[list[tuple[Any, ...]]], data: st.DataObject) -> None:
+    records = []
+    for tokens in steps:
+        record = StepRecord()
+        columns = list(zip(*tokens, strict=True)) or [()] * 7
+        record.slots, record.phases, record.flags = (list(column) for column in columns[:3])
+        record.rows = list(range(len(tokens)))
+        if data.draw(st.booleans()):
+            entropy, end, top = (np.array(column, np.float32) for column in columns[4:])
+            record.told = StepSignals(None, entropy, np.array(columns[3], np.int32), end, top).encode()
+        if data.draw(st.booleans()):
+            # The outbox takes out of a record what a snapshot says already.
+            record.slots = []
+        records.append(record)
+    if records:
+        there, here = (step_report(records, byte_columns).tokens for byte_columns in (False, True))
+        assert not here.slot
+        for known, found in zip(columns_of(there), columns_of(here), strict=True):
+            np.testing.assert_array_equal(found, known)
+        spell_out(here)
+        assert here.SerializeToString() == there.SerializeToString()
 
 
 def test_counters_are_those_of_the_contract() -> None:

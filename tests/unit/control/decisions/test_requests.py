@@ -85,8 +85,13 @@ def test_phases_of_another_version(phase: int) -> None:
 def test_columns_of_different_length() -> None:
     columns = tokens([(0, THINK, 0, 0.0)])
     columns.entropy_nats.append(0.0)
-    with pytest.raises(ValueError, match=r"one length; got \[1, 1, 1, 2, 1, 1, 1\]"):
+    with pytest.raises(ValueError, match=r"one length; got \[1, 1, 1, 1, 2, 1, 1\]"):
         table({}).add_tokens(columns)
+
+
+def test_byte_columns_that_end_within_a_row() -> None:
+    with pytest.raises(ValueError, match=r"byte_columns must have 28 bytes for each token; got 29 bytes"):
+        table({}).add_tokens(agent_pb2.TokenColumns(byte_columns=bytes(29)))
 
 
 def test_no_rows() -> None:
