@@ -25,31 +25,65 @@ TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
 # Whole numbers near the R10 series from 1 to 100,000 tokens.
 ANSWER_BOUNDS = *sorted({float(round(step * 10**decade)) for decade in range(5) for step in _R10}), 1e5
 
+# Number of observations that wait at most to be counted.
+WAITING = 512
+
 
 class Histogram:
     """Counts of observations by bucket, and the sum of the observations. A value equal to a bound counts in the bucket
-    below that bound."""
+    below that bound.
+
+    Arrays of observations wait until they have WAITING values or until somebody reads the histogram, because sorting
+    many values into buckets takes hardly longer than sorting few.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self._bounds = np.array(bounds), tuple(bounds)
-        self.counts = np.zeros(len(bounds) + 1, np.int64)
-        self.sum = 0.0
+        self._counts, self._sum = np.zeros(len(bounds) + 1, np.int64), 0.0
+        self._waiting: list[NDArray[np.float64] | NDArray[np.int64]] = []
+        self._number = 0
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """The number of observations in each bucket, [bounds + 1]."""
+        self._count()
+        return self._counts
+
+    @property
+    def sum(self) -> float:
+        self._count()
+        return self._sum
 
     def add(self, values: NDArray[np.float64] | NDArray[np.int64]) -> None:
-        if len(values):
-            self.counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self.counts))
-            self.sum += float(values.sum())
+        """Add observations, [values]. The array must not change afterwards."""
+        if number := len(values):
+            self._waiting.append(values)
+            self._number += number
+            if self._number >= WAITING:
+                self._count()
+
+    def _count(self) -> None:
+        """Count the observations that wait."""
+        if self._waiting:
+            values = np.concatenate(self._waiting)
+            self._waiting, self._number = [], 0
+            self._counts += np.bincount(self.bounds.searchsorted(values), minlength=len(self._counts))
+            self._sum += float(values.sum())
 
     def add_one(self, value: float) -> None:
         """Add a single value, for which an array would cost ten times as much."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def __iadd__(self, other: Histogram) -> Histogram:
         """Add the counts and the sum of a histogram with the same bounds."""
-        self.counts += other.counts
-        self.sum += other.sum
+        self.add_counts(other.counts, other.sum)
         return self
+
+    def add_counts(self, counts: NDArray[np.int64], total: float) -> None:
+        """Add the counts, [bounds + 1], and the sum of other observations."""
+        self._counts += counts
+        self._sum += total
 
     def upper_quantile(self, share: float) -> float:
         """Return the lowest bound that at least this share of the observations does not exceed; the last bound if there

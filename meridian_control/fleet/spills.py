@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import Histogram
@@ -62,8 +63,7 @@ def estimate(savings: fleet_pb2.Savings, min_ends: int) -> None:
 
 def _histogram(message: fleet_pb2.Histogram) -> Histogram:
     histogram = Histogram(message.bounds)
-    histogram.counts[:] = message.counts
-    histogram.sum = message.sum
+    histogram.add_counts(np.array(message.counts, np.int64), message.sum)
     return histogram
 
 
