@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import ENTROPY_REASONS
-from meridian_control.decision_log.records import Life, LifeEvent, LoggedDecision
+from meridian_control.decision_log.records import Circumstances, Life, LifeEvent, LoggedDecision
 from meridian_control.decision_log.request_ids import sampled
 
 if TYPE_CHECKING:
@@ -112,40 +112,33 @@ class Journal:
 
     def decided(
         self,
-        made: Decision,
+        decisions: Iterable[tuple[Decision, int]],
         shadow: bool,
-        seen: tuple[Seen, int],
+        seen: Seen,
         policy: Policy,
         revision: int,
         *,
         shortening: Shortening | None = None,
         level_change: LevelChange | None = None,
     ) -> None:
-        """Log a decision about a request if the request's life is kept.
+        """Log decisions of one kind and reason about requests whose lives are kept.
 
-        `seen` has the values that the rule saw, and their index. `policy` and `revision` were in force for the request;
-        `shortening` is the budget or pressure entry that has shortened `policy`, `level_change` the newest change of
-        the entry's level.
+        decisions: the decisions, each with the index in `seen` of the values that its rule saw. `policy` and `revision`
+        were in force for all the requests; `shortening` is the budget or pressure entry that has shortened `policy`,
+        `level_change` the newest change of the entry's level.
         """
-        slot = made.slot
-        if slot is None or (life := self._lives.get(slot)) is None:
-            return
-        what = made.decision_id, made.kind, made.reason, shadow
-        table, index = seen
-        signals, number = (table.packed_row(index), table.window.shape[1]), self._log.number()
-        made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, *signals)
-        changed = BY_ENTRY.get((made.kind, made.reason))
-        if shortening is not None and changed is not None:
-            now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (policy, shortening.without))
-            by_entry = now != without
-            made.logged.shortening, made.logged.level_change = (shortening, level_change) if by_entry else (None, None)
-        self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
+        under = Circumstances(self.now, self._session_id, shadow, revision, policy, seen.window.shape[1])
+        for made, index in decisions:
+            if (life := self._lives.get(made.slot)) is None:  # type: ignore[arg-type]
+                continue
+            made.logged = logged = LoggedDecision(self._log.number(), life, made, under, seen.packed_row(index))
+            if shortening is not None and _by_entry(made, policy, shortening):
+                logged.shortening, logged.level_change = shortening, level_change
+            self._log.add(life, logged, life.probes if made.kind == "probe" else life.events)
 
-    def settled(
-        self, made: LoggedDecision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int, detail: str
-    ) -> None:
-        made.outcome, made.outcome_time = outcome, self.now
-        made.outcome_think_tokens, made.detail = think_tokens, detail
+    def settled(self, made: LoggedDecision) -> None:
+        """Note that a decision has got its outcome."""
+        made.outcome_time = self.now
         if self._log.settled is not None:
             self._log.settled(made)
 
@@ -164,3 +157,11 @@ class Journal:
         self._log.over(life)
         if self._log.ended is not None:
             self._log.ended(life)
+
+
+def _by_entry(made: Decision, policy: Policy, shortening: Shortening) -> bool:
+    """Whether the entry has changed the value on which the decision depends."""
+    if (changed := BY_ENTRY.get((made.kind, made.reason))) is None:
+        return False
+    now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (policy, shortening.without))
+    return bool(now != without)

@@ -75,31 +75,35 @@ class LifeEvent:
     detail: str = ""
 
 
+class Circumstances(NamedTuple):
+    """The values that all decisions share that a session makes at once about requests with one policy.
+
+    window_tokens: length of the entropy window.
+    """
+
+    time: datetime
+    session_id: str
+    shadow: bool
+    revision: int
+    policy: Policy
+    window_tokens: int
+
+
 @dataclass(eq=False, slots=True)
 class LoggedDecision:
     """A decision about a request, with the policy in force at the decision. `outcome` is OUTCOME_UNSPECIFIED until the
     decision has an outcome.
 
     seen: the request's row of the table at the decision, packed as SIGNAL_ROW has it. The row is unpacked when it is
-    read, because few decisions ever are. window_tokens: length of the entropy window.
+    read, because few decisions ever are.
     """
 
     number: int
-    time: datetime
     life: Life
-    session_id: str
-    decision_id: int
-    kind: str
-    reason: str
-    shadow: bool
-    revision: int
-    policy: Policy
+    made: Decision
+    under: Circumstances
     seen: bytes
-    window_tokens: int
-    outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
     outcome_time: datetime | None = None
-    outcome_think_tokens: int = 0
-    detail: str = ""
     measured_eat_nats: float | None = None
     # Reason that an operator gave for an end of thinking.
     operator_reason: str = ""
@@ -111,8 +115,52 @@ class LoggedDecision:
     level_change: LevelChange | None = None
 
     @property
+    def time(self) -> datetime:
+        return self.under.time
+
+    @property
+    def session_id(self) -> str:
+        return self.under.session_id
+
+    @property
+    def decision_id(self) -> int:
+        return self.made.decision_id
+
+    @property
+    def kind(self) -> str:
+        return self.made.kind
+
+    @property
+    def reason(self) -> str:
+        return self.made.reason
+
+    @property
+    def shadow(self) -> bool:
+        return self.under.shadow
+
+    @property
+    def revision(self) -> int:
+        return self.under.revision
+
+    @property
+    def policy(self) -> Policy:
+        return self.under.policy
+
+    @property
+    def outcome(self) -> agent_pb2.Outcome.ValueType:
+        return self.made.outcome
+
+    @property
+    def outcome_think_tokens(self) -> int:
+        return self.made.think_tokens
+
+    @property
+    def detail(self) -> str:
+        return self.made.detail
+
+    @property
     def signals(self) -> Signals:
-        return unpacked(self.seen, self.window_tokens, self.policy.entropy.confirm_sentence_ends)
+        return unpacked(self.seen, self.under.window_tokens, self.policy.entropy.confirm_sentence_ends)
 
 
 def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Signals:

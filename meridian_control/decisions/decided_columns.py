@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class DecidedColumns(Columns):
-    """The methods that note decisions about the requests of a table."""
+    """The methods that note decisions about the requests of a table. has_new: whether a request was opened since the
+    caps of all requests were decided."""
+
+    has_new: bool
 
     def set_ranks(self, slots: NDArray[np.intp], ranks: NDArray[np.int64]) -> None:
         """Note the ranks that are sent to the agent. slots, ranks: [changed]."""
@@ -35,6 +38,10 @@ class DecidedColumns(Columns):
     def forget_tiers(self) -> None:
         """Forget the tiers that were sent, so that all tiers are sent again."""
         self.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
+
+    def caps_decided(self) -> None:
+        """Note that the caps of all live requests are decided."""
+        self.has_new = False
 
     def note_cap(self, slot: int, cap: int, shadow: bool, reserve: int) -> None:
         """Note the cap that holds for a request, NO_CAP for none, and the answer reserve, 0 for none. shadow: whether
@@ -77,21 +84,21 @@ class DecidedColumns(Columns):
         """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again."""
         self.end_decided[:] = self.shadow_decided[:] = 0
 
-    def schedule_probe(self, slot: int, think_tokens: int) -> None:
-        """Note the number of thinking tokens at which the request's next EAT probe is due."""
-        self.next_probe_tokens[slot] = think_tokens
+    def schedule_probe(self, slots: NDArray[np.intp], think_tokens: NDArray[np.int64]) -> None:
+        """Note the number of thinking tokens at which each request's next EAT probe is due, [slots]."""
+        self.next_probe_tokens[slots] = think_tokens
 
-    def open_probe(self, slot: int) -> None:
-        """Note that the request has a probe without an outcome."""
-        self.probe_open[slot] = True
+    def open_probe(self, slots: NDArray[np.intp]) -> None:
+        """Note that these requests have a probe without an outcome."""
+        self.probe_open[slots] = True
 
     def close_probe(self, slot: int) -> None:
         """Note that the outcome of the request's probe is known, so that the request may be probed again."""
         self.probe_open[slot] = False
 
-    def note_cap_probe(self, slot: int) -> None:
-        """Note that the request is probed near its cap, which happens once per request."""
-        self.cap_probed[slot] = True
+    def note_cap_probe(self, slots: NDArray[np.intp]) -> None:
+        """Note that these requests are probed near their cap, which happens once per request."""
+        self.cap_probed[slots] = True
 
     def set_budget_set(self, slot: int, index: int) -> None:
         """Note which of the session's combinations of budgets a request counts towards."""

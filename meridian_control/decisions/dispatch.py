@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.masks import any_in
 from meridian_control.decisions.request_table import OUTPUT, THINK
 
 if TYPE_CHECKING:
@@ -130,9 +131,15 @@ def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Bud
         output_ms = READING_MS
     elif not output_ms:
         a, b, _ = cost.coefficients
-        running = int(np.count_nonzero(table.live & ~table.preempted & (table.phase >= THINK)))
-        output_ms = STRETCH * (a + b * running) if cost.steps >= WARM_STEPS else USUAL_MS
+        output_ms = STRETCH * (a + b * sum(_running(table))) if cost.steps >= WARM_STEPS else USUAL_MS
     return Budgets(output_ms, policy.think_tpot_budget_ms or THINK_BUDGETS * output_ms)
+
+
+def _running(table: RequestTable) -> tuple[int, int]:
+    """Return how many requests think and how many answer, without those that are preempted."""
+    running = table.live & ~table.preempted if any_in(table.preempted) else table.live
+    phases = table.phase[running].tobytes()
+    return phases.count(THINK), phases.count(OUTPUT)
 
 
 def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float) -> NDArray[np.int64]:
@@ -172,9 +179,8 @@ def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: S
     the agent applies no limit until an answer streams, and then the step of that answer's first token is short as well.
     in_force: the share that was sent last.
     """
-    running = table.live & ~table.preempted
-    answering = max(1, int(np.count_nonzero(running & (table.phase == OUTPUT))))
-    thinking = int(np.count_nonzero(running & (table.phase == THINK)))
+    thinking, answering = _running(table)
+    answering = max(1, answering)
     if policy.strategy == "stock" or cost.steps < WARM_STEPS:
         return Share()
     a, b, c = cost.coefficients

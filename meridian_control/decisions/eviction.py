@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.masks import any_in
 from meridian_control.decisions.request_table import OUTPUT, THINK
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) 
     """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
     if not policy.enabled or kv_tokens == 0:
         return False
-    if not np.count_nonzero(table.preempted):
-        return False
-    if not np.count_nonzero(table.live & table.preempted & (table.phase == OUTPUT)):
+    if not any_in(table.preempted) or not any_in(table.live & table.preempted & (table.phase == OUTPUT)):
         return False
     thinking = table.live & (table.phase == THINK) & ~table.preempted
     held = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())

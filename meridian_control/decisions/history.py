@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from meridian_control.decisions.token_rows import TokenRows
 
-# Columns of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
+# Rows of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
 THINK_TOKENS, OUTPUT_TOKENS, SENTENCE_ENDS, ENTROPIES = range(4)
 THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 
@@ -98,8 +98,8 @@ class History:
     """The rows of the newest report that the table has taken in, sorted by slot.
 
     A place is a position between two rows: place n comes right after row n - 1. counted: thinking tokens and output
-    tokens that each row adds, [rows]. sampled: step in which EAT was measured, by slot. probed: step in which the
-    outcome of the slot's probe came, by slot.
+    tokens that each row adds, [rows]. think_tokens: thinking tokens after the report, [slots]. sampled: step in which
+    EAT was measured, by slot. probed: step in which the outcome of the slot's probe came, by slot.
     """
 
     def __init__(
@@ -109,9 +109,11 @@ class History:
         ends: SentenceEnds,
         counted: tuple[NDArray[np.int64], NDArray[np.int64]],
         entropies: Entropies,
+        *,
+        think_tokens: NDArray[np.int64],
     ) -> None:
         self.rows, self.before, self.ends, self.entropies = rows, before, ends, entropies
-        self._think, self._output = counted
+        (self._think, self._output), self._think_tokens = counted, think_tokens
         self._steps: NDArray[np.int64] | None = None
         self.sampled: dict[int, int] = {}
         # The EAT columns of the sampled slots, with their values before the report.
@@ -150,11 +152,6 @@ class History:
         known = rows.s[index] == slot
         return np.where(known, rows.first[index], 0), np.where(known, rows.last[index] + 1, 0)
 
-    def after(self, slot: NDArray[Any]) -> NDArray[np.intp]:
-        """Return the place after the last row of each slot; all of these slots have rows."""
-        places: NDArray[np.intp] = self.rows.last[self.rows.s.searchsorted(slot)] + 1
-        return places
-
     def places_in(self, slots: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return for each slot the place after its last row of the given step."""
         begin, end = self.span(slots)
@@ -170,6 +167,20 @@ class History:
         return self._steps[self.rows.number]
 
     @kept
+    def owner(self) -> NDArray[np.intp]:
+        """The index of each row's slot among the slots that have rows, [rows]."""
+        owner: NDArray[np.intp] = self.rows.begins.cumsum() - 1
+        return owner
+
+    @kept
+    def think_tokens(self) -> NDArray[np.int64]:
+        """The thinking tokens of the request after each row, [rows]."""
+        added = self._think.cumsum()
+        before = self._think_tokens - added.take(self.rows.last)
+        think_tokens: NDArray[np.int64] = added + before.take(self.owner)
+        return think_tokens
+
+    @kept
     def thinks(self) -> NDArray[np.bool_]:
         """Whether the request thinks after each row, [rows]."""
         rows = self.rows
@@ -179,20 +190,20 @@ class History:
 
     @kept
     def counts(self) -> NDArray[np.int64]:
-        """Running sums in the columns THINK_TOKENS to ENTROPIES, [places, 4]."""
-        counts = np.zeros((len(self.rows.slot) + 1, 4), np.int64)
-        added = counts[1:]
-        added[:, THINK_TOKENS], added[:, OUTPUT_TOKENS] = self._think, self._output
-        added[self.ends.row, SENTENCE_ENDS] = added[self.entropies.row, ENTROPIES] = 1
-        return counts.cumsum(axis=0, out=counts)
+        """Running sums in the rows THINK_TOKENS to ENTROPIES, [4, places]."""
+        counts = np.zeros((4, len(self.rows.slot) + 1), np.int64)
+        added = counts[:, 1:]
+        added[THINK_TOKENS], added[OUTPUT_TOKENS] = self._think, self._output
+        added[SENTENCE_ENDS, self.ends.row] = added[ENTROPIES, self.entropies.row] = 1
+        return counts.cumsum(axis=1, out=counts)
 
     @kept
     def entropy_sums(self) -> NDArray[np.float64]:
-        """Running sums of the entropies and of the changes of their windows' sums, [entropies + 1, 2]; they are indexed
+        """Running sums of the entropies and of the changes of their windows' sums, [2, entropies + 1]; they are indexed
         by number of entropies, not by place."""
-        sums = np.zeros((len(self.entropies.row) + 1, 2))
-        sums[1:, 0], sums[1:, 1] = self.entropies.nats, self.entropies.change_nats
-        return sums.cumsum(axis=0, out=sums)
+        sums = np.zeros((2, len(self.entropies.row) + 1))
+        sums[0, 1:], sums[1, 1:] = self.entropies.nats, self.entropies.change_nats
+        return sums.cumsum(axis=1, out=sums)
 
     # -------------------------------------------------------------------------------------------------------- moments
 
@@ -210,10 +221,6 @@ class History:
         at = [number[slot] for slot in slots.tolist()]
         columns: tuple[NDArray[Any], ...] = self.unsampled
         return Unsampled(*(column[at] for column in columns))
-
-    def rows_of(self, among: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """Return the indices of the rows of these slots. among: [slots of the table]."""
-        return among.take(self.rows.slot).nonzero()[0]
 
 
 def ratio_of_means(

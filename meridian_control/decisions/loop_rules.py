@@ -52,7 +52,7 @@ def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None =
     the requests that the policy holds for, all requests if absent.
     """
     loop = policy.loop
-    if not loop.enabled or not np.count_nonzero(table.loop_tokens):
+    if not loop.enabled or not len(table.loop_tokens.nonzero()[0]):
         return np.zeros(0, np.intp)
     found = (table.loop_tokens >= loop.min_tokens) & (table.loop_tokens >= loop.min_rounds * table.loop_period)
     return _open(table, found, among, agent_pb2.FORCE_REASON_LOOP, loop.shadow)
@@ -66,7 +66,7 @@ def near_loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | N
     unless entropy_collapse_ratio is 0. Floors and among: as in `loops`.
     """
     loop = policy.loop
-    if not (loop.enabled and loop.near_repeated_tokens) or not np.count_nonzero(table.repeated_tokens):
+    if not (loop.enabled and loop.near_repeated_tokens) or not len(table.repeated_tokens.nonzero()[0]):
         return np.zeros(0, np.intp)
     found = table.repeated_tokens >= loop.near_repeated_tokens
     if loop.entropy_collapse_ratio and found.any():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from meridian_control.common.masks import any_in
 from meridian_control.decisions.history import (
     ENTROPIES,
     OUTPUT,
@@ -73,27 +74,26 @@ class Moments:
 
     def packed_row(self, index: int) -> bytes:
         """Return a moment's values of the signals, as SIGNAL_ROW has them."""
-        packed: bytes = self._packed[index].tobytes()
-        return packed
+        return self._packed[index * SIGNAL_ROW.itemsize : (index + 1) * SIGNAL_ROW.itemsize]
 
     @kept
-    def _packed(self) -> NDArray[np.uint8]:
-        """The rows of all moments as SIGNAL_ROW has them, [moments, bytes]."""
+    def _packed(self) -> bytes:
+        """The rows of all moments as SIGNAL_ROW has them, one after another."""
         history, packed = self._history, self._table.packed(self.slot)
-        here, over = history.counts[self.place], history.counts[self._over]
-        packed.view(np.int64)[:, COUNTS] -= over - here
-        sums = history.entropy_sums
-        packed.view(np.float64)[:, SUMS] -= sums[over[:, ENTROPIES]] - sums[here[:, ENTROPIES]]
-        rows = packed.view(SIGNAL_ROW)[:, 0]
-        rows["phase"], rows["entropy_nats"], rows["end_rank"] = self.phase, self.entropy_nats, self.end_rank
-        if np.count_nonzero(over[:, SENTENCE_ENDS] > here[:, SENTENCE_ENDS]):
-            for name in CHANGED_AT_ENDS:
+        packed.view(np.int64)[:, COUNTS] -= self._later.T
+        packed.view(np.float64)[:, SUMS] -= self._later_entropies.T
+        packed[:, PHASE] = self.phase
+        packed.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
+        packed.view(np.uint32)[:, END_RANK] = self.end_rank
+        changed, earlier = any_in(self._later[SENTENCE_ENDS] > 0), self._earlier
+        if changed or len(earlier):
+            rows = packed.view(SIGNAL_ROW)[:, 0]
+            for name in CHANGED_AT_ENDS if changed else ():
                 rows[name] = getattr(self, name)
-        if len(earlier := self._earlier):
-            before = self._history.unsampled_of(self.slot[earlier])
-            for name in UNSAMPLED:
+            before = history.unsampled_of(self.slot[earlier]) if len(earlier) else None
+            for name in UNSAMPLED if before is not None else ():
                 rows[name][earlier] = getattr(before, name)
-        return packed
+        return packed.tobytes()
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
@@ -176,21 +176,23 @@ class Moments:
 
     def _back(self, name: str, count: int) -> NDArray[Any]:
         """Return a column to which rows add: the table's value minus the sum over the rows after the moment. count:
-        column of `History.counts`."""
-        told: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[:, count]
+        row of `History.counts`."""
+        told: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[count]
         return told
 
     @kept
     def _later(self) -> NDArray[np.int64]:
-        """The sums that the rows after each moment add to the counts, [moments, 4]."""
+        """The sums that the rows after each moment add to the counts, [4, moments]."""
         counts = self._history.counts
-        return counts[self._over] - counts[self.place]
+        return counts.take(self._over, axis=1) - counts.take(self.place, axis=1)
 
     @kept
     def _later_entropies(self) -> NDArray[np.float64]:
-        """The entropies that the rows after each moment add to the sums of entropies, [moments, 2]."""
-        number, sums = self._history.counts[:, ENTROPIES], self._history.entropy_sums
-        return sums[number[self._over]] - sums[number[self.place]]
+        """The entropies that the rows after each moment add to the sums of entropies, [2, moments]."""
+        number, sums = self._history.counts[ENTROPIES], self._history.entropy_sums
+        over, here = number.take(self._over), number.take(self.place)
+        later: NDArray[np.float64] = sums.take(over, axis=1) - sums.take(here, axis=1)
+        return later
 
     @kept
     def _begin(self) -> NDArray[np.intp]:
@@ -220,18 +222,18 @@ class Moments:
 
     @kept
     def entropy_sum(self) -> NDArray[np.float64]:
-        told: NDArray[np.float64] = self._table.entropy_sum[self.slot] - self._later_entropies[:, 0]
+        told: NDArray[np.float64] = self._table.entropy_sum[self.slot] - self._later_entropies[0]
         return told
 
     @kept
     def entropy_window_sum(self) -> NDArray[np.float64]:
-        told: NDArray[np.float64] = self._table.entropy_window_sum[self.slot] - self._later_entropies[:, 1]
+        told: NDArray[np.float64] = self._table.entropy_window_sum[self.slot] - self._later_entropies[1]
         return told
 
     @kept
     def boundary_now(self) -> NDArray[np.bool_]:
-        number = self._history.counts[:, SENTENCE_ENDS]
-        is_end = self._has_row & (number[self.place] > number[self.place - 1])
+        number = self._history.counts[SENTENCE_ENDS]
+        is_end: NDArray[np.bool_] = self._has_row & (number[self.place] > number[self.place - 1])
         return is_end & (self.step == self._row_step) if "step" in vars(self) else is_end
 
     @kept
@@ -268,24 +270,53 @@ class Moments:
     @kept
     def _ends_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Numbers of the report's sentence ends before each moment, and before the places around the slot's rows."""
-        number = self._history.counts[:, SENTENCE_ENDS]
+        number = self._history.counts[SENTENCE_ENDS]
         return number[self.place], number[self._begin], number[self._over]
+
+
+class RowMoments(Moments):
+    """The moments right after rows. The rows are known, so less must be searched for."""
+
+    def __init__(self, table: RequestTable, row: NDArray[np.intp]) -> None:
+        super().__init__(table, table.history.rows.slot[row], row + 1)
+        self.row = row
+
+    def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
+        return column[self.row]
+
+    @kept
+    def _row_step(self) -> NDArray[np.int64]:
+        return self._history.step[self.row]
+
+    @kept
+    def _has_row(self) -> NDArray[np.bool_]:
+        return np.ones(len(self.slot), bool)
+
+    @kept
+    def _span(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        rows, owner = self._history.rows, self._history.owner[self.row]
+        return rows.first[owner], rows.last[owner] + 1
+
+    @kept
+    def _over(self) -> NDArray[np.intp]:
+        return self._span[1]
+
+    @kept
+    def think_tokens(self) -> NDArray[np.int64]:
+        return self._history.think_tokens[self.row]
 
 
 # A sentence end changes the signals CHANGED_AT_ENDS of the decision log, and a probe's result those in UNSAMPLED.
 CHANGED_AT_ENDS = tuple(name for name in HISTORIES if name in vars(Moments))
 UNSAMPLED = tuple(name for name in SIGNAL_COLUMNS if name in Unsampled._fields)
-# Places in a packed row, in numbers of 8 bytes: the columns of `History.counts`, and those of its `entropy_sums`.
+# Places in a packed row, in numbers of 8 bytes: the rows of `History.counts`, and those of its `entropy_sums`.
 COUNTS = slice(4)
 SUMS = slice(_sum := SIGNAL_COLUMNS.index("entropy_sum"), _sum + 2)
-
-
-def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
-    """Return the moments right after the given rows."""
-    rows = table.history.rows
-    found = Moments(table, rows.slot[row], row + 1)
-    found._over = table.history.after(found.slot)
-    return found
+# Places in a packed row of three columns that have their values in the newest row, each in numbers of its own size.
+PHASE, ENTROPY_NATS, END_RANK = (
+    SIGNAL_ROW.fields[name][1] // SIGNAL_ROW.fields[name][0].itemsize  # type: ignore[index]
+    for name in ("phase", "entropy_nats", "end_rank")
+)
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
@@ -294,7 +325,7 @@ def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np
     The rows belong to these slots, or `slots` is empty.
     """
     if len(row) >= len(slots):
-        return at_rows(table, row)
+        return RowMoments(table, row)
     slot, place = table.history.rows.slot[row], row + 1
     rest = slots[~table.mask(slot)[slots]]
     slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
@@ -305,9 +336,9 @@ def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np
 def sentence_ends(table: RequestTable) -> Moments:
     """Return the moments at which a request that goes on thinking reported the rank at a sentence end."""
     ends, flags = table.history.ends, table.history.rows.flags
-    if len(ends.row) and np.count_nonzero(over := (flags[ends.row] & FLAG_END) != 0):
+    if table.history.rows.flags_seen & FLAG_END and any_in(over := (flags[ends.row] & FLAG_END) != 0):
         ends = SentenceEnds(*(column[~over] for column in ends))
-    found = at_rows(table, ends.row)
+    found = RowMoments(table, ends.row)
     found.boundary_ranks, found.boundary_count = ends.ranks, ends.number
     found.boundary_margins, found.boundary_rpdi = ends.margins, ends.rpdi
     found.live = found.thinking = found.boundary_now = np.ones(len(ends.row), bool)
@@ -335,7 +366,7 @@ def changes(table: RequestTable) -> list[RequestChange]:
     if not len(row):
         return []
     kinds = ["think_end" if end else "phase" for end in is_end[row].tolist()]
-    found = _changes(at_rows(table, row), kinds, rows.flags[row].tolist())
+    found = _changes(RowMoments(table, row), kinds, rows.flags[row].tolist())
     return sorted(found, key=lambda change: change.step)
 
 

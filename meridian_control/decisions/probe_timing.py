@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.moments import at_rows, at_rows_or_end
+from meridian_control.common.masks import any_in
+from meridian_control.decisions.moments import at_rows_or_end
 from meridian_control.decisions.token_rows import differs
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ def hold_ms(policy: EntropyPolicy) -> int:
 
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    thinking = table.thinking & ~table.preempted & (table.think_tokens > 0)
-    found: NDArray[np.bool_] = thinking & ~table.probe_open
+    found: NDArray[np.bool_] = table.thinking & ~table.probe_open
+    if any_in(table.preempted):
+        found &= ~table.preempted
     return found if among is None else found & among
 
 
@@ -94,11 +96,11 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
         is_due = waits & (table.think_tokens >= since)
         due = row = is_due.nonzero()[0]
         if len(due):
-            row = history.rows_of(is_due)
+            row = is_due.take(history.rows.slot).nonzero()[0]
     if not (len(row) or len(due)):
         return None
+    row = row[history.thinks[row] & (history.think_tokens[row] >= since[history.rows.slot[row]])]
     # If the outcome of the previous probe came in this report, the next probe is due after that outcome.
-    row = row[history.thinks[row] & (at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
     if history.probed:
         free_in = np.full(len(waits), -1)
         free_in[list(history.probed)] = list(history.probed.values())
@@ -114,9 +116,11 @@ def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[n
         rules |= 1 << agent_pb2.FORCE_REASON_GIVE_UP
     if not rules or eat_may_end(policy):
         rules |= 1 << agent_pb2.FORCE_REASON_EAT
-    # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
-    measured = ~table.control & ((table.shadow_decided & rules) == rules)
-    waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
+    waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0)
+    measured = (table.shadow_decided & rules) == rules
+    if any_in(measured):
+        # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
+        waits &= table.control | ~measured
     return waits
 
 
@@ -126,14 +130,13 @@ def probe_lead_tokens(policy: EntropyPolicy) -> int:
 
 
 def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
-    """Return the number of thinking tokens at which each request's next probe is due, [slots]."""
-    floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
+    """Return the number of thinking tokens at which each request's next probe is due, at least 1, [slots]."""
+    lead, floor = probe_lead_tokens(policy.entropy), policy.scheduler.min_think_tokens
+    since: NDArray[np.int64] = np.maximum(table.own_min_think_tokens - lead, max(1, floor - lead))
     if only_gives_up(policy.entropy):
         # The control group needs earlier probes, because they judge the other rules.
-        floor = np.where(table.control, floor, np.maximum(floor, policy.entropy.give_up_tokens))
-    lead = probe_lead_tokens(policy.entropy)
-    since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
-    return since
+        since = np.where(table.control, since, np.maximum(since, policy.entropy.give_up_tokens - lead))
+    return np.maximum(since, table.next_probe_tokens)
 
 
 def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
@@ -141,4 +144,5 @@ def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_]
     if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
         return np.zeros(0, np.intp)
     near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
-    return np.flatnonzero(_may_be_probed(table, among) & near & ~table.cap_probed)
+    may = _may_be_probed(table, among) & (table.think_tokens > 0)
+    return np.flatnonzero(may & near & ~table.cap_probed)

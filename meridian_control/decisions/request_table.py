@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.masks import any_in
 from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import ENTROPIES, Before, Entropies, History, SentenceEnds, ratio_of_means
 from meridian_control.decisions.table_columns import (
@@ -59,6 +60,9 @@ NEW_ROW = {kind: np.array([COLUMNS[name][1] for name in names], kind) for kind, 
 # Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
 MAX_SLOTS = 1 << 16
 
+# The table grows by a multiple of this many slots, or by a quarter if that is more, because rules look at all slots.
+SLOTS_AT_ONCE = 16
+
 # Bounds for a newly opened request: tokens in each count, characters in each text.
 MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
@@ -80,7 +84,7 @@ class RequestTable(DecidedColumns):
         # Rows of the newest report, from which the state of requests within the report is computed.
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
-        self._loops_known = self._repeats_known = False
+        self._loops_known = self._repeats_known = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
         self._blocks: dict[Any, NDArray[Any]] = {}
         self._resize(capacity)
@@ -132,7 +136,7 @@ class RequestTable(DecidedColumns):
             if (length := len(getattr(opened, name))) > MAX_TEXT:
                 raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
         if slot >= len(self.info):
-            self._resize(1 << slot.bit_length())
+            self._resize(max(-(-(slot + 1) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE, len(self.info) * 5 // 4))
         for kind, values in NEW_ROW.items():
             self._blocks[kind][:, slot] = values
         self._signals[slot] = NEW_SIGNALS
@@ -147,7 +151,7 @@ class RequestTable(DecidedColumns):
         self.hand_over_candidate[slot] = opened.hand_over_candidate
         self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
         self.ended[slot] = self.forced[slot] = opened.forced
-        self.info[slot] = opened
+        self.info[slot], self.has_new = opened, True
 
     def close(self, slot: int) -> None:
         if self.holds(slot):
@@ -218,7 +222,7 @@ class RequestTable(DecidedColumns):
         self.newest_token[s] = kind.take(last)
         ends, newest = self._boundaries(rows)
         counted = self._count(rows)
-        self.history = History(rows, before, ends, counted, self._entropies(rows))
+        self.history = History(rows, before, ends, counted, self._entropies(rows), think_tokens=self.think_tokens[s])
         if newest is not None:
             self._ratios(newest)
         self.token_ms[s], self.entropy_nats[s] = rows.at_ms.take(last), rows.entropy_nats.take(last)
@@ -229,15 +233,14 @@ class RequestTable(DecidedColumns):
         """Update the token counts; return the thinking tokens and the output tokens that each row adds."""
         s, last, flags = rows.s, rows.last, rows.flags
         think, output = rows.thinking.astype(np.int64), rows.answering.astype(np.int64)
-        back = flags >> TAKE_BACK_SHIFT
-        if rows.flags_seen >> TAKE_BACK_SHIFT:
-            from_output = (flags & FLAG_FROM_OUTPUT) != 0
-            think -= np.where(from_output, 0, back)
+        if takes_back := rows.flags_seen >> TAKE_BACK_SHIFT:
+            back = flags >> TAKE_BACK_SHIFT
+            think -= np.where(from_output := (flags & FLAG_FROM_OUTPUT) != 0, 0, back)
             output -= np.where(from_output, back, 0)
-        if len(s):
+        for column, added in ((self.think_tokens, think), (self.output_tokens, output)) if len(s) else ():
+            counted = column[s] + np.add.reduceat(added, rows.first)
             # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
-            self.think_tokens[s] = np.maximum(self.think_tokens[s] + np.add.reduceat(think, rows.first), 0)
-            self.output_tokens[s] = np.maximum(self.output_tokens[s] + np.add.reduceat(output, rows.first), 0)
+            column[s] = np.maximum(counted, 0) if takes_back else counted
         phase = rows.phase.take(last)
         self.phase[s] = np.where(flags.take(last) & FLAG_END, OUTPUT, phase) if rows.flags_seen & FLAG_END else phase
         self.preempted[s] = False
@@ -275,14 +278,14 @@ class RequestTable(DecidedColumns):
         """Take in RPDI at the report's sentence ends. newest: the places of their values."""
         history, width = self.history, self.window.shape[1]
         slot = history.rows.slot[history.ends.row]
-        if not np.count_nonzero(self.entropy_count[slot] >= width):
+        if not any_in(self.entropy_count[slot] >= width):
             # No request with a sentence end has enough tokens, so RPDI is not known at any of its sentence ends.
             return
         # The entropies after each sentence end, which the sums of the table have in them too.
-        number, sums = history.counts[:, ENTROPIES], history.entropy_sums
-        here, over = number[history.ends.row + 1], number[history.after(slot)]
-        count, later = self.entropy_count[slot] - (over - here), sums[over] - sums[here]
-        total, newest_sum = self.entropy_sum[slot] - later[:, 0], self.entropy_window_sum[slot] - later[:, 1]
+        row, number, sums = history.ends.row, history.counts[ENTROPIES], history.entropy_sums
+        here, over = number[row + 1], number[history.rows.last[history.owner[row]] + 1]
+        count, later = self.entropy_count[slot] - (over - here), sums[:, over] - sums[:, here]
+        total, newest_sum = self.entropy_sum[slot] - later[0], self.entropy_window_sum[slot] - later[1]
         ratios, before = newest.of(ratio_of_means(width, count, total, newest_sum), self.boundary_rpdi)
         self.boundary_rpdi[slot] = ratios
         history.tell_rpdi(ratios, before)
@@ -298,7 +301,7 @@ class RequestTable(DecidedColumns):
         at = count % width
         # Until the window is full, its remaining entries belong to the slot's previous request.
         oldest = np.where(count < width, 0.0, self.window[slot, at])
-        if len(slot) and number.max() >= width:
+        if len(slot) > width:
             # If a report has more entropies than the window holds, some enter and leave the window in the same report.
             passed = (number >= width).nonzero()[0]
             oldest[passed] = entropy[passed - width]
@@ -394,4 +397,4 @@ def _no_history() -> History:
     rows = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0)
     nothing = np.zeros(0)
     before = Before(NONE.astype(np.uint8), nothing.astype(np.float32), NONE.astype(np.uint32))
-    return History(rows, before, NO_ENDS, (NONE, NONE), Entropies(NONE, nothing, nothing))
+    return History(rows, before, NO_ENDS, (NONE, NONE), Entropies(NONE, nothing, nothing), think_tokens=NONE)

@@ -135,7 +135,7 @@ HISTORIES: dict[str, tuple[Any, Any, int]] = {
 
 # The columns from which the decision log takes a decision's signals, and all columns that a probe's result changes. The
 # table keeps each request's values of them side by side, in rows of this type, so that they are copied at once. The
-# first four columns are those of `History.counts`, in its order.
+# first four columns are the rows of `History.counts`, in its order.
 SIGNAL_COLUMNS = (
     *("think_tokens", "output_tokens", "boundary_count", "entropy_count"),
     *("eat_count", "eat_think_tokens", "same_answer"),

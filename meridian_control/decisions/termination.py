@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.masks import any_in
 from meridian_control.decisions.loop_rules import reads_entropy
-from meridian_control.decisions.moments import at_rows, joined, sentence_ends
+from meridian_control.decisions.moments import joined, sentence_ends
 from meridian_control.decisions.probe_timing import is_gated
 from meridian_control.decisions.token_rows import differs
 
@@ -102,15 +103,13 @@ def ends(
     numbers are indices in `seen`. among: mask of the requests for which this policy holds, [slots] or [moments]; all if
     None. probes_agree: False if no rule that reads nothing but probes holds for any request in `seen`.
     """
-    candidates = seen.thinking & (seen.end_decided == 0)
-    if among is not None:
-        candidates &= among
-    if policy.scheduler.empty_answer_extension_tokens:
-        candidates &= ~seen.empty_answer
-    if not np.count_nonzero(candidates):
-        return []
-    found = []
+    found, candidates = list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]](), None
     for precedence, (reason, fires) in enumerate(_rules(policy, seen, probes_agree)):
+        # In most reports no rule fires for any request.
+        if not any_in(fires):
+            continue
+        if candidates is None:
+            candidates = _candidates(policy, seen, among)
         shadow = is_shadowed(policy, reason)
         fired = (candidates & fires).nonzero()[0]
         if shadow and len(fired):
@@ -119,6 +118,16 @@ def ends(
             fired = fired[differs(seen.slot[fired])]
         found += [(int(seen.slot[index]), index, precedence, reason, shadow) for index in fired.tolist()]
     return _first(found)
+
+
+def _candidates(policy: Policy, seen: Seen, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """Return which of the requests think and have no end decided by a rule in force."""
+    candidates: NDArray[np.bool_] = seen.thinking & (seen.end_decided == 0)
+    if among is not None:
+        candidates &= among
+    if policy.scheduler.empty_answer_extension_tokens:
+        candidates &= ~seen.empty_answer
+    return candidates
 
 
 def moments(
@@ -134,7 +143,7 @@ def moments(
     parts: list[tuple[NDArray[Any], ...]] = []
     for policy, among in groups:
         now, before = _agreeing(policy.entropy, table)
-        agree.append(bool(np.count_nonzero(now) or np.count_nonzero(before)))
+        agree.append(any_in(now) or any_in(before))
         if agree[-1]:
             parts += _probes_may_fire(policy, table, among, now, before)
     if not parts:
@@ -177,7 +186,7 @@ def _probes_may_fire(
     after = np.ones(len(slot), bool) if sampled_in is None else history.step >= sampled_in[slot]
     row = np.flatnonzero(np.where(after, now[slot], before[slot]) & history.thinks)
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
-    row = row[at_rows(table, row).think_tokens >= floor[slot[row]]]
+    row = row[history.think_tokens[row] >= floor[slot[row]]]
     row = row[differs(slot[row]) | differs(after[row])]
     yield slot[row], row + 1, history.step[row]
 
@@ -214,32 +223,31 @@ def _rules(
 ) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
     """Yield the enabled rules in their order of precedence, each with a mask over `seen` of where the rule fires."""
     entropy, scheduler = policy.entropy, policy.scheduler
-    if entropy.enabled:
-        above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
-        if np.count_nonzero(above_floor):
-            yield from _entropy_rules(entropy, seen, above_floor, probes_agree)
+    for reason, at_ends, fires in _entropy_rules(entropy, seen, probes_agree) if entropy.enabled else ():
+        if any_in(fires):
+            above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
+            yield reason, fires & above_floor & seen.boundary_now if at_ends else fires & above_floor
     if scheduler.enabled and scheduler.soft_think_tokens:
         yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
 
 
 def _entropy_rules(
-    entropy: EntropyPolicy, seen: Seen, above_floor: NDArray[np.bool_], probes_agree: bool
-) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
-    """Yield the rules of an enabled entropy section. above_floor: whether the request has passed its floors."""
-    if probes_agree and np.count_nonzero(converged := eat_converged(entropy, seen)):
-        yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
-    at_boundary = above_floor & seen.boundary_now
-    if np.count_nonzero(at_boundary):
-        if entropy.rank_conditions:
-            yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
-        if entropy.margin_threshold_nats:
-            yield agent_pb2.FORCE_REASON_MARGIN, at_boundary & margin_reached(entropy, seen)
-        if entropy.rpdi_threshold:
-            yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
+    entropy: EntropyPolicy, seen: Seen, probes_agree: bool
+) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, bool, NDArray[np.bool_]]]:
+    """Yield the rules of an enabled entropy section, each with whether it holds at sentence ends only and with a mask
+    of where it fires, floors aside."""
+    if probes_agree:
+        yield agent_pb2.FORCE_REASON_EAT, False, eat_converged(entropy, seen)
+    if entropy.rank_conditions:
+        yield agent_pb2.FORCE_REASON_RANK, True, rank_reached(entropy, seen)
+    if entropy.margin_threshold_nats:
+        yield agent_pb2.FORCE_REASON_MARGIN, True, margin_reached(entropy, seen)
+    if entropy.rpdi_threshold:
+        yield agent_pb2.FORCE_REASON_RPDI, True, rpdi_exceeded(entropy, seen)
     if entropy.same_answer_samples and probes_agree:
-        yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
+        yield agent_pb2.FORCE_REASON_SAME_ANSWER, False, same_answered(entropy, seen)
     if entropy.give_up_tokens and probes_agree:
-        yield agent_pb2.FORCE_REASON_GIVE_UP, above_floor & given_up(entropy, seen)
+        yield agent_pb2.FORCE_REASON_GIVE_UP, False, given_up(entropy, seen)
 
 
 def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
@@ -249,7 +257,7 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     flat: NDArray[np.bool_] = seen.eat_ema_variance < policy.eat_ema_variance_threshold
     low = seen.eat_ema_nats < policy.eat_level_threshold_nats
     converged = flat & low
-    if not np.count_nonzero(converged):
+    if not any_in(converged):
         return converged
     converged &= seen.eat_count >= policy.eat_warmup_samples + earlier
     if earlier:

@@ -13,6 +13,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
+from meridian_control.common.masks import any_in
 from meridian_control.decisions import dispatch, eviction, loop_rules, probe_timing, termination
 from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS
 from meridian_control.decisions.request_table import THINK
@@ -21,6 +22,8 @@ from meridian_control.session.merged_steps import steps
 from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.session.decision_ledger import Ledger
@@ -33,6 +36,7 @@ PLACEMENTS = {
     "sentence": agent_pb2.PLACEMENT_SENTENCE,
     "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
 }
+NOBODY = np.zeros(0, np.intp)
 # Steps that took longer than this many milliseconds were interrupted, so their durations are not used.
 MAX_STEP_MS = 600_000
 
@@ -97,12 +101,15 @@ class Decider:
 
     def _caps(self, policy: Policy, out: Out) -> None:
         table, shadow = self._table, policy.scheduler.shadow
-        extend = table.cap_probed
-        if np.count_nonzero(extend):
+        extend, revises = table.cap_probed, self.review or self.review_caps
+        if any_in(extend):
             extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
             table.extend_caps(extend)
-        due = extend | (table.max_think_tokens == UNTOLD) | (self.review or self.review_caps)
+        elif not (table.has_new or revises):
+            return
+        due = extend | (table.max_think_tokens == UNTOLD) | revises
         self.review_caps = False
+        table.caps_decided()
         for slot in (table.live & due).nonzero()[0].tolist():
             cap, why = self._cap(policy, slot)
             reserve = self._groups.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
@@ -171,43 +178,47 @@ class Decider:
 
     def _probes(self, policy: Policy, out: Out, among: Among) -> None:
         table, entropy = self._table, policy.entropy
-        hold_ms = probe_timing.hold_ms(entropy)
-        placement = PLACEMENTS["anywhere" if probe_timing.is_gated(entropy) else entropy.eat_probe_placement]
         near_cap = probe_timing.cap_probes_due(policy, table, among).tolist()
-        for seen, index in self._due(policy, among):
-            slot, think_tokens = int(seen.slot[index]), int(seen.think_tokens[index])
-            if slot in near_cap and max(1, table.max_think_tokens[slot] - EXTENSION_LEAD_TOKENS) < think_tokens:
-                # The request came near its cap before the EAT probe was due, and it has one probe at a time.
-                continue
-            table.schedule_probe(slot, think_tokens + entropy.eat_probe_interval_tokens)
-            asked = self._probe(slot, "eat", placement, out, (seen, index))
-            if hold_ms:
-                asked.hold_ms = hold_ms
-        for slot in near_cap:
-            if not table.probe_open[slot]:
-                table.note_cap_probe(slot)
-                self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
+        seen, indices = self._due(policy, among)
+        if near_cap and len(indices):
+            # The request came near its cap before the EAT probe was due, and it has one probe at a time.
+            capped = np.maximum(1, table.max_think_tokens[seen.slot[indices]] - EXTENSION_LEAD_TOKENS)
+            indices = indices[~(table.mask(near_cap)[seen.slot[indices]] & (capped < seen.think_tokens[indices]))]
+        if len(indices):
+            hold_ms = probe_timing.hold_ms(entropy)
+            placement = PLACEMENTS["anywhere" if probe_timing.is_gated(entropy) else entropy.eat_probe_placement]
+            due = seen.slot[indices]
+            table.schedule_probe(due, seen.think_tokens[indices] + entropy.eat_probe_interval_tokens)
+            self._ask("eat", due, placement, out, seen=(seen, indices), hold_ms=hold_ms)
+        if near_cap := [slot for slot in near_cap if not table.probe_open[slot]]:
+            due = np.array(near_cap)
+            table.note_cap_probe(due)
+            self._ask("empty_answer", due, agent_pb2.PLACEMENT_ANYWHERE, out, seen=(table, due))
 
-    def _due(self, policy: Policy, among: Among) -> list[tuple[termination.Seen, int]]:
-        """Return the states, table or moments with an index, in which EAT probes came due."""
-        found: list[tuple[termination.Seen, int]] = []
-        if self._reported and (came := probe_timing.probes_came_due(policy, self._table, among)) is not None:
-            found = [(came, index) for index in range(len(came))]
-        elif not self._reported:
-            found = [(self._table, slot) for slot in probe_timing.probes_due(policy, self._table, among).tolist()]
-        return found
+    def _due(self, policy: Policy, among: Among) -> tuple[termination.Seen, NDArray[np.intp]]:
+        """Return the table or moments, and the indices in them of the states in which EAT probes came due."""
+        if not self._reported:
+            return self._table, probe_timing.probes_due(policy, self._table, among)
+        came = probe_timing.probes_came_due(policy, self._table, among)
+        return (self._table, NOBODY) if came is None else (came, np.arange(len(came)))
 
-    def _probe(
+    def _ask(
         self,
-        slot: int,
         reason: str,
+        slots: NDArray[np.intp],
         where: agent_pb2.Placement.ValueType,
         out: Out,
-        seen: tuple[termination.Seen, int] | None = None,
-    ) -> agent_pb2.EatProbe:
-        self._table.open_probe(slot)
-        made = self._ledger.make("probe", reason, slot, seen=seen)
-        return out.probes.add(decision_id=made, slot=slot, placement=where)
+        *,
+        seen: tuple[termination.Seen, NDArray[np.intp]],
+        hold_ms: int = 0,
+    ) -> None:
+        """Ask for probes of requests that have the same policy. seen: the table or moments, and the index of each
+        request in it."""
+        self._table.open_probe(slots)
+        numbers = slots.tolist()
+        made = self._ledger.make_probes(reason, numbers, seen[0], seen[1].tolist())
+        for decision_id, slot in zip(made, numbers, strict=True):
+            out.probes.add(decision_id=decision_id, slot=slot, placement=where, hold_ms=hold_ms)
 
     def _plan(self, policy: Policy, out: Out, review: bool, now_ms: float) -> None:
         scheduler, memory, table = policy.scheduler, policy.kv_memory, self._table

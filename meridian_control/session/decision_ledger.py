@@ -16,6 +16,8 @@ from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
@@ -68,21 +70,42 @@ class Ledger:
         seen: the table or moments with the signals that the decision is based on, and the index in them; None for the
         current state of the request. cap_tokens: the cap that a decision of kind cap sets.
         """
-        self.made += 1
-        info = self._table.info[slot] if slot is not None else None
-        made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
-        self.open[made.decision_id] = made
-        if self._journal is not None and slot is not None:
-            policy, by = self._groups.of(slot), self._groups.shortening(slot)
-            revision, read = self._groups.revision, seen or (self._table, slot)
-            change = self._groups.level_change(slot)
-            self._journal.decided(made, shadow, read, policy, revision, shortening=by, level_change=change)
-        if slot is not None and kind != "probe":
+        made = self._new(kind, reason, slot, cap_tokens)
+        if slot is not None:
+            table, index = seen or (self._table, slot)
+            self._log(slot, [(made, index)], shadow, table)
+        if slot is not None:
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:
             self.forces[slot] = made
         self._totals.decisions[made.counted_as] += 1
         return made.decision_id
+
+    def make_probes(self, reason: str, slots: list[int], seen: Seen, indices: Iterable[int]) -> list[int]:
+        """Decide to probe requests that have the same policy; return the ids of the decisions.
+
+        indices: the index of each request in `seen`, the table or moments on which the decision is based.
+        """
+        made = [self._new("probe", reason, slot) for slot in slots]
+        if made:
+            self._log(slots[0], zip(made, indices, strict=True), False, seen)
+            self._totals.decisions["probe"] += len(made)
+        return [decision.decision_id for decision in made]
+
+    def _new(self, kind: str, reason: str, slot: int | None, cap_tokens: int = 0) -> Decision:
+        self.made += 1
+        info = self._table.info[slot] if slot is not None else None
+        made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
+        self.open[self.made] = made
+        return made
+
+    def _log(self, slot: int, decisions: Iterable[tuple[Decision, int]], shadow: bool, seen: Seen) -> None:
+        """Log decisions about requests that have the same policy as the request in a slot."""
+        if self._journal is not None:
+            groups = self._groups
+            by, change = groups.shortening(slot), groups.level_change(slot)
+            told = decisions, shadow, seen, groups.of(slot), groups.revision
+            self._journal.decided(*told, shortening=by, level_change=change)
 
     def concerns(self, decision: Decision) -> bool:
         """Whether the request that the decision is about still lives in its slot."""
@@ -136,7 +159,7 @@ class Ledger:
     ) -> None:
         decision.outcome, decision.think_tokens, decision.detail = outcome, think_tokens, detail
         if self._journal is not None and decision.logged is not None:
-            self._journal.settled(decision.logged, outcome, think_tokens, detail)
+            self._journal.settled(decision.logged)
         name = outcome_name(outcome)
         self._totals.outcomes[name] += 1
         self._totals.settled[decision.counted_as, name] += 1

@@ -519,7 +519,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "taken-back tokens stay counted",
         TABLE,
-        "        back = flags >> TAKE_BACK_SHIFT\n",
-        "        back = flags * 0\n",
+        "            back = flags >> TAKE_BACK_SHIFT\n",
+        "            back = flags * 0\n",
     ),
 )
