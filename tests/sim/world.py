@@ -15,6 +15,7 @@ import pytest
 from meridian.v1.fleet_pb2 import BudgetStage
 
 from meridian_agent.core import token_cycles
+from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.guard import Guard
 from meridian_agent.engine import agent as agent_module
 from meridian_agent.engine import lifecycle as lifecycle_module
@@ -135,7 +136,12 @@ class World:
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))
-        for module, name, value in (*LIMITS, (outbox_module, "RING_RECORDS", self.ring_records)):
+        drawn = (
+            (outbox_module, "RING_RECORDS", self.ring_records),
+            # Half of the seeds use a slot again at once.
+            (tracker_module, "RESTING_SLOTS", self.seed % 2 * tracker_module.RESTING_SLOTS),
+        )
+        for module, name, value in (*LIMITS, *drawn):
             self.patch.setattr(module, name, value)
         self.injected, self.was_raised, self.last = None, False, False
         if self.governed and self.options.fault is not None:
