@@ -154,9 +154,10 @@ class LiveRequest:
     @property
     def boundary(self) -> int:
         """Sentence and paragraph flags of the newest token while thinking, and 0 otherwise."""
-        if self.run is None or not self._counted_steps:
+        run = self.run
+        if self.run_row < 0 or run is None or run.steps == self.applied_steps:
             return self.own_boundary
-        return self.run.newest_boundary(self.run_row) if self.phase is Phase.THINK else 0
+        return run.newest_boundary(self.run_row) if self.own_state.phase is Phase.THINK else 0
 
     def join_run(self, row: int, steps: int) -> None:
         """Note that the request is a member of the run from now on. steps: the run's counted steps so far."""

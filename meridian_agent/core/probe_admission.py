@@ -49,43 +49,38 @@ Asked = tuple[int, "LiveRequest", int, int]
 
 
 class PendingProbes:
-    """The probes to place, oldest first. report: records the outcome of a decision."""
+    """The probes to place, at most one of each request, oldest first. report: records the outcome of a decision."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._asked: list[Asked] = []
+        self._asked: dict[LiveRequest, Asked] = {}
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def __iter__(self) -> Iterator[Asked]:
-        return iter(self._asked)
+        return iter(self._asked.values())
 
     def add(self, probe: agent_pb2.EatProbe, live: LiveRequest) -> None:
         """Note a probe; a probe of the same request that still waits is superseded."""
         self.drop(Outcome.SUPERSEDED, live)
         flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
-        self._asked.append((probe.decision_id, live, flags, hold_ms))
+        self._asked[live] = (probe.decision_id, live, flags, hold_ms)
 
-    def take(self) -> list[Asked]:
-        """Return all probes, which the caller places, refuses, or puts back."""
-        asked, self._asked = self._asked, []
-        return asked
+    def take(self, live: LiveRequest) -> None:
+        """Forget the probe of a request, which the caller places, refuses, or puts back."""
+        del self._asked[live]
 
     def put_back(self, asked: Asked) -> None:
-        """Keep a probe that could not be placed yet."""
-        self._asked.append(asked)
+        """Keep a probe that could not be placed yet, as the newest one."""
+        self._asked[asked[1]] = asked
 
     def drop(self, outcome: Outcome | None, live: LiveRequest | None = None, detail: str = "") -> None:
         """Drop the probes of one request, or of all requests if `live` is None, with this outcome; None reports no
         outcome."""
-        asked, self._asked = self._asked, []
-        dropped = asked
-        if live is not None:
-            self._asked = [each for each in asked if each[1] is not live]
-            dropped = [each for each in asked if each[1] is live]
-        if outcome is not None:
-            for decision_id, target, *_ in dropped:
+        for target in list(self._asked) if live is None else [live] if live in self._asked else ():
+            decision_id, *_ = self._asked.pop(target)
+            if outcome is not None:
                 self._report(decision_id, outcome, target, detail)
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from meridian_agent.core.request_info import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.probe_admission import Asked
 
 # The token of a row that has no single new token.
 NO_TOKEN = -1
@@ -137,6 +138,16 @@ class TextRun:
         self.steps += 1
         self._newest = tokens
         return tokens if self.members == len(tokens) else [tokens[row] for row in self.rows]
+
+    def at_boundaries(self, awaited: Mapping[int, Asked]) -> list[int]:
+        """Return the rows whose newest counted token has the flags that their probe waits for. awaited: the probes that
+        wait for a token with flags, by row."""
+        tokens, flags_of, known = self._newest, self.boundaries, len(self.boundaries)
+        return [
+            row
+            for row, (_, _, flags, _) in awaited.items()
+            if tokens[row] < known and flags_of[tokens[row]] & flags == flags
+        ]
 
     def newest_boundary(self, row: int) -> int:
         """Return the sentence and paragraph flags of the newest counted token in this row."""

@@ -345,7 +345,9 @@ class Agent:
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
         told = self.measuring.hear(runner_output)
-        self.probing.rows_possible = self.measuring.probe_rows and not self.facts.no_probe_rows
+        if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
+            self.probing.rows_possible = rows_possible
+            self.calm.end()
         self.probing.collect_rows(runner_output)
         self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
         self.phase_numbers.add_to(outputs.values())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meridian_agent.core.directives import Directives, DispatchPlan
+    from meridian_agent.core.probe_admission import Asked
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.engine.queue_order import Limit, QueueOrder
@@ -39,9 +40,11 @@ class CalmSteps:
         self._connected = False
         self._state = 0
         self._until_s = 0.0
-        # (row of the run, flags) of each probe that waits for a token with these flags; whether such a token has come.
-        self._awaited: list[tuple[int, int]] = []
-        self._due = False
+        # The probes that wait for a token with their flags, by row of the run; whether one of them needs a free place;
+        # and the rows in which such a token has come.
+        self._awaited: dict[int, Asked] = {}
+        self._needs_places = False
+        self._due: list[int] = []
 
     def end(self) -> None:
         """Let the coming step have a full look."""
@@ -50,7 +53,7 @@ class CalmSteps:
     def begin_full_look(self) -> None:
         """Count a step with a full look."""
         self.full_steps += 1
-        self._run, self._due = 0, False
+        self._run, self._due = 0, []
 
     def hold(self) -> bool:
         """Return whether the coming step is calm."""
@@ -66,16 +69,14 @@ class CalmSteps:
     def place_probes(self, scheduler: Any) -> bool:
         """Place the probes that have come due since the newest look; return False, and the step needs a full look, if
         one of them cannot be a row of its request."""
-        if not self._due:
-            return True
-        self._due = False
-        return self._probing.place_rows(scheduler) and self._only_awaited_probes()
+        due, self._due = self._due, []
+        return self._probing.place_rows(scheduler, map(self._awaited.pop, due))
 
     def go_on(self, scheduler: Any) -> list[Limit]:
         """Do what a full look does when nothing has happened; return the scheduler's limits to lower in this step."""
         self.calm_steps += 1
         self._tracker.record.state = self._state
-        if self._awaited:
+        if self._needs_places and self._awaited:
             self._probing.keep_places(scheduler)
         return self._limits
 
@@ -104,18 +105,20 @@ class CalmSteps:
 
     def _only_awaited_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        self._awaited = []
-        for _, live, flags, _ in self._directives.probes:
-            if not flags or live.boundary & flags == flags or live.run_row < 0:
+        self._awaited = {}
+        for asked in self._directives.probes:
+            _, live, flags, _ = asked
+            if not flags or live.run_row < 0 or live.boundary & flags == flags:
                 return False
-            self._awaited.append((live.run_row, flags))
+            self._awaited[live.run_row] = asked
+        self._needs_places = self._probing.needs_places
         return True
 
     def _limits_stay(self, scheduler: Any) -> bool:
         """Return whether the limits are the same in the coming steps, or no request waits on which they would act."""
         if not scheduler_api.anything_waits(scheduler):
             return True
-        return bool(self._awaited) and self._probing.needs_places and not self._directives.hold_admission
+        return bool(self._awaited) and self._needs_places and not self._directives.hold_admission
 
     def scheduled(self, requests: int) -> None:
         """End the calm if the step has more or fewer requests than the run, such as one that vLLM has just admitted."""
@@ -125,9 +128,7 @@ class CalmSteps:
     def generated(self, tokens: Sequence[int]) -> None:
         """Find out whether one of a step's tokens is one that a probe waits for. tokens: those of the run's members."""
         run = self._tracker.run
-        if not (self._awaited and self._run == run.number and tokens):
-            return
-        if any(run.newest_boundary(row) & flags == flags for row, flags in self._awaited):
-            self._due = True
-            if not self._probing.rows_possible:
+        if self._awaited and self._run == run.number and tokens:
+            self._due = run.at_boundaries(self._awaited)
+            if self._due and not self._probing.rows_possible:
                 self._run = 0

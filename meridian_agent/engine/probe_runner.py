@@ -21,6 +21,8 @@ from meridian_agent.engine.queue_order import skip_step
 from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.probe_admission import Asked
@@ -82,29 +84,26 @@ class ProbeRunner:
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
 
-    def place_rows(self, scheduler: Any) -> bool:
-        """Place the probes whose place in the text has come, if all of them can be rows of their requests; return
-        whether they can."""
-        asked = self._asked_here(scheduler)
-        for at, ((decision_id, live, _, hold_ms), past) in enumerate(asked):
-            if not self._place_row(scheduler, decision_id, live, past, hold_ms):
-                for each, _ in asked[at:]:
-                    self._directives.probes.put_back(each)
+    def place_rows(self, scheduler: Any, asked: Iterable[Asked]) -> bool:
+        """Place these probes, each of which belongs behind the newest token of its request, as rows of their requests.
+        Return False at the first one that cannot be a row; it and those after it go on waiting."""
+        for decision_id, live, _, hold_ms in asked:
+            if not self._place_row(scheduler, decision_id, live, 0, hold_ms):
                 return False
+            self._directives.probes.take(live)
         return True
 
     def _asked_here(self, scheduler: Any) -> list[tuple[Asked, int | None]]:
         """Take the probes whose place in the text has come, each with the number of tokens after that place, and those
         of requests that do not think any more; the others go on waiting."""
         here, markers, probes = list[tuple["Asked", int | None]](), self._tracker.markers, self._directives.probes
-        for each in probes.take():
+        for each in list(probes):
             _, live, flags, _ = each
             # If a step brings several tokens, the end of a sentence need not be the last of them.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
             misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
-            if live.phase is Phase.THINK and live.ending is None and misplaced:
-                probes.put_back(each)
-            else:
+            if live.phase is not Phase.THINK or live.ending is not None or not misplaced:
+                probes.take(live)
                 here.append((each, past))
         return here
 

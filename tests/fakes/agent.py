@@ -262,7 +262,9 @@ class FakeAgent:
     def step(self) -> StepRecord:
         """Run one engine step in which every request that is not preempted gets a token."""
         engine = self.engine
-        probed = engine.directives.probes.take()
+        probed = list(engine.directives.probes)
+        for _, tr, *_ in probed:
+            engine.directives.probes.take(tr)
         engine.schedule()
         for decision_id, tr, *_ in probed:
             if tr.state.phase.name == "THINK":

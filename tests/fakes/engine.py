@@ -66,8 +66,8 @@ class FakeEngine:
         """Begin a step; waiting probes are refused here, because this engine has no model to measure them with."""
         self.step += 1
         self.directives.active_plan()
-        asked = self.directives.probes.take()
-        for decision_id, tr, *_ in asked:
+        for decision_id, tr, *_ in list(self.directives.probes):
+            self.directives.probes.take(tr)
             self.directives.report(decision_id, Outcome.REFUSED, tr, "no engine")
 
     def mask(self, drafts: Mapping[str, Sequence[int]] | None = None) -> dict[str, dict[int, int]]:

@@ -112,12 +112,10 @@ class World:
         self.engine.step += 1
         own.active_plan()
         assert len(own.probes) <= len(self.engine.live), "probes pile up"
-        for probe in own.probes.take():
-            decision_id, tr, flags, hold_ms = probe
+        for decision_id, tr, flags, hold_ms in list(own.probes):
             assert hold_ms <= MAX_HOLD_MS, "a request would wait for very long"
-            if tr.state.phase is Phase.THINK and tr.boundary & flags != flags:
-                own.probes.put_back(probe)
-            else:
+            if tr.state.phase is not Phase.THINK or tr.boundary & flags == flags:
+                own.probes.take(tr)
                 own.report(decision_id, Outcome.REFUSED, tr, "no engine")
 
     def _joining(self) -> set[str]:
