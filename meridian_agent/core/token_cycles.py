@@ -3,9 +3,9 @@
 The module owns the newest tokens of each thinking request. It knows neither text nor policy, and of vLLM only that a
 request lists its output tokens. It runs on the engine-core thread.
 
-The agent looks at a request once in LOOK_TOKENS tokens. A look copies these tokens and searches the MAX_PERIOD tokens
-before them for the newest SUFFIX_TOKENS. Only if these occur again are the places compared, so the time per token is
-constant, whatever the length of the request.
+The agent looks at a request once in LOOK_TOKENS tokens. A look adds these tokens and searches the MAX_PERIOD tokens
+before them for the newest SUFFIX_TOKENS. Only if these occur again is the text copied and are the places compared, so
+the time per token is constant, whatever the length of the request.
 
 If the settings ask for near-loops, in which a counter or a name changes from round to round, the agent also counts how
 many of the newest tokens end a sequence that the thinking already had. The agent remembers sequences in a table of
@@ -71,7 +71,8 @@ class TokenTail:
     """The newest tokens of one request."""
 
     def __init__(self) -> None:
-        self._tokens = array(_CODE)
+        # Token ids of _SIZE bytes each.
+        self._text = bytearray()
         # Tokens of the request that have been taken in.
         self.taken = 0
 
@@ -81,11 +82,11 @@ class TokenTail:
         begin = max(self.taken, total - KEPT_TOKENS) if self.taken <= total else max(0, total - KEPT_TOKENS)
         if begin != self.taken:
             # Tokens are missing or were taken back, so the kept tokens no longer precede the new ones.
-            del self._tokens[:]
-        self._tokens.extend(output_token_ids[begin:total])
+            self._text.clear()
+        self._text += array(_CODE, output_token_ids[begin:total])
         self.taken = total
-        if len(self._tokens) > 2 * KEPT_TOKENS:
-            del self._tokens[:-KEPT_TOKENS]
+        if len(self._text) > 2 * KEPT_TOKENS * _SIZE:
+            del self._text[: -KEPT_TOKENS * _SIZE]
 
     def cycle(self, most: int) -> TokenCycle | None:
         """Return the cycle in which the text ends; None for none.
@@ -93,12 +94,13 @@ class TokenTail:
         most: newest tokens that may belong to the cycle. A text may end in several cycles, because a long round may
         itself end in short rounds; `weight` then decides which one is returned.
         """
-        most = min(most, len(self._tokens), KEPT_TOKENS)
-        if most < MIN_TOKENS:
+        end = len(self._text)
+        size = min(end, most * _SIZE, KEPT_TOKENS * _SIZE)
+        suffix = self._text[-SUFFIX_TOKENS * _SIZE :]
+        first = end - min(size, (MAX_PERIOD + SUFFIX_TOKENS) * _SIZE)
+        if size < MIN_TOKENS * _SIZE or self._text.rfind(suffix, first, end - _SIZE) < 0:
             return None
-        text = self._tokens[-most:].tobytes()
-        size, found, covered = len(text), None, 0
-        suffix = text[size - SUFFIX_TOKENS * _SIZE :]
+        text, found, covered = bytes(self._text[-size:]), None, 0
         # Bounds, in bytes, of the text in which an earlier occurrence is searched.
         first = max(0, size - (MAX_PERIOD + SUFFIX_TOKENS) * _SIZE)
         stop = size - _SIZE
