@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 FIELD = "meridian_phases"
 PHASES = (Phase.PROMPT, Phase.THINK, Phase.OUTPUT, Phase.UNKNOWN)
-# Seconds between two messages with numbers. Steps in between carry an empty list, which says that the agent is on.
-INTERVAL_S = 0.25
+# Seconds between two messages with numbers, which look at each live request. Steps in between carry an empty list,
+# which says that the agent is on.
+INTERVAL_S = 1.0
 
 
 class PhaseNumbers(NamedTuple):
@@ -72,7 +73,9 @@ class PhaseNumberSender:
         """Add the field to the statistics of a step. groups: the step's EngineCoreOutputs, of which at most one has
         statistics; none has if vLLM collects no statistics."""
         tracker, now = self._tracker, time.monotonic()
-        stats = next((group.scheduler_stats for group in groups if group.scheduler_stats is not None), None)
+        stats = None
+        for group in groups:
+            stats = group.scheduler_stats or stats
         answered = tracker.take_answered() if tracker.answered or tracker.before_answer else ()
         if stats is None:
             return
