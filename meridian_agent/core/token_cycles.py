@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 # Longest period that the search finds, in tokens.
 MAX_PERIOD = 512
-# Tokens between two looks at a request.
-LOOK_TOKENS = 32
+# Tokens between two looks at a request, and requests that take their turn together: a step without a look costs little,
+# and the first look in a step costs more than the next ones.
+LOOK_TOKENS, TURN_REQUESTS = 32, 8
 # Newest tokens that must occur again before places are compared.
 SUFFIX_TOKENS = 16
 # Newest tokens of a request that the agent keeps: four rounds of the longest period, and the tokens between two looks.
@@ -228,7 +229,8 @@ class LoopWatch:
         found = []
         repeats = []
         self._turn = (self._turn + 1) % self._interval
-        for slot in range(self._turn, slots, self._interval):
+        firsts = range(self._turn * TURN_REQUESTS, slots, self._interval * TURN_REQUESTS)
+        for slot in (slot for first in firsts for slot in range(first, min(first + TURN_REQUESTS, slots))):
             live = by_slot.get(slot)
             if live is None or live.own_state.phase is not Phase.THINK or live.ending is not None:
                 self.forget(slot)
