@@ -88,6 +88,8 @@ class Guard:
         self.fault = self.last_fault = ""
         # The newest fault with the exception's text, which stays in this process.
         self.text = ""
+        # Seconds that hooks have taken.
+        self.seconds = 0.0
         # Number of faults by the name of their cause.
         self.faults: Counter[str] = Counter()
         self.on_trip: Callable[[], None] | None = None
@@ -106,6 +108,7 @@ class Guard:
         """
         if self.fault:
             return None
+        began = time.perf_counter()
         try:
             return hook(*args, **kwargs)
         except Exception as error:
@@ -114,6 +117,8 @@ class Guard:
         except BaseException as error:
             self.trip(hook, error)
             raise
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def trip(self, hook: object, error: BaseException) -> None:
         """Switch off because of a fault. Further faults do not count until this one is over. Never raises, not even if

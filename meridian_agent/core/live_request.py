@@ -347,7 +347,7 @@ class LiveRequest:
 
     @property
     def effective_rank(self) -> int:
-        return PHASE_RANK[self.phase] if self.rank is None else self.rank
+        return PHASE_RANK[self.own_state.phase] if self.rank is None else self.rank
 
     @property
     def limit(self) -> int | None:

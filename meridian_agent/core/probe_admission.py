@@ -67,9 +67,9 @@ class PendingProbes:
         flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
         self._asked[live] = (probe.decision_id, live, flags, hold_ms)
 
-    def take(self, live: LiveRequest) -> None:
-        """Forget the probe of a request, which the caller places, refuses, or puts back."""
-        del self._asked[live]
+    def take(self, live: LiveRequest) -> Asked:
+        """Take out and return the probe of a request, which the caller places, refuses, or puts back."""
+        return self._asked.pop(live)
 
     def put_back(self, asked: Asked) -> None:
         """Keep a probe that could not be placed yet, as the newest one."""

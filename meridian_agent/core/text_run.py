@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.probe_admission import Asked
 
 # The token of a row that has no single new token.
 NO_TOKEN = -1
@@ -45,7 +44,9 @@ class TextRun:
         # The member of each row, None for a row whose request is not a member; the newest token of each row.
         self._by_row: list[LiveRequest | None] = []
         self._newest: Sequence[int] = ()
-        # The columns are older than the members.
+        # Slot and phase of each row's member, and whether the columns are older than the members.
+        self._slots: list[int] = []
+        self._phases: list[int] = []
         self._stale = False
         # A member may come near a cap, which must be checked, once this many steps are counted.
         self._steps_until_cap = NEVER
@@ -55,10 +56,9 @@ class TextRun:
         self.number += 1
 
     def arrange(self, request_ids: list[str]) -> None:
-        """Give the members the rows that their requests have in a new step; members without a row there leave."""
+        """Give the members the rows that their requests have in a new step, which differ from those in the newest step;
+        members without a row there leave."""
         known = self.request_ids
-        if request_ids == known:
-            return
         self.changed()
         self._stale = True
         rows = [row for row, (new, old) in enumerate(zip(request_ids, known, strict=False)) if new != old]
@@ -67,12 +67,15 @@ class TextRun:
         for row in (*rows, *range(both, len(known))):
             if (live := self._by_row[row]) is not None:
                 moved[known[row]] = live
-        newest, was = [*self._newest[:both], *[NO_TOKEN] * (len(request_ids) - both)], self._newest
-        by_row: list[LiveRequest | None] = [*self._by_row[:both], *[None] * (len(request_ids) - both)]
+        more = len(request_ids) - both
+        newest, was = [*self._newest[:both], *[NO_TOKEN] * more], self._newest
+        self._slots, self._phases = [*self._slots[:both], *[0] * more], [*self._phases[:both], *[0] * more]
+        by_row: list[LiveRequest | None] = [*self._by_row[:both], *[None] * more]
         for row in (*rows, *range(both, len(request_ids))):
             by_row[row] = live = moved.pop(request_ids[row], None)
             if live is not None:
                 newest[row] = was[live.run_row]
+                self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
                 live.move_in_run(row)
         self.members -= len(moved)
         for live in moved.values():
@@ -87,6 +90,7 @@ class TextRun:
             return
         self.changed()
         self._by_row[row], self._stale = live, True
+        self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
         self._steps_until_cap = min(self._steps_until_cap, self.steps + left)
         live.join_run(row, self.steps)
@@ -116,10 +120,9 @@ class TextRun:
         if self.steps >= self._steps_until_cap:
             self._check_caps()
         if self._stale:
-            members = [live for live in self._by_row if live is not None]
-            self.slots = [live.slot for live in members]
-            self.phases = [int(live.own_state.phase) for live in members]
-            self.rows = [live.run_row for live in members]
+            self.rows = [row for row, live in enumerate(self._by_row) if live is not None]
+            self.slots = [self._slots[row] for row in self.rows]
+            self.phases = [self._phases[row] for row in self.rows]
             self._stale = False
         if self.members == len(self._by_row):
             return []
@@ -132,6 +135,17 @@ class TextRun:
                 self.leave(live)
         self._steps_until_cap = self.steps + min((steps for steps in left.values() if steps > 0), default=NEVER)
 
+    def is_settled(self, request_ids: list[str]) -> bool:
+        """Return whether the live requests of a new step are those of the newest one, in the same rows and all members,
+        and none of them is near a cap. The columns are then up to date."""
+        return (
+            self.whole
+            and request_ids == self.request_ids
+            and self.members == len(request_ids)
+            and self.steps < self._steps_until_cap
+            and not self._stale
+        )
+
     def count(self, tokens: Sequence[int]) -> Sequence[int]:
         """Count a step; return the members' tokens, in the order of their rows. tokens: by row, one of text for each
         member. Called only after `ready`."""
@@ -139,15 +153,11 @@ class TextRun:
         self._newest = tokens
         return tokens if self.members == len(tokens) else [tokens[row] for row in self.rows]
 
-    def at_boundaries(self, awaited: Mapping[int, Asked]) -> list[int]:
-        """Return the rows whose newest counted token has the flags that their probe waits for. awaited: the probes that
-        wait for a token with flags, by row."""
+    def at_boundaries(self, awaited: Mapping[int, int]) -> list[LiveRequest]:
+        """Return the members whose newest counted token has the flags that are awaited in their row."""
         tokens, flags_of, known = self._newest, self.boundaries, len(self.boundaries)
-        return [
-            row
-            for row, (_, _, flags, _) in awaited.items()
-            if tokens[row] < known and flags_of[tokens[row]] & flags == flags
-        ]
+        rows = [row for row, f in awaited.items() if tokens[row] < known and flags_of[tokens[row]] & f == f]
+        return [live for row in rows if (live := self._by_row[row]) is not None]
 
     def newest_boundary(self, row: int) -> int:
         """Return the sentence and paragraph flags of the newest counted token in this row."""

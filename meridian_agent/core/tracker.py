@@ -201,7 +201,8 @@ class Tracker:
         run, markers = self.run, self.markers
         if markers.longest > 1 or len(sampled) != len(request_ids):
             return self.note_nothing(request_ids)
-        run.arrange(request_ids)
+        if request_ids != run.request_ids:
+            run.arrange(request_ids)
         try:
             self._tokens = [token for (token,) in sampled]
         except ValueError:
@@ -213,6 +214,22 @@ class Tracker:
             if live := self.by_id.get(request_id):
                 run.leave(live)
         return run.ready()
+
+    def count_all(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> bool:
+        """Count a step that brought the requests of the newest step, all of them members of the run, one token of text
+        and nothing else. Return False for any other step, and leave it to `note`."""
+        run = self.run
+        if not run.is_settled(request_ids):
+            return False
+        try:
+            tokens = [token for (token,) in sampled]
+        except ValueError:
+            return False
+        if len(tokens) != len(request_ids) or not self.markers.by_last.keys().isdisjoint(tokens):
+            return False
+        self._tokens = tokens
+        self.count(())
+        return True
 
     def note_nothing(self, request_ids: list[str]) -> list[int]:
         """Return all rows of a step in which no request may be or become a member of the run."""

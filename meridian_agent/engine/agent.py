@@ -80,7 +80,7 @@ class Agent:
         # The settings and markers that this agent obeys, as the lease held them.
         self._obeyed: tuple[agent_pb2.Settings, Markers] | None = None
         self.preempted_think = self.output_critical = 0
-        # Seconds spent in the agent's hooks, and in vLLM's own schedule and update_from_output.
+        # Seconds spent in hooks of this and earlier agents, and in vLLM's own schedule and update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
         # Requests from before this agent, or with prompts that take several steps to read.
@@ -247,8 +247,8 @@ class Agent:
     def before_schedule(self, scheduler: Any) -> list[Limit]:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         self._began = time.perf_counter()
-        if self.calm.hold() and self.calm.place_probes(scheduler):
-            return self.calm.go_on(scheduler)
+        if self.calm.hold() and self.calm.go_on(scheduler):
+            return self.calm.limits
         self.calm.begin_full_look()
         self.take_arrived(scheduler)
         self._take_inbox()
@@ -320,7 +320,8 @@ class Agent:
             output.pending_structured_output_tokens = True
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
-        self.hand_over.scheduled(scheduled, scheduler)
+        if self.hand_over.computed:
+            self.hand_over.scheduled(scheduled, scheduler)
         self.calm.scheduled(len(scheduled))
 
     def _settled(self) -> bool:
@@ -333,8 +334,9 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
-        self.link.outbox.wake()
-        self._take_inbox()
+        self.link.outbox.ring.wake()
+        if self.link.inbox.messages:
+            self._take_inbox()
         if self.frozen or not (self.tracker.due or output.scheduled_spec_decode_tokens):
             return base
         if not (self._settled() or output.pending_structured_output_tokens):
@@ -348,7 +350,8 @@ class Agent:
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
             self.probing.rows_possible = rows_possible
             self.calm.end()
-        self.probing.collect_rows(runner_output)
+        if self.probing.computed:
+            self.probing.collect_rows(runner_output)
         self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
         self.phase_numbers.add_to(outputs.values())
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
@@ -369,15 +372,13 @@ class Agent:
             self.probing.sent(sent)
         self.link.outbox.send(sent, self.tracker.snapshot)
         if not is_live:
-            self.link.outbox.wake()
+            self.link.outbox.ring.wake()
 
     def _step_time_ms(self) -> float:
         """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,
         because the next step is scheduled before this update."""
         now = time.perf_counter()
-        began = self._began
-        if self.is_async and now - self._updated < MAX_STEP_S:
-            began = self._updated
+        began = self._updated if self.is_async and now - self._updated < MAX_STEP_S else self._began
         self._updated = now
         return (now - began) * 1e3
 

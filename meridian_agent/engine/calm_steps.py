@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meridian_agent.core.directives import Directives, DispatchPlan
-    from meridian_agent.core.probe_admission import Asked
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.engine.queue_order import Limit, QueueOrder
@@ -34,17 +34,17 @@ class CalmSteps:
         self.full_steps = self.calm_steps = 0
         # Number of the run with which steps are calm; 0 if the coming step needs a full look.
         self._run = 0
-        # The findings of the full look: the scheduler's limits to lower, whether a stream is up, the agent's state, and
-        # the time on the lease's clock until which the leases change nothing.
-        self._limits: list[Limit] = []
+        # The findings of the full look: the scheduler's limits to lower in calm steps, whether a stream is up, the
+        # agent's state, and the time on the lease's clock until which the leases change nothing.
+        self.limits: list[Limit] = []
         self._connected = False
         self._state = 0
         self._until_s = 0.0
-        # The probes that wait for a token with their flags, by row of the run; whether one of them needs a free place;
-        # and the rows in which such a token has come.
-        self._awaited: dict[int, Asked] = {}
+        # The flags of the tokens that probes wait for, by row of the run; whether one of the probes needs a free place;
+        # and the requests for which such a token has come.
+        self._awaited: dict[int, int] = {}
         self._needs_places = False
-        self._due: list[int] = []
+        self._due: list[LiveRequest] = []
 
     def end(self) -> None:
         """Let the coming step have a full look."""
@@ -66,19 +66,20 @@ class CalmSteps:
             and lease.clock() < self._until_s
         )
 
-    def place_probes(self, scheduler: Any) -> bool:
-        """Place the probes that have come due since the newest look; return False, and the step needs a full look, if
-        one of them cannot be a row of its request."""
-        due, self._due = self._due, []
-        return self._probing.place_rows(scheduler, map(self._awaited.pop, due))
-
-    def go_on(self, scheduler: Any) -> list[Limit]:
-        """Do what a full look does when nothing has happened; return the scheduler's limits to lower in this step."""
+    def go_on(self, scheduler: Any) -> bool:
+        """Do what a full look does when nothing has happened, and place the probes that have come due since the newest
+        look. Return False, and the step needs a full look, if one of them cannot be a row of its request."""
+        if self._due:
+            due, self._due = self._due, []
+            if not self._probing.place_rows(scheduler, due):
+                return False
+            for live in due:
+                del self._awaited[live.run_row]
         self.calm_steps += 1
         self._tracker.record.state = self._state
         if self._needs_places and self._awaited:
             self._probing.keep_places(scheduler)
-        return self._limits
+        return True
 
     def end_full_look(self, scheduler: Any, plan: DispatchPlan | None, limits: list[Limit]) -> None:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
@@ -89,7 +90,7 @@ class CalmSteps:
         if limits and not self._limits_stay(scheduler):
             return
         self._connected, self._state = lease.connected, self._tracker.record.state
-        self._limits, self._until_s, self._run = limits, lease.steady_until(), run.number
+        self.limits, self._until_s, self._run = limits, lease.steady_until(), run.number
 
     def _nothing_due(self, scheduler: Any, plan: DispatchPlan | None) -> bool:
         """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves
@@ -106,11 +107,10 @@ class CalmSteps:
     def _only_awaited_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
         self._awaited = {}
-        for asked in self._directives.probes:
-            _, live, flags, _ = asked
+        for _, live, flags, _ in self._directives.probes:
             if not flags or live.run_row < 0 or live.boundary & flags == flags:
                 return False
-            self._awaited[live.run_row] = asked
+            self._awaited[live.run_row] = flags
         self._needs_places = self._probing.needs_places
         return True
 

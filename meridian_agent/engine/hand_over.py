@@ -32,7 +32,7 @@ class HandOverRunner:
         self._tracker, self._decided, self._port, self._able_to_answer = tracker, decided, port, able_to_answer
         # Tokens that this engine has computed so far of each request that continues another engine's, until the request
         # generates its first token.
-        self._computed: dict[str, int] = {}
+        self.computed: dict[str, int] = {}
 
     def obey(self) -> None:
         """Arm and disarm the requests whose decision has changed."""
@@ -46,7 +46,7 @@ class HandOverRunner:
 
     def closing(self, live: LiveRequest, finish_reason: str) -> None:
         """Report the outcome of the decision about a request that has ended."""
-        self._computed.pop(live.info.request_id, None)
+        self.computed.pop(live.info.request_id, None)
         blocks = self._port.take(live.info.request_id) if self._port is not None else None
         if blocks is not None:
             self._tracker.record.handed_over.append(live.slot)
@@ -59,18 +59,17 @@ class HandOverRunner:
 
     def opened(self, info: RequestInfo) -> None:
         if info.handed_over_ref:
-            self._computed[info.request_id] = 0
+            self.computed[info.request_id] = 0
 
     def scheduled(self, tokens: Mapping[str, int], scheduler: Any) -> None:
         """Count the tokens of a step, and forget requests that have left before their first token. tokens: number of
         scheduled tokens by request id. scheduler: vLLM's, which has the engine's requests."""
-        if self._computed:
-            self._computed = {r: n + tokens.get(r, 0) for r, n in self._computed.items() if r in scheduler.requests}
+        self.computed = {r: n + tokens.get(r, 0) for r, n in self.computed.items() if r in scheduler.requests}
 
     def generated(self, live: LiveRequest, output: Any) -> None:
         """Report how much KV came from the other engine, once a request has generated its first token. output: vLLM's
         EngineCoreOutput."""
-        computed = self._computed.pop(live.info.request_id, None)
+        computed = self.computed.pop(live.info.request_id, None)
         if computed is None:
             return
         cached = output.prefill_stats.num_local_cached_tokens if output.prefill_stats is not None else 0

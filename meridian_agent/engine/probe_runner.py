@@ -47,7 +47,7 @@ class ProbeRunner:
         # the probed request; and those whose row the step under way computes, in the order of the worker's results.
         self.placed: dict[str, probe_admission.Placed] = {}
         self.rows: dict[str, probe_admission.Placed] = {}
-        self._computed: list[probe_admission.Placed] = []
+        self.computed: list[probe_admission.Placed] = []
         # Whether the engine, workers included, can compute a probe as a row of its request.
         self.rows_possible = False
         # Thinking requests that wait for a decision from their probe, in order of arrival, each with the step up to
@@ -84,13 +84,14 @@ class ProbeRunner:
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
 
-    def place_rows(self, scheduler: Any, asked: Iterable[Asked]) -> bool:
-        """Place these probes, each of which belongs behind the newest token of its request, as rows of their requests.
-        Return False at the first one that cannot be a row; it and those after it go on waiting."""
-        for decision_id, live, _, hold_ms in asked:
+    def place_rows(self, scheduler: Any, parents: Iterable[LiveRequest]) -> bool:
+        """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return
+        False at the first one that cannot be a row; it and those after it go on waiting."""
+        for live in parents:
+            asked = decision_id, _, _, hold_ms = self._directives.probes.take(live)
             if not self._place_row(scheduler, decision_id, live, 0, hold_ms):
+                self._directives.probes.put_back(asked)
                 return False
-            self._directives.probes.take(live)
         return True
 
     def _asked_here(self, scheduler: Any) -> list[tuple[Asked, int | None]]:
@@ -216,7 +217,7 @@ class ProbeRunner:
         for request_id, tokens in probe_rows.take_back(scheduler, output).items():
             placed = rows.pop(request_id)
             placed.cost_tokens = len(tokens)
-            self._computed.append(placed)
+            self.computed.append(placed)
         if rows:
             probe_rows.forget(scheduler)
         for placed in rows.values():
@@ -225,13 +226,11 @@ class ProbeRunner:
 
     def row_tokens(self) -> int:
         """Return the number of tokens that the scheduled step computes for probes that are rows."""
-        return sum(placed.cost_tokens for placed in self._computed)
+        return sum(placed.cost_tokens for placed in self.computed)
 
     def collect_rows(self, runner_output: Any) -> None:
         """Collect the results of the probes that were rows of the step."""
-        if not self._computed:
-            return
-        computed, self._computed = self._computed, []
+        computed, self.computed = self.computed, []
         probed = getattr(runner_output, PROBED, None)
         for row, placed in enumerate(computed):
             wanted = self._tracker.markers.probe_of(placed.parent.own_state.start)
@@ -280,7 +279,7 @@ class ProbeRunner:
     def new_stream(self) -> None:
         """Release held requests, and detach the probes under way from the decisions of the old stream."""
         self.held.clear()
-        for placed in (*self.placed.values(), *self.rows.values(), *self._computed):
+        for placed in (*self.placed.values(), *self.rows.values(), *self.computed):
             placed.decision_id = 0
 
     def end(self, scheduler: Any) -> None:

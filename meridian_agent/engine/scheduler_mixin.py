@@ -54,6 +54,8 @@ class GovernedScheduler:
         self._stock_limits: list[Limit] = []
         self._guard = Guard()
         self._agent = self._guard.run(self._begin)
+        # The time to start is not part of the time that steps take.
+        self._guard.seconds = 0.0
         if self._agent is None:
             say_absent(self._guard.fault, self)
 
@@ -66,32 +68,24 @@ class GovernedScheduler:
         self._guard.starting = False
         return agent
 
-    def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a hook of the agent under the guard, and add the time that it takes to `agent_seconds`."""
-        began = time.perf_counter()
-        result = self._guard.run(call, *args)
-        if self._agent is not None:
-            self._agent.agent_seconds += time.perf_counter() - began
-        return result
-
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self._agent is not None:
-            self._tell(self._agent.admit, request)
+            self._guard.run(self._agent.admit, request)
         super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._tell(self._agent.opened, self, request)
+            self._guard.run(self._agent.opened, self, request)
 
     def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
         done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._tell(self._agent.finished, done)
+            self._guard.run(self._agent.finished, done)
         return done
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._guard.fault:
             self._settle_fault()
         if (agent := self._agent) is not None:
-            self._tell(self._before_schedule, agent)
+            self._guard.run(self._before_schedule, agent)
         if self._guard.fault:
             self._settle_fault()
         began = time.perf_counter()
@@ -99,7 +93,7 @@ class GovernedScheduler:
         self._under_way += 1
         if agent is not None:
             agent.scheduler_seconds += time.perf_counter() - began
-            self._tell(self._after_schedule, agent, output)
+            self._guard.run(self._after_schedule, agent, output)
             if self._guard.fault:
                 self._settle_fault(scheduled=output)
         return output
@@ -108,7 +102,7 @@ class GovernedScheduler:
         base = super().get_grammar_bitmask(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._agent is None or self._guard.fault:
             return base
-        merged = self._tell(self._agent.bitmask, self, scheduler_output, base)
+        merged = self._guard.run(self._agent.bitmask, self, scheduler_output, base)
         return base if self._guard.fault else merged
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,22 +111,23 @@ class GovernedScheduler:
         self._under_way -= 1
         if (agent := self._agent) is not None:
             agent.scheduler_seconds += time.perf_counter() - began
-            self._tell(agent.after_update, self, model_runner_output, outputs)
+            agent.agent_seconds = self._guard.seconds
+            self._guard.run(agent.after_update, self, model_runner_output, outputs)
             if self._guard.fault:
                 self._settle_fault(outputs.values())
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
-            self._tell(self._agent.preempting, request)
+            self._guard.run(self._agent.preempting, request)
         result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._tell(self._agent.preempted, self, request)
+            self._guard.run(self._agent.preempted, self, request)
         return result
 
     def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
-            self._tell(self._agent.freeing, self, request)
+            self._guard.run(self._agent.freeing, self, request)
         return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -145,15 +140,17 @@ class GovernedScheduler:
 
     @hook(agent_pb2.FAULT_CAUSE_BEFORE_SCHEDULE)
     def _before_schedule(self, agent: Agent) -> None:
-        self._restore_limits()
-        limits = agent.before_schedule(self)
-        self._stock_limits = [Limit(owner, name, getattr(owner, name)) for owner, name, _ in limits]
-        for owner, name, limit in limits:
-            setattr(owner, name, limit)
+        if self._stock_limits:
+            self._restore_limits()
+        if limits := agent.before_schedule(self):
+            self._stock_limits = [Limit(owner, name, getattr(owner, name)) for owner, name, _ in limits]
+            for owner, name, limit in limits:
+                setattr(owner, name, limit)
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
     def _after_schedule(self, agent: Agent, output: Any) -> None:
-        self._restore_limits()
+        if self._stock_limits:
+            self._restore_limits()
         agent.after_schedule(self, output)
 
     def _restore_limits(self) -> None:

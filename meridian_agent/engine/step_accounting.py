@@ -47,15 +47,28 @@ class StepAccounting:
         """Process a step. runner_output: vLLM's ModelRunnerOutput. outputs: the outputs that vLLM is about to send to
         the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in the
         step."""
-        own = self._without_probes(runner_output.req_ids)
-        others = self._others(runner_output, outputs, told, own, finished)
-        self._tracker.count(others)
-        if others or len(own) < len(runner_output.req_ids):
-            signals = None if told is None else StepSignals.decode(told)
-            self._singly(outputs, runner_output.req_id_to_index, signals, {own[row] for row in others})
-        self._tracker.looked_at(others)
+        if not self._is_text(runner_output, outputs, told, finished):
+            own = self._without_probes(runner_output.req_ids)
+            others = self._others(runner_output, outputs, told, own, finished)
+            self._tracker.count(others)
+            if others or len(own) < len(runner_output.req_ids):
+                signals = None if told is None else StepSignals.decode(told)
+                self._singly(outputs, runner_output.req_id_to_index, signals, {own[row] for row in others})
+            self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
+
+    def _is_text(
+        self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
+    ) -> bool:
+        """Count a step that brought each request of the step before one token of text and nothing else; return whether
+        it is one."""
+        request_ids, answered = runner_output.req_ids, 0
+        for group in outputs.values():
+            answered += len(group.outputs)
+        if finished or self._probing.placed or isinstance(told, tuple) or answered != len(request_ids):
+            return False
+        return self._tracker.count_all(request_ids, runner_output.sampled_token_ids)
 
     def _without_probes(self, request_ids: list[str]) -> list[str]:
         """Return the ids without the probes at their end; vLLM puts a probe, as a new request, behind the requests that

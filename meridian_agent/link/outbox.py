@@ -125,10 +125,6 @@ class Outbox:
         self._kept_outcomes = []
         self.ring.lay(SnapshotRecord(record.step, snapshot()), presses=True)
 
-    def wake(self) -> None:
-        """Wake the sender for the records that wait."""
-        self.ring.wake()
-
     def resync(self) -> None:
         """Send a snapshot of all live requests before the next record."""
         self._streaming = False

@@ -49,7 +49,8 @@ class RecordQueue(Generic[T]):
 
     def wake(self) -> None:
         """Wake the reader if enough items for it are there, or an urgent one. Never waits."""
-        if self._wanted and (self.presses or len(self._items) >= self._wanted):
+        wanted = self._wanted
+        if wanted and (len(self._items) >= wanted or self._laid_pressing != self._taken_pressing):
             self._wanted = 0
             self._bell.put(None)
 

@@ -81,7 +81,7 @@ class Settled:
         if self._scheduler._agent is None:
             return
         link = self._scheduler._agent.link
-        link.outbox.wake()
+        link.outbox.ring.wake()
         while link.lease.connected and not self._answered(link, stub):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"not within {PATIENCE_S} s: the control plane to answer the newest report")

@@ -135,7 +135,7 @@ class LinkedEngine:
         if not self.engine.live:
             self.link.mailbox.fall_idle(self.take_inbox)
         self.link.outbox.send(record, self.engine.tracker.snapshot)
-        self.link.outbox.wake()
+        self.link.outbox.ring.wake()
 
     async def steps_until(self, condition: Callable[[], Any]) -> Any:
         def step_and_check() -> Any:

@@ -29,7 +29,6 @@ HERE = str(Path(meridian_agent.__file__).parent)
 GLUE = {
     "core/guard.py": (),
     "engine/scheduler_mixin.py": (
-        "_tell",
         "add_request",
         "finish_requests",
         "schedule",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1.fleet_pb2 import BudgetStage
 
+from meridian_agent.core import guard as guard_module
 from meridian_agent.core import token_cycles
 from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.guard import Guard
@@ -132,7 +133,7 @@ class World:
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known_tokenizer)
         self.patch.setattr(tokenizer_module, "boundaries", lambda _: known_boundaries)
-        for module in (agent_module, probing_module, scheduler_module):
+        for module in (agent_module, guard_module, probing_module, scheduler_module):
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))

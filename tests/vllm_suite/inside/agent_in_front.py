@@ -176,7 +176,7 @@ class InFront:
         the next one. The agent also reports no step before the first one that began on the present stream.
         """
         link = agent.link
-        link.outbox.wake()
+        link.outbox.ring.wake()
         if not link.lease.connected:
             self._problem("the stream has ended before its test")
         elif agent.tracker.record is not record and link.outbox.follows:

@@ -39,6 +39,8 @@ def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = 
     """Account a step as the agent does; return the ids that were looked at one by one. ended: ids of requests that end
     in the step."""
     names = list(tokens)
+    if not ended and tracker.count_all(names, list(tokens.values())):
+        return ""
     others = tracker.note(names, list(tokens.values()), ended)
     tracker.count(others)
     for row in others:

@@ -117,7 +117,8 @@ def test_steps_stay_calm_while_nothing_happens() -> None:
         engine.step(TEXT, STOP)
         engine.calm.scheduled(2)
         assert engine.calm.hold()
-        assert engine.calm.go_on(engine.scheduler) == []
+        assert engine.calm.go_on(engine.scheduler)
+        assert engine.calm.limits == []
     assert (engine.calm.calm_steps, engine.calm.full_steps) == (20, 1)
 
 
@@ -178,7 +179,8 @@ def test_no_calm_begins(holds: Callable[[Engine], Any]) -> None:
 def test_limits_last_while_they_cannot_change() -> None:
     engine, limit = Engine(), Limit(None, "max_num_running_reqs", 3)
     assert engine.look(limits=[limit]), "no request waits"
-    assert engine.calm.go_on(engine.scheduler) == [limit]
+    assert engine.calm.go_on(engine.scheduler)
+    assert engine.calm.limits == [limit]
     engine.waiting.append("c")
     assert engine.look(), "vLLM's own limits apply"
     assert not engine.look(limits=[limit]), "the places that are kept for probes become free by themselves"
