@@ -230,7 +230,7 @@ class LoopWatch:
         repeats = []
         self._turn = (self._turn + 1) % self._interval
         firsts = range(self._turn * TURN_REQUESTS, slots, self._interval * TURN_REQUESTS)
-        for slot in (slot for first in firsts for slot in range(first, min(first + TURN_REQUESTS, slots))):
+        for slot in [slot for first in firsts for slot in range(first, min(first + TURN_REQUESTS, slots))]:
             live = by_slot.get(slot)
             if live is None or live.own_state.phase is not Phase.THINK or live.ending is not None:
                 self.forget(slot)

@@ -304,18 +304,19 @@ class Agent:
         depends on."""
         if self.probing.rows:
             self.probing.take_rows(scheduler, output)
-        if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers.known:
-            setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
-        scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        scheduled, drafted, tracker = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, self.tracker
+        # While all requests answer, nobody reads entropy.
+        if self.observe_entropy and scheduled and tracker.answering < len(tracker.by_id) and tracker.markers.known:
+            setattr(output, REQUEST, self._asking.request(tracker.markers.ends[0][0], tracker.answering_ids))
         # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens
         # only.
         prefill = output.total_num_scheduled_tokens - len(scheduled)
         if drafted:
             prefill -= sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items())
-        prefill -= self.probing.row_tokens()
+        prefill -= self.probing.row_tokens() if self.probing.computed else 0
         self._prefills.append(prefill)
         # With this flag vLLM waits for the previous step, and fails if there is none.
-        due = self.tracker.due
+        due = tracker.due
         if due and not (self.frozen or self._settled()) and self.masks.waits_for_tokens(scheduled):
             output.pending_structured_output_tokens = True
         if self.probing.placed:

@@ -49,8 +49,9 @@ class Inbox:
         """Return whether the mark of a new stream is still in the inbox, so that the engine's record belongs to the old
         stream."""
         try:
-            return self.messages[0] is None
+            return bool(self.messages) and self.messages[0] is None
         except IndexError:
+            # The link's thread has just cleared the inbox.
             return False
 
     def skip_to_new_stream(self) -> None:

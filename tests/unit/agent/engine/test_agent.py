@@ -11,12 +11,13 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import CAPS, ORDER
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_signals import REQUEST
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.link.control_stream import Link
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
-from tests.fakes.engine import MARKERS, START
+from tests.fakes.engine import END, MARKERS, START
 
 
 def scheduler_of() -> Any:
@@ -116,3 +117,22 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
     )
     agent.after_schedule(scheduler, output)
     assert list(agent._prefills) == [prompt]
+
+
+def test_nothing_is_measured_while_all_requests_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
+    scheduler = scheduler_of()
+    agent = Agent(scheduler, MARKERS, link, FACTS)
+    agent.observe_entropy = True
+    for name, prompt in (("a", [START]), ("b", [START, END])):
+        agent.tracker.open(RequestInfo(name, "m", "", "", 1, 100, None), prompt, 0, SimpleNamespace())
+    asked = []
+    for _ in range(2):
+        output = SimpleNamespace(
+            num_scheduled_tokens={"a": 1}, scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=1
+        )
+        agent.after_schedule(scheduler, output)
+        asked.append(hasattr(output, REQUEST))
+        agent.tracker.feed(agent.tracker.by_id["a"], [END], 0)
+    assert asked == [True, False]
