@@ -6,6 +6,7 @@ Some fields get sensible values, so that a message passes the first checks. Ever
 from __future__ import annotations
 
 import math
+import struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor as Field
@@ -24,9 +25,18 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 5.0, 20.0, 1e-45, 3.4e38, -3.4e38, math.nan
 DOUBLES = (*FLOATS, 5e-324, 1.7e308, -1.7e308)
 TEXTS = ("", "a", "b", "m", "é", "\x00", "\x7f", "\u2028", "%s{}", "*" * 50, "x" * 300, "𝕏" * 700, "y" * 40_000)
 
+
+def rows(*slots: int) -> bytes:
+    """Return a thinking token of each of these slots, as TokenColumns.byte_columns has them."""
+    n = len(slots)
+    columns = (*slots, *[2] * n, *[0] * n, *[1] * n, *[0.5] * n, *[-3.0] * n, *[-0.1] * n)
+    return struct.pack(f"<{4 * n}I{3 * n}f", *columns)
+
+
 # Sensible values by field name.
 SENSIBLE: dict[str, tuple[Any, ...]] = {
     "slot": (0, 1, 2, 3, 4, 5),
+    "byte_columns": (b"", b"", rows(0), rows(0, 1, 1, 2, 3, 4)),
     "preempted": (0, 1, 2, 3),
     "resumed": (0, 1, 2, 3),
     "decision_id": tuple(range(1, 40)),
@@ -76,6 +86,7 @@ POOLS: dict[int, tuple[Any, ...]] = {
     Field.TYPE_FLOAT: FLOATS,
     Field.TYPE_DOUBLE: DOUBLES,
     Field.TYPE_STRING: TEXTS,
+    Field.TYPE_BYTES: (b"", b"\x00" * 28, rows(5), b"\x00" * 29, b"\xff" * 280, rows(2**32 - 1, 65536), rows(1) * 5000),
 }
 
 
