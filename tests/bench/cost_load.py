@@ -122,7 +122,7 @@ class Simulated:
         if isinstance(asked := directives.probes, list):
             directives.probes = []
         else:
-            asked = asked.take()
+            asked = [asked.take(live) for _, live, *_ in tuple(asked)]
         record = self._engine.tracker.record
         for decision_id, live, _, hold_ms in asked:
             if live.state.phase is not ENGINE.Phase.THINK:

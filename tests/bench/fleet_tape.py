@@ -11,9 +11,11 @@ import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS
@@ -98,12 +100,16 @@ def request_id(number: int) -> str:
 
 
 def made(seed: int, requests: int, step_ms: float, steps: int = STEPS, before: int = BEFORE) -> list[Report]:
-    """Return the reports of an engine with `requests` running requests over `steps` steps, after `before` others."""
-    engine, found = _Engine(seed, requests, step_ms), list[Report]()
-    for _ in range(before):
-        engine.step()
-    for records in merged(engine.step() for _ in range(steps)):
-        found.append(engine.report(records))
+    """Return the reports of an engine with `requests` running requests over `steps` steps, after `before` others.
+
+    A slot is used again at once, so that the requests have as many slots as there are requests.
+    """
+    with patch.object(tracker_module, "RESTING_SLOTS", 0):
+        engine, found = _Engine(seed, requests, step_ms), list[Report]()
+        for _ in range(before):
+            engine.step()
+        for records in merged(engine.step() for _ in range(steps)):
+            found.append(engine.report(records))
     return found
 
 
@@ -179,12 +185,12 @@ class _Engine:
 
     def report(self, records: Sequence[StepRecord]) -> Report:
         """Return the report of some records, the oldest that are in no report yet."""
-        message = step_report(records)
+        message = step_report(records, byte_columns=True)
         message.ClearField("step")
         # Without these columns the last step made all entries that are added.
         for name in ("probes", "preempted", "resumed", "outcomes") if message.HasField("merged") else ():
             message.merged.ClearField(name)
-        rows = zip(message.tokens.slot, message.tokens.flags, strict=True)
+        rows = [row for record in records for row in zip(record.slots, record.row_flags(), strict=True)]
         after = [self._after.pop(record.step) for record in records][-1]
         numbers, phases, thinks, answers = zip(*after, strict=True)
         return Report(

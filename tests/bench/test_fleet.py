@@ -11,6 +11,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.step_record import Outcome
+from meridian_control.decisions.token_rows import spell_out
 from meridian_control.session.merged_steps import ages_ms
 from tests.bench import fleet_report
 from tests.bench.fleet_engines import STEP_TAG, Decisions, varint
@@ -43,6 +44,7 @@ def tape() -> list[Report]:
 def test_a_tape_holds_reports_of_requests_that_come_and_go(tape: list[Report]) -> None:
     for before, report in pairwise(tape):
         message = agent_pb2.StepReport.FromString(report.body)
+        spell_out(message.tokens)
         assert len(message.tokens.slot) == REQUESTS * report.steps
         assert 1 <= message.steps == report.steps <= MERGED
         assert len(ages_ms(message)) == len(message.tokens.slot)
