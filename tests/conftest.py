@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.postgres import Postgres
 from tests.preloaded import TEST_PROCESS, Servers
@@ -20,6 +21,10 @@ from tests.processes import ENGINE_ENV, Process, wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# A busy machine would exceed Hypothesis's own time limits.
+settings.register_profile("meridian", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("meridian")
 
 # Groups of tests in the order in which they begin: the longest first, with groups that keep a core busy beside groups
 # that wait. All other groups follow in the order of collection.
