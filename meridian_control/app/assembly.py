@@ -94,7 +94,6 @@ class Parts:
             self.freezes.follow(),
             self.rollouts.follow(),
             self.rollouts.drive(),
-            self.whole.watch(),
             self.whole.share_pool(),
             self.guard.run(),
             self.budgets.run(),
@@ -118,7 +117,7 @@ def build(
     audit = AuditLog(database, clock)
     freezes = FreezeStore(database, clock, fleet.set_freezes)
     fence = replicas.fence if replicas is not None else None
-    rollouts = Rollouts(RolloutStore(store), fleet, clock, whole.known_engines, whole.leads, fence=fence)
+    rollouts = Rollouts(RolloutStore(store), fleet, clock, whole.led_engines, whole.leads, fence=fence)
     services = Services(
         agent=AgentService(fleet, faults, rollouts.look),
         policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from meridian_control.fleet.recording import Recording
 
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
-# Seconds between two requests for the engines of the other replicas while this replica leads.
-WATCH_S = 1.0
+# Seconds between two requests for the answering engines of the other replicas.
+SHARE_S = 1.0
+# Seconds after which the leader no longer uses what a replica has answered before, if it has asked nobody since.
+FORGET_S = 10.0
 # Seconds for which all watchers share one query of the fleet.
 SHARED_S = 0.05
 
@@ -37,9 +39,9 @@ class WholeFleet:
     def __init__(self, fleet: Fleet, replica_id: str, peers: Peers | None, leads: Callable[[], bool]) -> None:
         self.fleet, self.replica_id, self.peers = fleet, replica_id, peers
         self._leads = leads
-        # The newest answers of the other replicas, by replica id, kept while this replica leads.
+        # The newest answers of the other replicas to the leader, by replica id, and the time at which it last asked.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
-        self._complete = peers is None
+        self._asked_at = 0.0
         # Evidence of harm and of drift as this replica has last found it while it leads, by fingerprint of the rules.
         self.evidence: dict[str, fleet_pb2.Savings] = {}
         # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
@@ -182,27 +184,28 @@ class WholeFleet:
     # ------------------------------------------------------------------------------------------------- for the leader
 
     def leads(self) -> bool:
-        """Return whether this replica leads and has heard from every other live replica, and so knows all engines."""
-        return self._leads() and self._complete
+        return self._leads()
 
-    def known_engines(self) -> list[fleet_pb2.Engine]:
-        """Return all engines while this replica leads. Engines of other replicas are usually up to WATCH_S old."""
+    async def led_engines(self) -> list[fleet_pb2.Engine] | None:
+        """Return all engines for the replica that leads, None if not every live replica has answered yet.
+
+        A replica that no longer answers counts with its last answer. Nobody calls this method while no rollout is
+        active, because each answer has all engines of a replica.
+        """
+        if self.peers is None:
+            return self.local_engines()
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._asked_at > FORGET_S:
+            self._heard = {}
+        heard, unreachable = await self.peers.ask(_engines)
+        self._asked_at = loop.time()
+        self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
+        if not self._heard.keys() >= set(unreachable):
+            return None
         return once([*self.local_engines(), *(engine for engines in self._heard.values() for engine in engines)])
 
-    async def watch(self) -> None:
-        """Ask the other replicas for their engines every WATCH_S seconds while this replica leads, until cancelled."""
-        while self.peers is not None:
-            if self._leads():
-                heard, unreachable = await self.peers.ask(_engines)
-                kept = {replica_id: self._heard[replica_id] for replica_id in unreachable if replica_id in self._heard}
-                self._complete = len(kept) == len(unreachable)
-                self._heard = kept | heard
-            else:
-                self._heard, self._complete = {}, False
-            await asyncio.sleep(WATCH_S)
-
     async def share_pool(self) -> None:
-        """Give each session its answering engines every WATCH_S seconds, until cancelled.
+        """Give each session its answering engines every SHARE_S seconds, until cancelled.
 
         The other replicas are asked while the policy in force decides handovers.
         """
@@ -215,7 +218,7 @@ class WholeFleet:
                 for told in (told for answer in heard.values() for told in answer.continued):
                     fleet.handovers.heard(told, now)
             fleet.share_pool()
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(SHARE_S)
 
 
 def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:

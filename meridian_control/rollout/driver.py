@@ -16,7 +16,7 @@ from meridian_control.rollout.sampler import Sampler
 from meridian_control.rollout.transitions import tick
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from datetime import datetime
 
     from meridian.v1 import fleet_pb2
@@ -47,8 +47,9 @@ class Governed(Protocol):
 class Rollouts:
     """Drives rollouts on one replica if this replica leads.
 
-    `engines` returns the engines of the whole fleet. `leads` returns whether this replica leads. `fence` keeps the lead
-    until a transaction ends, and raises if another replica leads. `clock` gives aware time.
+    `engines` returns the engines of the whole fleet, None while a replica has not said its own yet. `leads` returns
+    whether this replica leads. `fence` keeps the lead until a transaction ends, and raises if another replica leads.
+    `clock` gives aware time.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Rollouts:
         store: RolloutStore,
         fleet: Governed,
         clock: Callable[[], datetime],
-        engines: Callable[[], list[fleet_pb2.Engine]],
+        engines: Callable[[], Awaitable[list[fleet_pb2.Engine] | None]],
         leads: Callable[[], bool] = lambda: True,
         *,
         fence: Fence | None = None,
@@ -139,23 +140,26 @@ class Rollouts:
         if stored is None:
             self._driven = None
             return
-        now = self._clock()
+        engines, now = await self._engines(), self._clock()
         if self._driven is None or self._driven.rollout_id != stored.rollout_id:
             self._begin(stored, now)
         elif self._driven.version != stored.version:
             # A caller paused, resumed or aborted the rollout.
             self._driven = stored
         assert self._driven is not None
-        await self._advance(self._driven, now)
+        if engines is None:
+            self._looked_at = now
+        else:
+            await self._advance(self._driven, engines, now)
 
     def _begin(self, stored: Rollout, now: datetime) -> None:
         logger.info("driving rollout %d, %s in step %d", stored.rollout_id, stored.state.word, stored.step)
         self._driven, self._sampler = stored, Sampler()
         self._looked_at = self._stored_at = now
 
-    async def _advance(self, before: Rollout, now: datetime) -> None:
+    async def _advance(self, before: Rollout, engines: list[fleet_pb2.Engine], now: datetime) -> None:
         lease_s = (await self.store.policies.get(before.candidate_revision)).policy.fallback.lease_ms / 1000
-        sample = self._sampler.sample(self._engines(), before, lease_s, now)
+        sample = self._sampler.sample(engines, before, lease_s, now)
         elapsed_s = min((now - self._looked_at).total_seconds(), MAX_ELAPSED_S)
         self._looked_at = now
         after = tick(before, sample, elapsed_s, now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from meridian_control.fleet.savings import WITHDRAWER
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, State
 from tests.fakes.control import utc_now
-from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -194,15 +193,12 @@ async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -
     mine = fleet.experiments.of(stored.revision, stored.policy)
     mine.judged, mine.harmful, mine.control.requests = 8, 2, 8
     whole = WholeFleet(fleet, "leads", peers, lambda: True)
-    watching = asyncio.create_task(whole.watch())
-    await until(whole.leads)
     guard = HarmGuard(whole, control.parts.rollouts, utc_now)
     alone = HarmGuard(control.parts.whole, control.parts.rollouts, utc_now)
     await alone.look()
     assert alone.newest is not None
     assert alone.newest.savings[0].evidence_ratio < 1
     await guard.look()
-    watching.cancel()
     await peers.close()
     assert guard.newest is not None
     assert (guard.newest.savings[0].judged, guard.newest.savings[0].harmful) == (16, 4)

@@ -13,9 +13,16 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.cluster import cluster_fleet
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.cluster.membership import Replica
+from meridian_control.cluster.peers import Peers
+from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy import formats
 from tests.contract.control.cluster.test_replicas import leased
 from tests.contract.control.fleet.test_handovers import APPLIED, STOP, RawEngine, opened
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
 from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
@@ -229,6 +236,32 @@ async def test_engines_spread_and_move_when_a_replica_is_killed(replicated: Repl
 
 async def _names(asked: Client) -> list[str]:
     return sorted(await asked.connected())
+
+
+async def test_a_silent_replica_counts_with_its_last_answer(
+    replicated: Replicated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader does not know all engines if a replica has never answered it, or not for long."""
+    one, _ = await replicated.pair()
+    others = [Replica("one", one.target)]
+    peers = Peers(lambda: others, ClientCredentials())
+    whole = WholeFleet(Fleet(utc_now), "leads", peers, lambda: True)
+
+    async def led() -> list[str] | None:
+        engines = await whole.led_engines()
+        return None if engines is None else [engine.engine_id for engine in engines]
+
+    with LinkedEngine([one.target], "first"):
+        await until_answer(led, ["first"])
+        one.kill()
+        assert await led() == ["first"]
+        others.append(Replica("new", one.target))
+        assert await led() is None
+        others.pop()
+        assert await led() == ["first"]
+        monkeypatch.setattr(cluster_fleet, "FORGET_S", 0.0)
+        assert await led() is None
+    await peers.close()
 
 
 async def test_the_lead_passes_on_when_the_leader_is_killed(replicated: Replicated) -> None:

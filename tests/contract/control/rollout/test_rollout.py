@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import to_proto
@@ -192,8 +192,10 @@ async def test_two_replicas(postgres_address: str) -> None:
     async with controlling(postgres_address) as one, controlling(postgres_address, leads=False) as two:
         with Engine(one, "a", "main") as a, Engine(two, "b", "canary") as b, Engine(two, "c", "main") as c:
             # In a real fleet another module lists the engines of all replicas.
-            for control in (one, two):
-                control.rollouts._engines = lambda: [*one.fleet.engines(), *two.fleet.engines()]
+            async def engines() -> list[fleet_pb2.Engine]:
+                return [*one.fleet.engines(), *two.fleet.engines()]
+
+            one.rollouts._engines = two.rollouts._engines = engines
             for engine in (a, b, c):
                 await engine.has(1)
             await one.begin(CANARY, {"percent": 0.0, "bake_s": 2.0}, ALL)
@@ -211,6 +213,30 @@ async def test_two_replicas(postgres_address: str) -> None:
             await one.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
             for engine in (a, b, c):
                 await engine.has(4)
+
+
+async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Control) -> None:
+    """The driver neither begins nor credits time to a step before it knows all engines."""
+    told: list[fleet_pb2.Engine] | None = None
+    asked = 0
+
+    async def engines() -> list[fleet_pb2.Engine] | None:
+        nonlocal asked
+        asked += 1
+        return told
+
+    control.rollouts._engines = engines
+    with Engine(control, "a", "canary") as a:
+        await a.has(1)
+        await control.rollouts.tick()
+        assert asked == 0
+        await control.begin({**CANARY, "bake_s": 2.0}, ALL)
+        await a.has(2)
+        assert (await control.ticks(5)).step == 1
+        assert asked == 5
+        told = control.fleet.engines()
+        assert (await control.ticks(1)).step == 1
+        assert (await control.ticks(2)).step == 2
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ async def eventful(control: Control, address: str, page: Page) -> AsyncIterator[
     fleet = control.fleet
     whole = WholeFleet(fleet, "replica-1", None, lambda: True)
     times = [utc_now(), utc_now(), utc_now() + timedelta(seconds=STORE_S)]
-    rollouts = Rollouts(RolloutStore(control.store), fleet, lambda: times.pop(0), whole.known_engines)
+    rollouts = Rollouts(RolloutStore(control.store), fleet, lambda: times.pop(0), whole.led_engines)
     with (
         LinkedEngine([control.target]) as linked,
         LinkedEngine([control.target], "broken", fault="on_step: KeyError: 7"),
