@@ -118,7 +118,7 @@ def test_against_the_reference(vocab: int, dtype: torch.dtype) -> None:
     check(rows.to(dtype), vocab // 3)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 5).flatmap(
         lambda width: st.lists(

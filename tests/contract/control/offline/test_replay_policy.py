@@ -181,7 +181,7 @@ def test_under_its_own_policy_a_trace_replays_exactly_and_nothing_changes(tmp_pa
     assert not any(sentence.startswith("The past") for sentence in found["not_known"])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(sorted(POLICIES)))
 def test_whatever_was_recorded(tmp_path_factory: pytest.TempPathFactory, seed: int, name: str) -> None:
     made = recorded(POLICIES[name], requests=8, seed=seed, sentences=seed % 3 > 0)
@@ -190,7 +190,7 @@ def test_whatever_was_recorded(tmp_path_factory: pytest.TempPathFactory, seed: i
     assert found["decisions_reproduced"]["count"] == found["decisions_reproduced"]["of"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(answers=st.lists(st.integers(0, 1), min_size=1, max_size=12), data=st.data())
 def test_equal_answers_are_counted_over_the_samples_that_a_run_gets(answers: list[int], data: st.DataObject) -> None:
     """The recorded count tells that answers are equal if all between them are; other equal answers are not known."""

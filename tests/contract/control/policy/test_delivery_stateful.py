@@ -292,7 +292,6 @@ def quick() -> settings:
     return settings(
         max_examples=8,
         stateful_step_count=15,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
         # Hypothesis does not shrink an example that fails, because each failure takes CONVERGED_S.

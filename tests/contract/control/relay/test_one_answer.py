@@ -109,7 +109,7 @@ def continued(engine: FakeVllm) -> bool:
     return any("meridian_handover" in body.get("vllm_xargs", {}) for _, body in engine.seen)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(courses())
 def test_one_answer(course: Course) -> None:
     asyncio.run(compare(course))

@@ -143,7 +143,6 @@ def test_the_store_keeps_its_promises(kind: str, request: pytest.FixtureRequest)
     quick = settings(
         max_examples=8,
         stateful_step_count=15,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
     )

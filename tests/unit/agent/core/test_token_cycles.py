@@ -100,7 +100,7 @@ def test_tokens_before_the_thinking_do_not_count() -> None:
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=3 * KEPT_TOKENS), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_taken_in_parts_or_at_once_is_the_same(tokens: list[int], data: st.DataObject) -> None:
     tokens = tokens * 3
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=20)))
@@ -147,7 +147,7 @@ def count_of(tokens: list[int], *ends: int) -> int:
 
 
 @given(st.lists(st.integers(1, MAX_NEW_TOKENS), min_size=1, max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_repeated_tokens_are_the_same_however_they_arrive(lengths: list[int]) -> None:
     tokens = [token for name in range(1000, 1012) for token in (*range(60), name)]
     ends = [0]
@@ -157,7 +157,7 @@ def test_repeated_tokens_are_the_same_however_they_arrive(lengths: list[int]) ->
 
 
 @given(st.integers(20, 600), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_table_forgets_few_sequences_of_a_round(length: int, rng: random.Random) -> None:
     """Two sequences that share a place of the table displace each other, so a few repeated tokens are missed."""
     round_ = [rng.randrange(50_000) for _ in range(length)]

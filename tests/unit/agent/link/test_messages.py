@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
@@ -225,7 +225,6 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
     return engine.records
 
 
-@settings(deadline=None)
 @given(steps_strategy, st.integers(1, 5))
 def test_merging_changes_nothing(steps: list[dict[str, Any]], interval: int) -> None:
     records = records_of(steps)

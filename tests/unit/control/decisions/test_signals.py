@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
@@ -65,7 +65,6 @@ def rpdi_reference(entropies: list[float], width: int) -> float:
     return (math.fsum(measured[-width:]) / width) / (math.fsum(measured) / len(measured))
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 5),
     st.lists(st.one_of(st.floats(0, 12, width=32), st.sampled_from([math.nan, 0.0, 1e-6, 10.0])), max_size=40),

@@ -255,7 +255,7 @@ LENGTHS = st.lists(st.integers(1, 9), max_size=14)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(steps=streams(drafts=3), lengths=LENGTHS, shadow=st.booleans(), floor=st.sampled_from([0, 2, 5]))
 def test_a_rule_sees_the_same_history_however_reports_are_cut(
     rule: str, steps: list[Step], lengths: list[int], shadow: bool, floor: int
@@ -263,7 +263,7 @@ def test_a_rule_sees_the_same_history_however_reports_are_cut(
     same(with_rule(rule, shadow, floor), steps, lengths)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     shadow=st.booleans(),
@@ -300,7 +300,7 @@ def _goes_on(rows: list[Token]) -> list[Token]:
     return [(THINK, flags & ~END, entropy, rank) for _, flags, entropy, rank in rows]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     steps=streams(),
     lengths=LENGTHS,
