@@ -43,6 +43,9 @@ FORGET_S = 60.0
 
 _LIVE = text("""INSERT INTO replicas (replica_id, address, heartbeat_at) VALUES (:replica_id, :address, now())
     ON CONFLICT (replica_id) DO UPDATE SET address = excluded.address, heartbeat_at = excluded.heartbeat_at""")
+# Whether no other replica leads. Only then is `leader` written, because each attempt locks its row for all replicas.
+_VACANT = text("""SELECT NOT EXISTS
+    (SELECT FROM leader WHERE replica_id <> :replica_id AND expires_at >= now())""")
 _LEAD = text("""INSERT INTO leader (number, replica_id, token, expires_at)
     VALUES (1, :replica_id, 1, now() + make_interval(secs => :lease_s))
     ON CONFLICT (number) DO UPDATE SET replica_id = excluded.replica_id, expires_at = excluded.expires_at,
@@ -91,8 +94,9 @@ class Replicas:
         row = {**vars(self.me), "lease_s": LEASE_S, "forget_s": FORGET_S}
         async with self._database.writing(tell=False) as connection:
             await connection.execute(_LIVE, row)
-            await connection.execute(_BURY, row)
-            token = await connection.scalar(_LEAD, row)
+            token = await connection.scalar(_LEAD, row) if await connection.scalar(_VACANT, row) else None
+            if token is not None:
+                await connection.execute(_BURY, row)
             others = tuple(Replica(*found) for found in await connection.execute(_OTHERS, row))
         if token != self._token and token is not None:
             logger.info("replica %s leads, token %d", self.me.replica_id, token)

@@ -117,6 +117,23 @@ def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> 
     asyncio.run(run(World(postgres.database())))
 
 
+def test_only_the_leader_locks_the_leaders_row(postgres: Postgres) -> None:
+    """Hundreds of replicas would wait for each other if each heartbeat locked one row."""
+
+    async def run(world: World) -> None:
+        one, two = await world.replica(), await world.replica()
+        await one.beat()
+        lock = "SELECT xmin::text || ' ' || xmax::text FROM leader"
+        before = await world.rows(lock)
+        await two.beat()
+        assert await world.rows(lock) == before
+        await one.beat()
+        assert await world.rows(lock) != before
+        await world.close()
+
+    asyncio.run(run(World(postgres.database())))
+
+
 def test_the_lead_passes_on(postgres: Postgres) -> None:
     async def run(world: World) -> None:
         one, two = await world.replica(), await world.replica()
