@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DTYPES, WIDE = ("float32", "bfloat16", "float16"), "float64"
 MAX_END_TOKENS = 4
 _INT32_MAX = 2**31 - 1
+# Attributes that an array on a GPU must have, unless it is a torch tensor.
+_OF_GPU_ARRAYS = ("__cuda_array_interface__", "shape", "dtype")
 
 
 def is_tensor(array: Any) -> bool:
@@ -48,10 +50,11 @@ def logits(array: Any, shape: Sequence[str]) -> None:
     """Raise KernelError unless the array holds logits that can be measured. shape: names of the dimensions that the
     array must have."""
     if is_tensor(array):
-        if array.layout is not sys.modules["torch"].strided:
-            raise KernelError(f"logits must be dense; got a tensor of layout {array.layout}")
+        if array.layout is not sys.modules["torch"].strided or array.is_nested:
+            kind = "a nested tensor" if array.is_nested else f"a tensor of layout {array.layout}"
+            raise KernelError(f"logits must be dense; got {kind}")
     elif isinstance(array, np.ma.MaskedArray) or not (
-        isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__")
+        isinstance(array, np.ndarray) or all(hasattr(array, name) for name in _OF_GPU_ARRAYS)
     ):
         raise KernelError(f"logits must be a NumPy, torch or CuPy array; got {type(array).__name__}")
     if len(array.shape) != len(shape) or array.shape[-1] == 0:
@@ -70,7 +73,10 @@ def _name(dtype: Any) -> str:
 
 
 def narrowed(array: Any) -> Any:
-    """Return checked logits in a dtype that is measured directly: float64 is rounded to float32."""
+    """Return checked logits whose memory can be measured directly: in a dtype of DTYPES, to which float64 is rounded,
+    and without a pending change of sign, which torch notes in a bit of the tensor."""
+    if is_tensor(array):
+        array = array.resolve_neg()
     if dtype_of(array) != WIDE:
         return array
     return array.float() if is_tensor(array) else array.astype("float32")

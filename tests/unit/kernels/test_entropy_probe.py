@@ -328,6 +328,30 @@ def test_what_logits_may_be(logits: Any, complaint: str) -> None:
             probe.compute("a", logits)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(KernelError, match="logits must be dense; got a nested tensor"):
+        EntropyProbe(0).begin(torch.nested.nested_tensor([torch.zeros(9)] * 3))
+
+
+def test_an_object_that_only_claims_to_be_an_array_is_refused() -> None:
+    claims = type("Claims", (), {"__cuda_array_interface__": {"shape": (3, 9)}})()
+    with pytest.raises(KernelError, match="logits must be a NumPy, torch or CuPy array; got Claims"):
+        EntropyProbe(0).begin(claims)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_sign_that_torch_keeps_in_a_bit_counts(compiles: bool) -> None:
+    probe, logits = EntropyProbe(0), np.random.default_rng(0).normal(size=(3, 9)).astype(np.float32)
+    if compiles:
+        probe.compile()
+    negative = torch._neg_view(torch.from_numpy(logits))
+    assert negative.is_neg()
+    measured, expected = probe.begin(negative).result(), reference(-logits, 0)
+    np.testing.assert_allclose(measured.entropy_nats, expected.entropy_nats, atol=1e-5)
+    assert measured.end_rank.tolist() == expected.end_rank.tolist()
+
+
 @pytest.mark.parametrize(
     ("ends", "rows", "complaint"),
     [
