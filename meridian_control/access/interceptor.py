@@ -54,8 +54,8 @@ _APART = {"author", "etag", "reason", "request_id"}
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """The interceptor of the gRPC server. A service method that streams responses must be an async generator. A method
-    that takes a stream and returns one response is not supported."""
+    """The interceptor of the gRPC server. A service method that streams responses must be an async generator, unless
+    its rule is OPEN. A method that takes a stream and returns one response is not supported."""
 
     def __init__(self, access: Access, limiter: Limiter, audit: AuditLog, faults: ClientFaults | None = None) -> None:
         self.access, self.limiter, self.audit = access, limiter, audit
@@ -67,11 +67,13 @@ class Gate(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         handler = await continuation(details)
         rule = rule_of(details.method)
-        if handler is None or rule is OPEN:
+        if handler is None:
             return handler
         attribute, make = SHAPES[bool(handler.request_streaming), bool(handler.response_streaming)]
         gated = _Gated(self, rule, details.method.removeprefix("/"), handler, getattr(handler, attribute))
         behaviour: Any = gated.stream if handler.response_streaming else gated.single
+        if rule is OPEN:
+            behaviour = gated.open
         # Without a deserializer gRPC hands over bytes, so that nothing is parsed for a caller without permission.
         return make(behaviour, None, handler.response_serializer)
 
@@ -104,6 +106,14 @@ class _Gated:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
         self._call = Call("", "", "", method)
         self._let_in = False
+
+    async def open(self, given: bytes, context: Context) -> Any:
+        """Serve a call that every caller may make. The method returns its response, or writes its responses itself."""
+        try:
+            request = self._parsed(given)
+        except InvalidRequest as error:
+            await self._failed(error, context)
+        return await self._inner(request, context)
 
     async def single(self, given: bytes, context: Context) -> Any:
         try:

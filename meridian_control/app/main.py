@@ -144,6 +144,9 @@ async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # grpcio logs a traceback for every metadata value that is not UTF-8, however many callers send.
+    of_grpc = logging.getLogger("grpc._cython.cygrpc")
+    of_grpc.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
     logger.setLevel(args.log_level.upper())
     try:
         with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:

@@ -102,7 +102,7 @@ class ControlServer:
 
     async def _serve_health(self, listen: str) -> None:
         """Serve gRPC health alone and without TLS, for probes that do not support TLS. Raises OSError."""
-        self._probed = grpc_server.server([("grpc.so_reuseport", 0)])
+        self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self._gate])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         try:
             self._probed.add_insecure_port(listen)

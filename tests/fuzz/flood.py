@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONNECT = "/meridian.v1.AgentService/Connect"
 GET_POLICY = "/meridian.v1.PolicyService/GetPolicy"
 WATCH = "/meridian.v1.FleetService/WatchFleet"
+CHECK, WATCH_HEALTH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 # A field number of 0, which no protobuf message may have.
 UNPARSEABLE = b"\x00" * 12
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -36,7 +37,7 @@ OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0x0, 0x1, 0x4
-END_HEADERS = 0x4
+END_STREAM, END_HEADERS = 0x1, 0x4
 
 
 def frame(kind: int, payload: bytes, stream: int = 0, flags: int = 0) -> bytes:
@@ -48,7 +49,7 @@ def header(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def call_headers(path: bytes, stream: int = 1) -> bytes:
+def call_headers(path: bytes, stream: int = 1, **further: bytes) -> bytes:
     fields = {
         b":method": b"POST",
         b":scheme": b"http",
@@ -56,6 +57,7 @@ def call_headers(path: bytes, stream: int = 1) -> bytes:
         b":authority": b"x",
         b"te": b"trailers",
         b"content-type": b"application/grpc",
+        **{name.replace("_", "-").encode(): value for name, value in further.items()},
     }
     return frame(HEADERS, b"".join(header(*field) for field in fields.items()), stream, END_HEADERS)
 
@@ -75,6 +77,8 @@ def half_open(rng: random.Random) -> bytes:
             begun + call_headers(CONNECT.encode()) + frame(DATA, b"\x00\x00\x00\xff\xff" + b"\x08" * 100, 1),
             begun + call_headers(b"/\xff\xfe/\xff") + frame(DATA, b"", 1),
             begun + b"".join(call_headers(CONNECT.encode(), stream) for stream in range(1, 21, 2)),
+            begun + call_headers(GET_POLICY.encode(), note=b"\xff" * 99) + frame(DATA, b"\x00" * 5, 1, END_STREAM),
+            begun + call_headers(CONNECT.encode(), grpc_timeout=b"-1S"),
         )
     )
 
@@ -97,6 +101,8 @@ class Flood:
             "no method": self._no_method,
             "garbage in a call": self._garbage_in_a_call,
             "garbage in a watch": self._garbage_in_a_watch,
+            "garbage in a health check": self._garbage_in_a_health_check,
+            "garbage in a health watch": self._garbage_in_a_health_watch,
         }
         self.answers: Counter[tuple[str, grpc.StatusCode | None]] = Counter()
 
@@ -187,11 +193,17 @@ class Flood:
     async def _garbage_in_a_call(self, channel: Any) -> grpc.StatusCode:
         return await self._one(channel.unary_unary(GET_POLICY)(UNPARSEABLE))
 
-    async def _garbage_in_a_watch(self, channel: Any) -> grpc.StatusCode:
-        call: Any = channel.unary_stream(WATCH)(UNPARSEABLE)
+    async def _garbage_in_a_watch(self, channel: Any, method: str = WATCH) -> grpc.StatusCode:
+        call: Any = channel.unary_stream(method)(UNPARSEABLE)
         with suppress(grpc.aio.AioRpcError):
             await call.read()
         return await call.code()  # type: ignore[no-any-return]
+
+    async def _garbage_in_a_health_check(self, channel: Any) -> grpc.StatusCode:
+        return await self._one(channel.unary_unary(CHECK)(UNPARSEABLE))
+
+    async def _garbage_in_a_health_watch(self, channel: Any) -> grpc.StatusCode:
+        return await self._garbage_in_a_watch(channel, WATCH_HEALTH)
 
 
 async def main() -> None:
