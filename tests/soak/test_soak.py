@@ -53,10 +53,15 @@ def test_a_short_soak(summary: dict[str, Any]) -> None:
 
 
 def settled_in(folder: Path) -> tuple[list[fleet_pb2.TraceRecord], fleet_pb2.TraceRecord, fleet_pb2.TraceRecord]:
-    """Return the records of a trace, one with decisions, and a later one with an outcome of these."""
+    """Return the records of a trace, one with decisions, and a later one with an outcome of these.
+
+    The session is one that the recording has from its beginning; of others it need not show every decision.
+    """
     for path in folder.glob("*.trace"):
         records = list(read(path))
-        made = {(r.session_id, number): r for r in records for number in trace._ids(r.down.directives)}
+        late = {r.session_id for r in records if r.joined_late}
+        whole = [r for r in records if r.session_id not in late]
+        made = {(r.session_id, number): r for r in whole for number in trace._ids(r.down.directives)}
         for record in records:
             for outcome in record.up.step.outcomes:
                 if decided := made.get((record.session_id, outcome.decision_id)):
