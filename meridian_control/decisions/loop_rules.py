@@ -1,7 +1,8 @@
 """Decides which requests' thinking ends because it repeats itself. All functions are pure; they read policy and table.
 
 The rule `loop` reads exact cycles of tokens. The rule `near_loop` reads how many of the newest tokens repeat earlier
-thinking. The agent finds both, and the control plane asks both rules once per report, at its end.
+thinking. The agent finds both, and ends the report with the step in which it found one. The control plane asks both
+rules once per report, at its end.
 """
 
 from __future__ import annotations

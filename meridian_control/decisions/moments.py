@@ -81,6 +81,7 @@ class Moments:
         """The rows of all moments as SIGNAL_ROW has them, one after another."""
         history, packed = self._history, self._table.packed(self.slot)
         packed.view(np.int64)[:, COUNTS] -= self._later.T
+        packed.view(np.int64)[:, REPETITIONS] = 0
         packed.view(np.float64)[:, SUMS] -= self._later_entropies.T
         packed[:, PHASE] = self.phase
         packed.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
@@ -309,8 +310,10 @@ class RowMoments(Moments):
 # A sentence end changes the signals CHANGED_AT_ENDS of the decision log, and a probe's result those in UNSAMPLED.
 CHANGED_AT_ENDS = tuple(name for name in HISTORIES if name in vars(Moments))
 UNSAMPLED = tuple(name for name in SIGNAL_COLUMNS if name in Unsampled._fields)
-# Places in a packed row, in numbers of 8 bytes: the rows of `History.counts`, and those of its `entropy_sums`.
+# Places in a packed row, in numbers of 8 bytes: the rows of `History.counts`, cycles and repeated tokens, which are known
+# only at the end of a report, and the rows of `History.entropy_sums`.
 COUNTS = slice(4)
+REPETITIONS = slice(_loop := SIGNAL_COLUMNS.index("loop_period"), _loop + 3)
 SUMS = slice(_sum := SIGNAL_COLUMNS.index("entropy_sum"), _sum + 2)
 # Places in a packed row of three columns that have their values in the newest row, each in numbers of its own size.
 PHASE, ENTROPY_NATS, END_RANK = (

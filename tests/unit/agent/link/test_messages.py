@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
@@ -172,6 +173,12 @@ def test_a_preemption_after_a_resumption_is_not_merged() -> None:
     assert not mergeable([resumed], preempted)
     assert mergeable([preempted], resumed)
     assert mergeable([resumed], StepRecord(preempted=[5]))
+
+
+@pytest.mark.parametrize("found", [StepRecord(loops=[(5, 10, 400)]), StepRecord(repeats=[(5, 720)])])
+def test_a_report_ends_with_the_step_that_found_repeated_thinking(found: StepRecord) -> None:
+    assert mergeable([StepRecord()], found)
+    assert not mergeable([StepRecord(), found], StepRecord())
 
 
 steps_strategy = st.lists(

@@ -51,6 +51,10 @@ class Step:
     samples: dict[int, tuple[float, bool, int, int]] = field(default_factory=dict)
     # Slots whose newest probe is refused.
     refused: list[int] = field(default_factory=list)
+    # Cycles that are found, each with its slot, the tokens of a round and the tokens of the cycle; and the number of
+    # repeated tokens by slot.
+    loops: list[tuple[int, int, int]] = field(default_factory=list)
+    repeats: dict[int, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -96,6 +100,7 @@ class Engine:
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
                 record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))
+        record.loops, record.repeats = step.loops, [*step.repeats.items()]
         record.preempted, record.resumed = step.preempted, step.resumed
         record.closed = [(slot, agent_pb2.FINISH_REASON_STOP) for slot in step.closed]
         return record
@@ -134,6 +139,7 @@ def cuts(steps: Sequence[Step], lengths: Iterable[int]) -> list[list[Step]]:
         resumed = {slot for before in (reports[-1] if reports else []) for slot in before.resumed}
         closed = {slot for before in (reports[-1] if reports else []) for slot in before.closed}
         may = resumed.isdisjoint(step.preempted) and closed.isdisjoint(step.opened)
+        may = may and not (reports and (reports[-1][-1].loops or reports[-1][-1].repeats))
         if reports and len(reports[-1]) < most and may:
             reports[-1].append(step)
         else:
@@ -151,6 +157,7 @@ def told(held: Policy, reports: Iterable[Sequence[Step]]) -> Engine:
 
 # Every rule alone and all rules together, in force and in shadow; each rule fires at some places of the streams below.
 OFF = {"rpdi_threshold": 0.0, "eat_probe_interval_tokens": 1 << 20}
+LOOP = {"enabled": True, "min_tokens": 256, "min_rounds": 3}
 RULES: dict[str, dict[str, Any]] = {
     "rank": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [3]}]}},
     "rank over several ends": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 6]}, {"max_ranks": [9] * 4}]}},
@@ -162,11 +169,17 @@ RULES: dict[str, dict[str, Any]] = {
         "entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 8]}, {"max_ranks": [2]}], "confirm_sentence_ends": 3}
     },
     "rpdi, confirmed": {"entropy": {"rpdi_threshold": 1.1, "rpdi_window_tokens": 2, "confirm_sentence_ends": 2}},
+    "loop": {"entropy": {"enabled": False}, "loop": LOOP},
+    "near loop": {
+        "entropy": {"rpdi_threshold": 0.0, "rpdi_window_tokens": 2, "eat_probe_interval_tokens": 1 << 20},
+        "loop": LOOP | {"near_repeated_tokens": 512, "entropy_collapse_ratio": 0.75},
+    },
     "soft close": {"scheduler": {"soft_think_tokens": 4, "soft_close_rank": 4}, "entropy": {"enabled": False}},
     "all": {
         "scheduler": {"soft_think_tokens": 5, "soft_close_rank": 6},
         "entropy": {"rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "rank_conditions": [{"max_ranks": [3, 8]}]}
         | {"margin_threshold_nats": 0.25},
+        "loop": LOOP | {"near_repeated_tokens": 512, "entropy_collapse_ratio": 0.75},
     },
 }
 
@@ -185,6 +198,7 @@ def with_rule(name: str, shadow: bool, floor: int, **scheduler: Any) -> Policy:
         | sections.get("scheduler", {})
         | scheduler,
         entropy={"shadow": shadow, **sections["entropy"], **REFERENCES},
+        loop={"shadow": shadow, "near_shadow": shadow} | sections.get("loop", {}),
     )
 
 
@@ -227,6 +241,10 @@ def streams(draw: st.DrawFn, slots: int = 2, drafts: int = 1) -> list[Step]:
             rows = [_token(draw, slot, phases) for _ in range(draw(st.integers(0, drafts)))]
             if rows:
                 step.tokens[slot] = rows
+            if rows and phases[slot] == THINK and draw(st.integers(0, 5)) == 0:
+                step.loops.append((slot, 100, draw(st.sampled_from([200, 300, 400]))))
+            if rows and phases[slot] == THINK and draw(st.integers(0, 5)) == 0:
+                step.repeats[slot] = draw(st.sampled_from([500, 600]))
             if slot not in step.opened and draw(st.integers(0, 19)) == 0:
                 step.closed.append(slot)
                 del phases[slot]
