@@ -89,11 +89,11 @@ def _strictness(found: tuple[Shortener, int]) -> tuple[int, int]:
 
 
 def _shortened(scheduler: SchedulerPolicy, entry: Shortener, stage: int) -> SchedulerPolicy:
-    """Return the scheduler values in a stage; no value falls below the floor, nor rises."""
+    """Return the scheduler values in a stage; no value falls below the floor, nor rises, also from stage to stage."""
     floor, cap, soft = max(1, scheduler.min_think_tokens), scheduler.max_think_tokens, entry.soft_think_tokens
     if stage >= LOWER_CAP:
         cap = min(cap, max(floor, entry.max_think_tokens if stage == LOWER_CAP else floor))
-        soft = cap // 2
+        soft = min(soft, cap // 2)
     soft = max(floor, soft)
     if scheduler.soft_think_tokens:
         soft = min(scheduler.soft_think_tokens, soft)

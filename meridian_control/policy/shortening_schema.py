@@ -49,7 +49,7 @@ MaxThinkTokens = Annotated[
     Field(
         ge=1,
         le=INT32_MAX,
-        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it.",
+        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier.",
         json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
     ),
 ]

@@ -87,7 +87,9 @@ class _BudgetStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BudgetSta
     BUDGET_STAGE_SOFT_CLOSE: _BudgetStage.ValueType  # 2
     """Soft close begins at the entry's soft_think_tokens, unless the policy's begins earlier."""
     BUDGET_STAGE_LOWER_CAP: _BudgetStage.ValueType  # 3
-    """The cap is the entry's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
+    """The cap is the entry's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap
+    or at the entry's soft_think_tokens, whichever is less.
+    """
     BUDGET_STAGE_FLOOR: _BudgetStage.ValueType  # 4
     """The cap is the floor of the request."""
 
@@ -101,7 +103,9 @@ BUDGET_STAGE_UNSHORTENED: BudgetStage.ValueType  # 1
 BUDGET_STAGE_SOFT_CLOSE: BudgetStage.ValueType  # 2
 """Soft close begins at the entry's soft_think_tokens, unless the policy's begins earlier."""
 BUDGET_STAGE_LOWER_CAP: BudgetStage.ValueType  # 3
-"""The cap is the entry's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap."""
+"""The cap is the entry's max_think_tokens, unless the policy's is lower, and soft close begins at half of the cap
+or at the entry's soft_think_tokens, whichever is less.
+"""
 BUDGET_STAGE_FLOOR: BudgetStage.ValueType  # 4
 """The cap is the floor of the request."""
 Global___BudgetStage: _TypeAlias = BudgetStage  # noqa: Y015

@@ -1300,7 +1300,7 @@ class BudgetPolicy(_message.Message):
     soft_think_tokens: _builtins.int
     """Stage soft_close: thinking tokens from which on soft close ends thinking."""
     max_think_tokens: _builtins.int
-    """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it."""
+    """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier."""
     shadow: _builtins.bool
     """Count usage and show the stage, but shorten no thinking."""
     def __init__(
@@ -1417,7 +1417,7 @@ class PressurePolicy(_message.Message):
     soft_think_tokens: _builtins.int
     """Stage soft_close: thinking tokens from which on soft close ends thinking."""
     max_think_tokens: _builtins.int
-    """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it."""
+    """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier."""
     shadow: _builtins.bool
     """Measure and show the level, but shorten no thinking."""
     entropy_in_force: _builtins.bool

@@ -67,6 +67,12 @@ def test_each_stage_shortens_and_none_goes_below_the_floor(
     assert (by.section, by.name, by.stage, by.without) == ("budget", "acme", stage, own)
 
 
+def test_no_stage_begins_soft_close_later_than_the_stage_before() -> None:
+    own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, "soft_think_tokens": 500}])
+    held = [shortened(own, in_stages(own.budget, {"acme": stage}))[0] for stage in (SOFT_CLOSE, LOWER_CAP, FLOOR)]
+    assert [one.scheduler.soft_think_tokens for one in held] == [500, 500, 10]
+
+
 @pytest.mark.parametrize(
     ("budget", "scheduler", "stages"),
     [
