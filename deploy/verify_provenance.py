@@ -33,12 +33,16 @@ def opened(envelope: str, key: bytes) -> str:
         found = Envelope.from_dict(json.loads(envelope))
         # The names that the envelope gives to its keys are only hints.
         found.verify([SSlibKey.from_crypto(load_pem_public_key(key), keyid) for keyid in found.signatures], 1)
-    except (Error, KeyError, ValueError) as error:
+    except (Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        # The parser of envelopes does not check the types of their fields.
         raise UnverifiedError(f"no signature by this key: {error}") from error
     if found.payload_type != "application/vnd.in-toto+json":
         raise UnverifiedError(f"not a statement: {found.payload_type}")
     payload: bytes = found.payload
-    return payload.decode()
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as error:
+        raise UnverifiedError(f"not a statement: {error}") from error
 
 
 def verify(text: str, folder: Path) -> None:
@@ -70,10 +74,10 @@ def main() -> None:
     parser.add_argument("statement", type=Path, help="the statement, or the envelope with the signed statement")
     parser.add_argument("--key", type=Path, help="the builder's public key in PEM format; the signature must be by it")
     args = parser.parse_args()
-    text = args.statement.read_text(encoding="utf-8")
     try:
+        text = args.statement.read_text(encoding="utf-8")
         verify(opened(text, args.key.read_bytes()) if args.key else text, args.statement.parent)
-    except UnverifiedError as error:
+    except (UnverifiedError, OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"not verified: {error}") from None
     print(f"verified{', with its signature' if args.key else '; no signature was checked'}")
 

@@ -121,6 +121,33 @@ def test_only_the_signature_of_the_given_key_counts() -> None:
             opened(json.dumps(envelopes), public(by))
 
 
+@pytest.mark.parametrize(
+    "envelope_text",
+    ["[]", "null", '"a"', '{"payload": 5, "payloadType": "a", "signatures": []}']
+    + [f'{{"payload": "", "payloadType": "a", "signatures": {signatures}}}' for signatures in ("5", '["a"]')],
+)
+def test_what_is_no_envelope_is_refused(envelope_text: str) -> None:
+    with pytest.raises(UnverifiedError, match="no signature by this key"):
+        opened(envelope_text, public(Ed25519PrivateKey.generate()))
+
+
+def test_a_signed_payload_that_is_no_text_is_refused() -> None:
+    key = Ed25519PrivateKey.generate()
+    with pytest.raises(UnverifiedError, match="not a statement"):
+        opened(json.dumps(envelope(b"\xff", private(key))), public(key))
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_the_verifier_says_in_one_line_that_it_cannot_read_a_file(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / STATEMENT
+    if content is not None:
+        path.write_bytes(content)
+    program = [sys.executable, str(HERE / "verify_provenance.py"), str(path)]
+    done = subprocess.run(program, check=False, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert done.stderr.startswith("not verified: ")
+
+
 def test_a_signature_for_another_type_of_payload_does_not_count() -> None:
     key = Ed25519PrivateKey.generate()
     signed = Envelope(b"{}", "text/plain", {})
