@@ -310,8 +310,8 @@ class RowMoments(Moments):
 # A sentence end changes the signals CHANGED_AT_ENDS of the decision log, and a probe's result those in UNSAMPLED.
 CHANGED_AT_ENDS = tuple(name for name in HISTORIES if name in vars(Moments))
 UNSAMPLED = tuple(name for name in SIGNAL_COLUMNS if name in Unsampled._fields)
-# Places in a packed row, in numbers of 8 bytes: the rows of `History.counts`, cycles and repeated tokens, which are known
-# only at the end of a report, and the rows of `History.entropy_sums`.
+# Places in a packed row, in numbers of 8 bytes: the rows of `History.counts`; cycles and repeated tokens, which are
+# known only at the end of a report; and the rows of `History.entropy_sums`.
 COUNTS = slice(4)
 REPETITIONS = slice(_loop := SIGNAL_COLUMNS.index("loop_period"), _loop + 3)
 SUMS = slice(_sum := SIGNAL_COLUMNS.index("entropy_sum"), _sum + 2)
