@@ -2,8 +2,8 @@
 stage. All functions are pure.
 
 As a budget is used up, its stage rises from unshortened to soft_close, lower_cap and floor, and it falls again as the
-budget is refilled. Pressure uses the same stages. Of several entries that match a request, the one in the highest stage
-shortens it.
+budget is refilled. Pressure uses the same stages. Several entries that match a request all shorten it, so that no rise
+of a stage lets it think longer; the strictest one is named.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> lis
 def shortened(
     own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False, control: bool = False
 ) -> tuple[Policy, Shortening | None]:
-    """Return the policy that holds for a request once the strictest of its entries has shortened it, and that entry.
+    """Return the policy that holds for a request once its entries have shortened it, and the strictest of them.
 
     own: the request's policy without them. entries: those that match the request, each with its stage. shadow: whether
     to ask the entries in shadow, which shorten nothing, instead of those in force. control: whether the request is in
@@ -72,12 +72,14 @@ def shortened(
     found = [(entry, stage) for entry, stage in entries if entry.shadow is shadow]
     if not found:
         return own, None
-    entry, stage = max(found, key=_strictness)
-    scheduler, entropy = _shortened(own.scheduler, entry, stage), own.entropy
+    scheduler, entropy = own.scheduler, own.entropy
+    for one in found:
+        scheduler = _shortened(scheduler, *one)
     if not control and any(isinstance(one, PressurePolicy) and one.entropy_in_force for one, _ in found):
         entropy = entropy.model_copy(update={"shadow": False})
     if (scheduler, entropy) == (own.scheduler, own.entropy):
         return own, None
+    entry, stage = max(found, key=_strictness)
     section = "budget" if isinstance(entry, BudgetPolicy) else "pressure"
     held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
     return held, Shortening(section, entry.name, stage, own)

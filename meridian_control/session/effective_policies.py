@@ -1,6 +1,5 @@
 """Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides,
-with its entropy rules in shadow for the control group, and shortened by the strictest of the request's budgets and
-pressure entries.
+with its entropy rules in shadow for the control group, and shortened by the request's budgets and pressure entries.
 
 The table's column `group` holds indices into this module's list of policies. The module does not know how a policy
 reaches the engine. The code does no I/O and reads no clock; each object belongs to one session.

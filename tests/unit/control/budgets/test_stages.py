@@ -116,6 +116,24 @@ def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int
 
 
 @pytest.mark.parametrize(
+    ("stage", "soft", "cap", "name"),
+    [
+        (UNSHORTENED, 500, 32768, "acme"),
+        (SOFT_CLOSE, 500, 32768, "acme"),
+        (LOWER_CAP, 500, 6000, "all"),
+        (FLOOR, 10, 10, "all"),
+    ],
+)
+def test_no_stage_of_a_budget_undoes_what_another_one_shortened(stage: int, soft: int, cap: int, name: str) -> None:
+    every = {**ACME, "name": "all", "max_think_tokens": 6000, "soft_think_tokens": 9000}
+    own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, "soft_think_tokens": 500}, every])
+    held, by = shortened(own, in_stages(own.budget, {"acme": SOFT_CLOSE, "all": stage}))
+    assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
+    assert by is not None
+    assert by.name == name
+
+
+@pytest.mark.parametrize(
     ("pressure", "stage", "control", "in_force"),
     [
         ({}, SOFT_CLOSE, False, True),
