@@ -17,7 +17,7 @@ from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
-from meridian_agent.link.messages import step_report
+from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decision_log.messages import compared
@@ -81,7 +81,7 @@ class Engine:
     def _record(self, step: Step) -> StepRecord:
         self.step += 1
         self.now += timedelta(milliseconds=10)
-        record = StepRecord(step=self.step, ended_s=self.step / 100, step_time_ms=10.0)
+        record = replace(_events(step), step=self.step, ended_s=self.step / 100, step_time_ms=10.0, opened=[])
         for slot, phase in step.opened.items():
             info = RequestInfo(f"r{slot}", "m", "", "", 3, 1000, None)
             record.opened.append((slot, info, phase, 0, 0, False, False))
@@ -100,9 +100,6 @@ class Engine:
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
                 record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))
-        record.loops, record.repeats = step.loops, [*step.repeats.items()]
-        record.preempted, record.resumed = step.preempted, step.resumed
-        record.closed = [(slot, agent_pb2.FINISH_REASON_STOP) for slot in step.closed]
         return record
 
     def fired(self) -> list[tuple[Any, ...]]:
@@ -131,16 +128,21 @@ class Engine:
         )
 
 
+def _events(step: Step) -> StepRecord:
+    """Return a record of what decides with which other steps the agent merges a step."""
+    record = StepRecord(preempted=step.preempted, resumed=step.resumed)
+    record.opened = [(slot,) for slot in step.opened]
+    record.closed = [(slot, agent_pb2.FINISH_REASON_STOP) for slot in step.closed]
+    record.loops, record.repeats = step.loops, [*step.repeats.items()]
+    return record
+
+
 def cuts(steps: Sequence[Step], lengths: Iterable[int]) -> list[list[Step]]:
     """Cut the steps into reports of these lengths, as far as the agent would merge the steps."""
     reports, wanted = list[list[Step]](), iter(lengths)
     most = next(wanted, 1)
     for step in steps:
-        resumed = {slot for before in (reports[-1] if reports else []) for slot in before.resumed}
-        closed = {slot for before in (reports[-1] if reports else []) for slot in before.closed}
-        may = resumed.isdisjoint(step.preempted) and closed.isdisjoint(step.opened)
-        may = may and not (reports and (reports[-1][-1].loops or reports[-1][-1].repeats))
-        if reports and len(reports[-1]) < most and may:
+        if reports and len(reports[-1]) < most and mergeable([*map(_events, reports[-1])], _events(step)):
             reports[-1].append(step)
         else:
             most = next(wanted, 1) if reports else most
@@ -158,6 +160,7 @@ def told(held: Policy, reports: Iterable[Sequence[Step]]) -> Engine:
 # Every rule alone and all rules together, in force and in shadow; each rule fires at some places of the streams below.
 OFF = {"rpdi_threshold": 0.0, "eat_probe_interval_tokens": 1 << 20}
 LOOP = {"enabled": True, "min_tokens": 256, "min_rounds": 3}
+NEAR_LOOP = LOOP | {"near_repeated_tokens": 512, "entropy_collapse_ratio": 0.75}
 RULES: dict[str, dict[str, Any]] = {
     "rank": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [3]}]}},
     "rank over several ends": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 6]}, {"max_ranks": [9] * 4}]}},
@@ -170,16 +173,13 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "rpdi, confirmed": {"entropy": {"rpdi_threshold": 1.1, "rpdi_window_tokens": 2, "confirm_sentence_ends": 2}},
     "loop": {"entropy": {"enabled": False}, "loop": LOOP},
-    "near loop": {
-        "entropy": {"rpdi_threshold": 0.0, "rpdi_window_tokens": 2, "eat_probe_interval_tokens": 1 << 20},
-        "loop": LOOP | {"near_repeated_tokens": 512, "entropy_collapse_ratio": 0.75},
-    },
+    "near loop": {"entropy": OFF | {"rpdi_window_tokens": 2}, "loop": NEAR_LOOP},
     "soft close": {"scheduler": {"soft_think_tokens": 4, "soft_close_rank": 4}, "entropy": {"enabled": False}},
     "all": {
         "scheduler": {"soft_think_tokens": 5, "soft_close_rank": 6},
         "entropy": {"rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "rank_conditions": [{"max_ranks": [3, 8]}]}
         | {"margin_threshold_nats": 0.25},
-        "loop": LOOP | {"near_repeated_tokens": 512, "entropy_collapse_ratio": 0.75},
+        "loop": NEAR_LOOP,
     },
 }
 
