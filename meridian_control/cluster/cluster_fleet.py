@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2, policy_pb2
@@ -17,7 +18,7 @@ from meridian_control.common.errors import NotFound
 from meridian_control.fleet import savings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
     from meridian_control.cluster.peers import Peer, Peers
     from meridian_control.fleet.fleet import Fleet
@@ -37,8 +38,7 @@ class WholeFleet:
     the store allows only one replica. `leads` returns whether this replica leads."""
 
     def __init__(self, fleet: Fleet, replica_id: str, peers: Peers | None, leads: Callable[[], bool]) -> None:
-        self.fleet, self.replica_id, self.peers = fleet, replica_id, peers
-        self._leads = leads
+        self.fleet, self.replica_id, self.peers, self.leads = fleet, replica_id, peers, leads
         # The newest answers of the other replicas to the leader, by replica id, and the time at which it last asked.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._asked_at = 0.0
@@ -62,7 +62,11 @@ class WholeFleet:
         if self.peers is None or local_only:
             return self.local_engines(), []
         heard, unreachable = await self.peers.ask(_engines)
-        return once([*self.local_engines(), *(engine for engines in heard.values() for engine in engines)]), unreachable
+        return self._with(heard), unreachable
+
+    def _with(self, heard: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
+        """Return this replica's engines and those of the others. heard: the other replicas' engines, by replica id."""
+        return once([*self.local_engines(), *chain.from_iterable(heard.values())])
 
     async def requests(
         self, engine_id: str = "", local_only: bool = False
@@ -183,9 +187,6 @@ class WholeFleet:
 
     # ------------------------------------------------------------------------------------------------- for the leader
 
-    def leads(self) -> bool:
-        return self._leads()
-
     async def led_engines(self) -> list[fleet_pb2.Engine] | None:
         """Return all engines for the replica that leads, None if not every live replica has answered yet.
 
@@ -202,7 +203,7 @@ class WholeFleet:
         self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
         if not self._heard.keys() >= set(unreachable):
             return None
-        return once([*self.local_engines(), *(engine for engines in self._heard.values() for engine in engines)])
+        return self._with(self._heard)
 
     async def share_pool(self) -> None:
         """Give each session its answering engines every SHARE_S seconds, until cancelled.
