@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
+from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
 from meridian_control.common.errors import MeridianError, StoreUnavailable
@@ -95,8 +95,6 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         ending.push_async_callback(save, parts.budgets)
-        # The objects of the start live until the end, so the garbage collector need not look at them again.
-        gc.freeze()
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)
         if parts.replicas is not None:
@@ -104,7 +102,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         logger.info("listening on %s (%s), store %s", *_where(args, address, bound))
         if notice := access_notice(args):
             logger.warning("%s", notice)
-        await until_signal(parts.jobs())
+        await until_signal([*parts.jobs(), garbage.collect()])
         logger.info("shutting down: draining the streams")
 
 
