@@ -57,6 +57,8 @@ def logits(array: Any, shape: Sequence[str]) -> None:
         isinstance(array, np.ndarray) or all(hasattr(array, name) for name in _OF_GPU_ARRAYS)
     ):
         raise KernelError(f"logits must be a NumPy, torch or CuPy array; got {type(array).__name__}")
+    if not isinstance(array.shape, tuple):
+        raise KernelError(f"logits must have a tuple as their shape; got {array.shape!r}")
     if len(array.shape) != len(shape) or array.shape[-1] == 0:
         raise KernelError(f"logits must be [{', '.join(shape)}]; got shape {tuple(array.shape)}")
     if (dtype := dtype_of(array)) not in DTYPES and dtype != WIDE:

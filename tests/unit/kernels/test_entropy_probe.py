@@ -338,6 +338,9 @@ def test_an_object_that_only_claims_to_be_an_array_is_refused() -> None:
     claims = type("Claims", (), {"__cuda_array_interface__": {"shape": (3, 9)}})()
     with pytest.raises(KernelError, match="logits must be a NumPy, torch or CuPy array; got Claims"):
         EntropyProbe(0).begin(claims)
+    claims.shape, claims.dtype = 9, np.dtype(np.float32)
+    with pytest.raises(KernelError, match="logits must have a tuple as their shape; got 9"):
+        EntropyProbe(0).begin(claims)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
