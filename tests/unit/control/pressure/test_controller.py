@@ -160,6 +160,14 @@ def test_square_waves_do_not_move_the_level_back_and_forth(half_windows: int, se
     assert changes(found[WINDOWS // 2 :]) <= 13
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("every", [10, 25, 40, 60])
+def test_a_burst_now_and_then_raises_the_level_and_it_falls_again(every: int, seed: int) -> None:
+    found = course(lambda number: 5.0 if number % every == every - 1 else 0.5, seed)
+    assert changes(found) <= 45
+    assert all(b in (a, c) for a, b, c in zip(found, found[1:], found[2:], strict=False)), "no two in a row"
+
+
 QUEUES: dict[str, Callable[[int], float]] = {
     "little": lambda _: 0.95,
     "step": lambda number: 1.2 if number >= 20 else 0.5,
