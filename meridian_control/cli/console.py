@@ -107,7 +107,8 @@ def new_table(*columns: str) -> Table:
 
 
 def add(to: Table, *cells: object) -> None:
-    to.add_row(*(escape(str(cell)) for cell in cells))
+    """Add a row; a cell's lines are joined, so that each row of a table is one line."""
+    to.add_row(*(escape(" ".join(str(cell).splitlines())) for cell in cells))
 
 
 def show(messages: Sequence[Message], output: Output, rows: Table) -> None:

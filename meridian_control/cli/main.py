@@ -170,7 +170,8 @@ def wait(
     """Wait until every connected engine has applied a policy revision, and print the engines that have not."""
     deadline = time.monotonic() + timeout
     with connect(context) as client:
-        wanted = revision or current(client).revision
+        # The call fails if the revision was never stored, so that no engine could apply it.
+        wanted = current(client, revision or 0).revision
         connected, unreachable = _connected(client)
         while (behind := [engine for engine in connected if engine.acked_revision < wanted]) or unreachable:
             if refused := [engine for engine in behind if _refused(engine, wanted)]:

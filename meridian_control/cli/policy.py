@@ -233,7 +233,7 @@ def _current_etag(client: Client) -> str:
 
 def _labels(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
-        if "=" not in pair:
+        if "=" not in pair[1:]:
             fail(INVALID, f"--label must be NAME=VALUE; got {pair}")
     return dict(pair.split("=", 1) for pair in pairs)
 

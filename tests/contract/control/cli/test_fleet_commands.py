@@ -98,10 +98,20 @@ async def test_wait_for_engines_that_lag(control: Control, file: Path) -> None:
     assert (result.exit_code, result.stdout) == (OK, "revision 1 is applied on all 2 connected engines\n")
 
 
-async def test_wait_times_out(control: Control) -> None:
+async def test_wait_times_out(control: Control, file: Path) -> None:
+    for reason in ("first", "second"):
+        await control("policy", "apply", "-f", file, "--reason", reason)
     control.fleet.engines = [engine("a", 2), engine("b", 1)]
     result = await control("wait", "--revision", 2, "--timeout", 0)
     assert (result.exit_code, result.stderr) == (FAILED, "b is at revision 1\n")
+
+
+async def test_wait_knows_the_revisions_that_are_stored(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    result = await control("wait", "--revision", 2)
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    assert result.stderr.startswith("NOT_FOUND: ")
+    assert "2" in result.stderr
 
 
 async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path) -> None:
@@ -117,19 +127,23 @@ async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path)
     assert (result.exit_code, result.stderr) == (FAILED, missing), "engines of unreachable replicas may lag behind"
 
 
-async def test_wait_stops_at_a_refusal(control: Control) -> None:
+async def test_wait_stops_at_a_refusal(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
     control.fleet.engines = [engine("a", 1), engine("b", 0, nack_error="unknown parser")]
     result = await control("wait", "--revision", 1, "--timeout", 60)
     assert (result.exit_code, result.stderr) == (FAILED, "b refused: unknown parser\n")
 
 
-async def test_wait_names_those_that_lag_beside_those_that_refused(control: Control) -> None:
+async def test_wait_names_those_that_lag_beside_those_that_refused(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
     control.fleet.engines = [engine("a", 0), engine("b", 0, nack_error="no")]
     result = await control("wait", "--revision", 1)
     assert (result.exit_code, result.stderr) == (FAILED, "b refused: no\na is at revision 0\n")
 
 
-async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control) -> None:
+async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control, file: Path) -> None:
+    for reason in ("first", "second"):
+        await control("policy", "apply", "-f", file, "--reason", reason)
     control.fleet.engines = [engine("b", 0, nack_error="old")]
     result = await control("wait", "--revision", 2, "--timeout", 0)
     assert result.stderr == "b is at revision 0\n"

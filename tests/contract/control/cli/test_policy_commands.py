@@ -165,10 +165,11 @@ async def test_apply_again_with_the_same_request_id(control: Control, file: Path
 
 async def test_history(control: Control, file: Path) -> None:
     for number in range(3):
-        await control("policy", "apply", "-f", file, "--author", f"a{number}", "--reason", "why")
+        await control("policy", "apply", "-f", file, "--author", f"a{number}", "--reason", "the\nwhy")
     heading, *shown = rows(await control("policy", "history"))
     assert heading == ["revision", "time", "author", "reason", "etag"]
-    assert [row[:4] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}", "why"] for n in (2, 1, 0)]
+    assert [row[:3] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}"] for n in (2, 1, 0)]
+    assert all(row[3:5] == ["the", "why"] for row in shown), "a reason of two lines"
     listed = json.loads((await control("policy", "history", "--limit", 2, "-o", "json")).stdout)
     assert [revision["revision"] for revision in listed] == ["3", "2"]
 
@@ -217,5 +218,6 @@ async def test_explain(control: Control, file: Path) -> None:
     assert {"path": cap, "value": "32768", "origin": "default"} in plain
     missing = await control("policy", "explain", "--engine", "x")
     assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected\n')
-    bad = await control("policy", "explain", "--label", "zone")
-    assert (bad.exit_code, bad.stderr) == (INVALID, "--label must be NAME=VALUE; got zone\n")
+    for label in ("zone", "=a", ""):
+        bad = await control("policy", "explain", "--label", label)
+        assert (bad.exit_code, bad.stderr) == (INVALID, f"--label must be NAME=VALUE; got {label}\n")
