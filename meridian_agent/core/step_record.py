@@ -110,15 +110,15 @@ class StepRecord:
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     # The values of COUNTERS.
     counters: tuple[float, ...] = ()
-    # The record must be sent at once: a request has changed its phase in this step or is held for a decision from it,
-    # or no other step follows.
+    # The record must be sent at once: a request has arrived or changed its phase in this step and a decision about it
+    # is urgent, a request is held for a decision from it, or no other step follows.
     urgent: bool = False
 
     @property
     def presses(self) -> bool:
         """Whether the record is sent without waiting for others, because a decision about the next steps may follow
         from it."""
-        return self.urgent or bool(self.opened or self.preempted or self.resumed)
+        return self.urgent or bool(self.preempted or self.resumed)
 
     @property
     def is_empty(self) -> bool:

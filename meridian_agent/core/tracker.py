@@ -35,6 +35,8 @@ class Tracker:
         self.run = TextRun()
         self.loops = LoopWatch(tokens_per_step)
         self.supports_think_disable = True
+        # Settings.merge_openings.
+        self.merge_openings = False
         # Cap and answer reserve (0 for none) of new requests.
         self.default_cap: int | None = None
         self.default_reserve = 0
@@ -70,9 +72,10 @@ class Tracker:
         self._next_slot = 0
         self._last_step = 0
 
-    def use(self, markers: Markers, supports_think_disable: bool = True) -> None:
+    def use(self, markers: Markers, supports_think_disable: bool = True, merge_openings: bool = False) -> None:
         """Read the coming tokens with these markers. The limits of live requests may depend on the markers' length."""
         self.markers, self.supports_think_disable = markers, supports_think_disable
+        self.merge_openings = merge_openings
         for live in self.by_id.values():
             self.watch_limit(live)
 
@@ -103,6 +106,9 @@ class Tracker:
         self.reorder = True
         self.run.changed()
         self.record.opened.append(opened_row(live))
+        # The first request after idle time presses, because the sender of an idle engine sleeps longer.
+        if not self.merge_openings or info.max_think_tokens is not None or len(self.by_id) == 1:
+            self.record.urgent = True
         return live
 
     def reread(self, live: LiveRequest, state: PhaseState) -> None:
@@ -279,7 +285,9 @@ class Tracker:
                 self._count(before, -1)
                 self._count(state.phase, 1)
                 live.enter_phase(self._last_step + 1)
-                self.reorder = record.urgent = True
+                self.reorder = True
+                if not self.merge_openings or (state.phase is Phase.OUTPUT and self.thinking):
+                    record.urgent = True
                 ended = ended or before is Phase.THINK
         live.expected.clear()
         if not live.answered:

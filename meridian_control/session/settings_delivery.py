@@ -6,7 +6,7 @@ belongs to one session.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 # Steps merged into a report if the policy sets no number. A report costs the machine several times as much as the steps
-# in it, and the agent sends a change of phase, a new request or a probe result without waiting for more steps.
+# in it.
 USUAL_INTERVAL_STEPS = 8
+# Smallest cap, in thinking tokens, that may arrive as late as other decisions and still be exact.
+LEAST_LATE_CAP = 64
 
 
 class Delivery:
@@ -96,6 +98,15 @@ def report_interval_steps(policy: Policy) -> int:
     return policy.telemetry.report_interval_steps or (1 if every_step else USUAL_INTERVAL_STEPS)
 
 
+def merge_openings(policy: Policy) -> bool:
+    """Return whether the agent's report of a new request may wait for further steps: no request may be handed over, and
+    no budget, pressure or override gives a request a cap that its first tokens may reach."""
+    shortens = policy.budget or policy.pressure or policy.disagg.enabled
+    sections: list[Any] = [policy, *policy.override]
+    caps = [section.scheduler.max_think_tokens for section in sections]
+    return not shortens and min(cap for cap in caps if cap is not None) >= LEAST_LATE_CAP
+
+
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """Return the part of a policy that the agent needs."""
     model = model_of(policy, hello)
@@ -115,6 +126,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         entropy_lease_ms=policy.entropy.lease_ms,
         kv_memory_lease_ms=policy.kv_memory.lease_ms,
         find_loops=loop_rules.finds_loops(policy) and hello.capabilities.force_end,
+        merge_openings=merge_openings(policy),
     )
     if limits := policy.engine_limits(hello.labels):
         made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))

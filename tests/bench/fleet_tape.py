@@ -134,6 +134,8 @@ class _Engine:
         flags = bytearray(PARAGRAPH[0] + 1)
         flags[SENTENCE[0]], flags[PARAGRAPH[0]] = SENTENCE[1], PARAGRAPH[1]
         self._engine.tracker.boundaries = bytes(flags)
+        # As under the default policy.
+        self._engine.tracker.merge_openings = True
         self._signals, self._opened = signals(requests, seed), 0
         # Thinking tokens and answer tokens of each live request, and its number, by name.
         self._lengths: dict[str, tuple[int, int]] = {}

@@ -84,6 +84,7 @@ class LinkedEngine:
 
     def _keep(self, settings: agent_pb2.Settings) -> None:
         self.kept.append(settings.revision)
+        self.engine.tracker.merge_openings = settings.merge_openings
 
     def __enter__(self) -> LinkedEngine:
         self.link.start()

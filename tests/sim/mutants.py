@@ -382,8 +382,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "order not made anew",
         TRACKER,
-        "                self.reorder = record.urgent = True\n",
-        "                record.urgent = True\n",
+        "                self.reorder = True\n                if not self.merge_openings",
+        "                if not self.merge_openings",
     ),
     Mutant(
         "prompts not held back",

@@ -1785,6 +1785,7 @@ class Settings(_message.Message):
     FIND_LOOPS_FIELD_NUMBER: _builtins.int
     REPEATS_FROM_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
+    MERGE_OPENINGS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -1827,6 +1828,11 @@ class Settings(_message.Message):
     """Number of repeated tokens among the newest 1024 thinking tokens from which on the agent reports a request in
     StepReport.repeats; 0 if the agent does not count repeated tokens. The agent counts only while find_loops is set.
     """
+    merge_openings: _builtins.bool
+    """Whether a step in which a request arrives or changes its phase waits for others like a step of text, unless an
+    answer begins while other requests think, or the request has a cap of its own. The control plane sets this if it
+    decides nothing about a new request that must be in force within a few tokens.
+    """
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the start marker, in place of those that the tokenizer and the reasoning parser name; empty keeps
@@ -1863,10 +1869,11 @@ class Settings(_message.Message):
         find_loops: _builtins.bool = ...,
         repeats_from_tokens: _builtins.int = ...,
         engine_limits: Global___EngineLimitValues | None = ...,
+        merge_openings: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -113,6 +113,35 @@ def test_the_record_of_a_step() -> None:
     assert not tracker.record.presses
 
 
+def test_arrivals_and_changes_of_phase_press() -> None:
+    tracker = Tracker(MARKERS)
+    a = opened(tracker, "a")
+    assert tracker.take_record().presses
+    opened(tracker, "b", [])
+    assert tracker.take_record().presses
+    tracker.feed(a, [END], 0)
+    assert tracker.take_record().presses
+
+
+def test_merged_openings_press_only_if_a_decision_is_urgent() -> None:
+    tracker = Tracker(MARKERS)
+    tracker.merge_openings = True
+    a = opened(tracker, "a")
+    assert tracker.take_record().presses, "the engine was idle"
+    b, c = opened(tracker, "b", []), opened(tracker, "c")
+    assert not tracker.take_record().presses
+    d = opened(tracker, "d", own_cap=3)
+    assert tracker.take_record().presses, "a cap of its own"
+    tracker.feed(b, [START], 0)
+    assert not tracker.take_record().presses
+    tracker.feed(b, [END], 0)
+    assert tracker.take_record().presses, "an answer begins while others think"
+    tracker.close(c, 1)
+    tracker.close(d, 1)
+    tracker.feed(a, [END], 0)
+    assert not tracker.take_record().presses, "nobody else thinks"
+
+
 def test_opened_rows_are_copies() -> None:
     tracker = Tracker(MARKERS)
     tr = opened(tracker, "a", own_cap=9)

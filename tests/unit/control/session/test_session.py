@@ -92,6 +92,25 @@ def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) ->
     assert response.settings.report_interval_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("sections", "merged"),
+    [
+        ({}, True),
+        ({"scheduler": {"max_think_tokens": 64}}, True),
+        ({"scheduler": {"max_think_tokens": 63}}, False),
+        ({"override": [{"tenant": "t", "entropy": {"enabled": False}}]}, True),
+        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 64}}]}, True),
+        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 63}}]}, False),
+        ({"budget": [{"name": "b", "tokens_per_day": 10}]}, False),
+        ({"pressure": [{"name": "p", "ttot_p99_ms": 10}]}, False),
+        ({"disagg": {"enabled": True}}, False),
+    ],
+)
+def test_whether_openings_wait_for_further_steps(sections: dict[str, Any], merged: bool) -> None:
+    (response,) = Stream().session.on_policy(1, policy(**sections))
+    assert response.settings.merge_openings is merged
+
+
 def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
     made = Stream(capabilities=agent_pb2.Capabilities(dispatch=True))
     (response,) = made.session.on_policy(1, policy())
