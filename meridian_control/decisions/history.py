@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.table_columns import SIGNAL_ROW
-from meridian_control.decisions.token_rows import FLAG_END
+from meridian_control.common.masks import any_in
+from meridian_control.decisions.table_columns import (
+    END_WORDS,
+    MARGINS,
+    PROBE_COLUMNS,
+    PROBE_WORDS,
+    RANKS,
+    ROW_WORDS,
+    RPDI,
+    SIGNAL_ROW,
+    place_of,
+    words_of,
+)
+from meridian_control.decisions.token_rows import FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +37,13 @@ if TYPE_CHECKING:
 # Rows of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
 THINK_TOKENS, OUTPUT_TOKENS, SENTENCE_ENDS, ENTROPIES = range(4)
 THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
+# Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
+PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
+ENTROPY_SUM, ENTROPY_WINDOW_SUM = map(place_of, ("entropy_sum", "entropy_window_sum"))
+ENTROPY_SUMS = words_of("entropy_sum", "entropy_window_sum")
+# For each word with a value at a sentence end, the word that had the value at the sentence end before; the newest
+# values are written afterwards.
+SHIFTED = np.maximum(np.arange(RPDI.stop) - 1, 0)
 
 T = TypeVar("T")
 
@@ -44,8 +63,11 @@ class kept(Generic[T]):  # noqa: N801
         return made
 
 
-class Unsampled(NamedTuple):
-    """The columns that a probe's result changes, with their values before the result, [slots] or [moments]."""
+class Unsampled:
+    """The columns that a probe's result changes, with their values before the result, [slots] or [moments].
+
+    words: rows of SIGNAL_ROW, [slots or moments, words].
+    """
 
     eat_nats: NDArray[np.float64]
     eat_ema_nats: NDArray[np.float64]
@@ -57,30 +79,76 @@ class Unsampled(NamedTuple):
     earlier_eat_ema_nats: NDArray[np.float64]
     earlier_eat_ema_variance: NDArray[np.float64]
 
+    def __init__(self, words: NDArray[np.int64]) -> None:
+        self._words = words
 
-class Before(NamedTuple):
-    """Columns of the slots that have rows, with their values before the report, [slots]."""
+    def __getattr__(self, name: str) -> Any:
+        if name not in PROBE_COLUMNS:
+            raise AttributeError(name)
+        column = self._words.view(SIGNAL_ROW)[:, 0][name]
+        setattr(self, name, column)
+        return column
 
-    phase: NDArray[np.uint8]
-    entropy_nats: NDArray[np.float32]
-    end_rank: NDArray[np.uint32]
+    @property
+    def words(self) -> NDArray[np.int64]:
+        """The words that a probe's result changes, [slots or moments, words]."""
+        return self._words[:, PROBE_WORDS]
+
+    def of(self, index: list[int]) -> Unsampled:
+        """Return the columns of some of the slots."""
+        return Unsampled(self._words[index])
+
+
+class Before:
+    """Columns of the slots that have rows, with their values before the report, [slots].
+
+    words: the slots' rows of SIGNAL_ROW before the report, as far as token rows change them.
+    """
+
+    def __init__(self, words: NDArray[np.int64]) -> None:
+        self._words = words
+
+    @kept
+    def phase(self) -> NDArray[np.uint8]:
+        return self._words.view(np.uint8)[:, PHASE]
+
+    @kept
+    def entropy_nats(self) -> NDArray[np.float32]:
+        return self._words.view(np.float32)[:, ENTROPY_NATS]
+
+    @kept
+    def end_rank(self) -> NDArray[np.uint32]:
+        return self._words.view(np.uint32)[:, END_RANK]
 
 
 class SentenceEnds(NamedTuple):
     """Rows that reported the end marker's rank at a sentence end, [ends], sorted by slot.
 
-    number: how many ranks the slot has had. ranks, margins, rpdi: the columns boundary_ranks, boundary_margins and
-    boundary_rpdi of the slot after the row; ranks_before, margins_before, rpdi_before: the same before the report.
+    number: how many ranks the slot has had. newest: the words of the columns boundary_ranks, boundary_margins and
+    boundary_rpdi of the slot after the row; before: the same before the report.
     """
 
     row: NDArray[np.intp]
     number: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    ranks_before: NDArray[np.int64]
-    margins: NDArray[np.float64]
-    margins_before: NDArray[np.float64]
-    rpdi: NDArray[np.float64]
-    rpdi_before: NDArray[np.float64]
+    newest: NDArray[np.int64]
+    before: NDArray[np.int64]
+
+    @property
+    def ranks(self) -> NDArray[np.int64]:
+        return self.newest[:, RANKS]
+
+    @property
+    def margins(self) -> NDArray[np.float64]:
+        return self.newest.view(np.float64)[:, MARGINS]
+
+    @property
+    def rpdi(self) -> NDArray[np.float64]:
+        return self.newest.view(np.float64)[:, RPDI]
+
+
+NO_ENDS = SentenceEnds(
+    np.zeros(0, np.intp), np.zeros(0, np.int64), *[np.zeros((0, END_WORDS.stop - END_WORDS.start), np.int64)] * 2
+)
 
 
 class Entropies(NamedTuple):
@@ -97,23 +165,22 @@ class Entropies(NamedTuple):
 class History:
     """The rows of the newest report that the table has taken in, sorted by slot.
 
-    A place is a position between two rows: place n comes right after row n - 1. counted: thinking tokens and output
-    tokens that each row adds, [rows]. think_tokens: thinking tokens after the report, [slots]. sampled: step in which
-    EAT was measured, by slot. probed: step in which the outcome of the slot's probe came, by slot.
+    A place is a position between two rows: place n comes right after row n - 1. counts: as `running_counts` returns
+    them. think_tokens: thinking tokens after the report, [slots]. sampled: step in which EAT was measured, by slot.
+    probed: step in which the outcome of the slot's probe came, by slot.
     """
 
     def __init__(
         self,
         rows: TokenRows,
         before: Before,
-        ends: SentenceEnds,
-        counted: tuple[NDArray[np.int64], NDArray[np.int64]],
+        counts: NDArray[np.int64],
         entropies: Entropies,
         *,
         think_tokens: NDArray[np.int64],
     ) -> None:
-        self.rows, self.before, self.ends, self.entropies = rows, before, ends, entropies
-        (self._think, self._output), self._think_tokens = counted, think_tokens
+        self.rows, self.before, self.ends, self.entropies = rows, before, NO_ENDS, entropies
+        self.counts, self._think_tokens = counts, think_tokens
         self._steps: NDArray[np.int64] | None = None
         self.sampled: dict[int, int] = {}
         # The EAT columns of the sampled slots, with their values before the report.
@@ -124,18 +191,13 @@ class History:
         """Take in the step of each row, in the order of the rows in the report."""
         self._steps = step_of
 
-    def tell_rpdi(self, newest: NDArray[np.float64], before: NDArray[np.float64]) -> None:
-        """Take in RPDI at the report's sentence ends, as SentenceEnds has it."""
-        self.ends = self.ends._replace(rpdi=newest, rpdi_before=before)
-
     def sample(self, table: Any, sampled: dict[int, int]) -> None:
         """Keep the EAT columns before the table takes in the report's samples.
 
         sampled: step in which the first sample of each slot was measured.
         """
         self.sampled = sampled
-        rows = table.packed(self.sampled_slots).view(SIGNAL_ROW)[:, 0]
-        self.unsampled = Unsampled(*(rows[name] for name in Unsampled._fields))
+        self.unsampled = Unsampled(table.packed(self.sampled_slots))
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
         """Note the step in which the outcome of the slot's probe came."""
@@ -167,17 +229,11 @@ class History:
         return self._steps[self.rows.number]
 
     @kept
-    def owner(self) -> NDArray[np.intp]:
-        """The index of each row's slot among the slots that have rows, [rows]."""
-        owner: NDArray[np.intp] = self.rows.begins.cumsum() - 1
-        return owner
-
-    @kept
     def think_tokens(self) -> NDArray[np.int64]:
         """The thinking tokens of the request after each row, [rows]."""
-        added = self._think.cumsum()
-        before = self._think_tokens - added.take(self.rows.last)
-        think_tokens: NDArray[np.int64] = added + before.take(self.owner)
+        added = self.counts[THINK_TOKENS]
+        before = self._think_tokens - added.take(self.rows.edges[1:])
+        think_tokens: NDArray[np.int64] = added[1:] + before.take(self.rows.owner)
         return think_tokens
 
     @kept
@@ -187,15 +243,6 @@ class History:
         return rows.thinks & ((rows.flags & FLAG_END) == 0) if rows.flags_seen & FLAG_END else rows.thinks
 
     # ---------------------------------------------------------------------------------------- running sums, [places]
-
-    @kept
-    def counts(self) -> NDArray[np.int64]:
-        """Running sums in the rows THINK_TOKENS to ENTROPIES, [4, places]."""
-        counts = np.zeros((4, len(self.rows.slot) + 1), np.int64)
-        added = counts[:, 1:]
-        added[THINK_TOKENS], added[OUTPUT_TOKENS] = self._think, self._output
-        added[SENTENCE_ENDS, self.ends.row] = added[ENTROPIES, self.entropies.row] = 1
-        return counts.cumsum(axis=1, out=counts)
 
     @kept
     def entropy_sums(self) -> NDArray[np.float64]:
@@ -218,9 +265,114 @@ class History:
     def unsampled_of(self, slots: NDArray[np.int64]) -> Unsampled:
         """Return the EAT columns of sampled slots, with their values before the report."""
         number = {slot: number for number, slot in enumerate(self.sampled)}
-        at = [number[slot] for slot in slots.tolist()]
-        columns: tuple[NDArray[Any], ...] = self.unsampled
-        return Unsampled(*(column[at] for column in columns))
+        return self.unsampled.of([number[slot] for slot in slots.tolist()])
+
+
+def no_history() -> History:
+    """Return the history of a table without reports."""
+    rows, nothing = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0), np.zeros(0)
+    before = Before(np.zeros((0, ROW_WORDS.stop), np.int64))
+    counts, entropies = running_counts(rows, rows.first, rows.thinking), Entropies(rows.first, nothing, nothing)
+    return History(rows, before, counts, entropies, think_tokens=rows.s)
+
+
+def running_counts(rows: TokenRows, ends: NDArray[np.intp], measured: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return running sums in the rows THINK_TOKENS to ENTROPIES, [4, places].
+
+    ends: the rows that report a rank at a sentence end. measured: whether a row has the entropy of a thinking token,
+    [rows].
+    """
+    counts = np.zeros((4, len(rows.slot) + 1), np.int64)
+    added = counts[:, 1:]
+    added[THINK_TOKENS], added[OUTPUT_TOKENS], added[ENTROPIES] = rows.thinking, rows.answering, measured
+    added[SENTENCE_ENDS, ends] = 1
+    if rows.flags_seen >> TAKE_BACK_SHIFT:
+        back = rows.flags >> TAKE_BACK_SHIFT
+        from_output = (rows.flags & FLAG_FROM_OUTPUT) != 0
+        added[THINK_TOKENS] -= np.where(from_output, 0, back)
+        added[OUTPUT_TOKENS] -= np.where(from_output, back, 0)
+    return counts.cumsum(axis=1, out=counts)
+
+
+def window_entropies(
+    rows: TokenRows,
+    measured: NDArray[np.intp],
+    counts: NDArray[np.int64],
+    table: tuple[NDArray[np.int64], NDArray[np.int64]],
+    window: NDArray[np.float32],
+) -> Entropies:
+    """Add the token entropies of some rows to the sums of entropies and to the windows.
+
+    measured: the rows. counts: as `running_counts` returns them. table: the rows of SIGNAL_ROW of the slots that have
+    rows, before and after the report; the second ones get the sums. window: the newest entropies of each slot, 0 before
+    there are as many, [slots, tokens of the window]; the function writes into it.
+    """
+    (held, now), width, owner = table, window.shape[1], rows.owner.take(measured)
+    # Double precision, so that an entropy leaves the window's sum exactly as it entered.
+    entropy = rows.entropy_nats.take(measured).astype(np.float64)
+    earlier = counts[ENTROPIES].take(rows.first)
+    count = (held[:, ENTROPIES] - earlier).take(owner)
+    count += np.arange(len(measured))
+    at = count % width
+    at += rows.slot.take(measured) * width
+    line = window.reshape(-1)
+    oldest = line.take(at)
+    if len(measured) > width:
+        # If a report has more entropies than the window holds, some enter and leave the window in the same report.
+        number = np.arange(len(measured)) - earlier.take(owner)
+        passed = (number >= width).nonzero()[0]
+        oldest[passed] = entropy[passed - width]
+    change = entropy - oldest
+    sums = now.view(np.float64)
+    np.add.at(sums[:, ENTROPY_SUM], owner, entropy)
+    np.add.at(sums[:, ENTROPY_WINDOW_SUM], owner, change)
+    # If an entry occurs several times, NumPy keeps the value that is written last, which is the newest.
+    line[at] = entropy
+    return Entropies(measured, entropy, change)
+
+
+def values_at_ends(
+    history: History,
+    known: NDArray[np.intp],
+    before: NDArray[np.int64],
+    table: tuple[NDArray[np.int64], NDArray[np.int64]],
+    width: int,
+) -> SentenceEnds:
+    """Return the ranks, margins and RPDI at the report's sentence ends.
+
+    known: their rows, [ends]. before: as SentenceEnds has it. table: the rows of SIGNAL_ROW of the slots that have
+    rows, before and after the report. width: number of entropies in a window.
+    """
+    rows, (held, now) = history.rows, table
+    owner = rows.owner.take(known)
+    newest = before.take(SHIFTED, axis=1)
+    newest[:, 0] = rows.end_rank.take(known)
+    values = newest.view(np.float64)
+    values[:, MARGINS.start] = rows.margin_nats(known)
+    # The entropies after each sentence end, which the sums after the report have in them too.
+    number, sums = history.counts[ENTROPIES], history.entropy_sums
+    here, over = number.take(known + 1), number.take(rows.edges[1:].take(owner))
+    later = sums.take(over, axis=1) - sums.take(here, axis=1)
+    total, newest_sum = now.view(np.float64)[:, ENTROPY_SUMS].T.take(owner, axis=1) - later
+    count = now[:, ENTROPIES].take(owner) - (over - here)
+    values[:, RPDI.start] = ratio_of_means(width, count, total, newest_sum)
+    passed, index = history.counts[SENTENCE_ENDS].take(rows.first).take(owner), np.arange(len(known))
+    if any_in(owner[1:] == owner[:-1]):
+        _put_earlier_ends(newest, before, index - passed)
+    return SentenceEnds(known, held[:, SENTENCE_ENDS].take(owner) - passed + index + 1, newest, before)
+
+
+def _put_earlier_ends(newest: NDArray[np.int64], before: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
+    """Put the values at a request's earlier sentence ends of the report before those that the table holds.
+
+    newest, before: as SentenceEnds has them; of `newest`, each sentence end's own values are set. earlier: the number
+    of the request's earlier sentence ends in the report, [ends].
+    """
+    index, earlier = np.arange(len(newest))[:, None], earlier[:, None]
+    for words in (RANKS, MARGINS, RPDI):
+        ages = np.arange(words.stop - words.start)
+        held = before[index, words.start + np.maximum(ages - earlier - 1, 0)]
+        newest[:, words] = np.where(ages <= earlier, newest[np.maximum(index - ages, 0), words.start], held)
 
 
 def ratio_of_means(

@@ -19,10 +19,19 @@ from meridian_control.decisions.history import (
     THINK,
     THINK_TOKENS,
     SentenceEnds,
-    Unsampled,
     kept,
 )
-from meridian_control.decisions.table_columns import HISTORIES, SIGNAL_COLUMNS, SIGNAL_ROW
+from meridian_control.decisions.table_columns import (
+    END_WORDS,
+    MARGINS,
+    PROBE_COLUMNS,
+    PROBE_WORDS,
+    RANKS,
+    RPDI,
+    SIGNAL_ROW,
+    place_of,
+    words_of,
+)
 from meridian_control.decisions.token_rows import FLAG_END, differs
 
 if TYPE_CHECKING:
@@ -79,29 +88,31 @@ class Moments:
     @kept
     def _packed(self) -> bytes:
         """The rows of all moments as SIGNAL_ROW has them, one after another."""
-        history, packed = self._history, self._table.packed(self.slot)
-        packed.view(np.int64)[:, COUNTS] -= self._later.T
-        packed.view(np.int64)[:, REPETITIONS] = 0
-        packed.view(np.float64)[:, SUMS] -= self._later_entropies.T
-        packed[:, PHASE] = self.phase
-        packed.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
-        packed.view(np.uint32)[:, END_RANK] = self.end_rank
-        changed, earlier = any_in(self._later[SENTENCE_ENDS] > 0), self._earlier
-        if changed or len(earlier):
-            rows = packed.view(SIGNAL_ROW)[:, 0]
-            for name in CHANGED_AT_ENDS if changed else ():
-                rows[name] = getattr(self, name)
-            before = history.unsampled_of(self.slot[earlier]) if len(earlier) else None
-            for name in UNSAMPLED if before is not None else ():
-                rows[name][earlier] = getattr(before, name)
-        return packed.tobytes()
+        words = self._table.packed(self.slot)
+        words[:, COUNTS] -= self._later.T
+        words[:, REPETITIONS] = 0
+        words.view(np.float64)[:, SUMS] -= self._later_entropies.T
+        self._pack_newest(words)
+        if any_in(self._later[SENTENCE_ENDS] > 0):
+            (here, begin, end), ends = self._ends_seen, self._history.ends
+            late, early = (here > begin).nonzero()[0], ((end > begin) & (here == begin)).nonzero()[0]
+            words[late, END_WORDS], words[early, END_WORDS] = ends.newest[here[late] - 1], ends.before[begin[early]]
+        if len(earlier := self._earlier):
+            words[earlier, PROBE_WORDS] = self._history.unsampled_of(self.slot[earlier]).words
+        return words.tobytes()
+
+    def _pack_newest(self, words: NDArray[np.int64]) -> None:
+        """Set the columns that have their values in the newest row. words: rows of SIGNAL_ROW, [moments, words]."""
+        words.view(np.uint8)[:, PHASE] = self.phase
+        words.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
+        words.view(np.uint32)[:, END_RANK] = self.end_rank
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
         if name.startswith("_"):
             raise AttributeError(name)
         column: NDArray[Any] = getattr(self._table, name)[self.slot]
-        if name in Unsampled._fields and len(earlier := self._earlier):
+        if name in PROBE_COLUMNS and len(earlier := self._earlier):
             column[earlier] = getattr(self._history.unsampled_of(self.slot[earlier]), name)
         setattr(self, name, column)
         return column
@@ -243,29 +254,25 @@ class Moments:
 
     @kept
     def boundary_ranks(self) -> NDArray[np.int64]:
-        ends = self._history.ends
-        return self._at_newest_end("boundary_ranks", ends.ranks, ends.ranks_before)
+        return self._at_newest_end("boundary_ranks", RANKS)
 
     @kept
     def boundary_margins(self) -> NDArray[np.float64]:
-        ends = self._history.ends
-        return self._at_newest_end("boundary_margins", ends.margins, ends.margins_before)
+        return self._at_newest_end("boundary_margins", MARGINS)
 
     @kept
     def boundary_rpdi(self) -> NDArray[np.float64]:
-        ends = self._history.ends
-        return self._at_newest_end("boundary_rpdi", ends.rpdi, ends.rpdi_before)
+        return self._at_newest_end("boundary_rpdi", RPDI)
 
-    def _at_newest_end(self, name: str, newest: NDArray[Any], earlier: NDArray[Any]) -> NDArray[Any]:
-        """Return the column's values after the newest sentence end of each moment.
-
-        newest, earlier: the values after each sentence end of the report, and before the report, as SentenceEnds has
-        them.
-        """
+    def _at_newest_end(self, name: str, words: slice) -> NDArray[Any]:
+        """Return the column's values after the newest sentence end of each moment. words: those of SentenceEnds that
+        hold the column."""
         (here, begin, end), held = self._ends_seen, getattr(self._table, name)[self.slot]
+        ends = self._history.ends
+        newest, before = (values.view(held.dtype)[:, words] for values in (ends.newest, ends.before))
         # Most moments are in slots without a sentence end in the report.
         late, early = (here > begin).nonzero()[0], ((end > begin) & (here == begin)).nonzero()[0]
-        held[late], held[early] = newest[here[late] - 1], earlier[begin[early]]
+        held[late], held[early] = newest[here[late] - 1], before[begin[early]]
         return held  # type: ignore[no-any-return]
 
     @kept
@@ -295,7 +302,7 @@ class RowMoments(Moments):
 
     @kept
     def _span(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        rows, owner = self._history.rows, self._history.owner[self.row]
+        rows, owner = self._history.rows, self._history.rows.owner[self.row]
         return rows.first[owner], rows.last[owner] + 1
 
     @kept
@@ -307,19 +314,13 @@ class RowMoments(Moments):
         return self._history.think_tokens[self.row]
 
 
-# A sentence end changes the signals CHANGED_AT_ENDS of the decision log, and a probe's result those in UNSAMPLED.
-CHANGED_AT_ENDS = tuple(name for name in HISTORIES if name in vars(Moments))
-UNSAMPLED = tuple(name for name in SIGNAL_COLUMNS if name in Unsampled._fields)
-# Places in a packed row, in numbers of 8 bytes: the rows of `History.counts`; cycles and repeated tokens, which are
-# known only at the end of a report; and the rows of `History.entropy_sums`.
+# Places in a row of SIGNAL_ROW, in numbers of each column's own size: the rows of `History.counts`; cycles and repeated
+# tokens, which are known only at the end of a report; the rows of `History.entropy_sums`; and three columns that have
+# their values in the newest row.
 COUNTS = slice(4)
-REPETITIONS = slice(_loop := SIGNAL_COLUMNS.index("loop_period"), _loop + 3)
-SUMS = slice(_sum := SIGNAL_COLUMNS.index("entropy_sum"), _sum + 2)
-# Places in a packed row of three columns that have their values in the newest row, each in numbers of its own size.
-PHASE, ENTROPY_NATS, END_RANK = (
-    SIGNAL_ROW.fields[name][1] // SIGNAL_ROW.fields[name][0].itemsize  # type: ignore[index]
-    for name in ("phase", "entropy_nats", "end_rank")
-)
+REPETITIONS = words_of("loop_period", "repeated_tokens")
+SUMS = words_of("entropy_sum", "entropy_window_sum")
+PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:

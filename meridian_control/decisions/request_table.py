@@ -13,25 +13,33 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
 from meridian_control.decisions.decided_columns import DecidedColumns
-from meridian_control.decisions.history import ENTROPIES, Before, Entropies, History, SentenceEnds, ratio_of_means
+from meridian_control.decisions.history import (
+    PHASE,
+    THINK_TOKENS,
+    Before,
+    History,
+    no_history,
+    running_counts,
+    values_at_ends,
+    window_entropies,
+)
 from meridian_control.decisions.table_columns import (
     BY_TYPE,
     COLUMNS,
-    CONFIRM_HISTORY,
+    END_WORDS,
     HISTORIES,
-    RANK_HISTORY,
+    ROW_WORDS,
     SIGNAL_COLUMNS,
     SIGNAL_ROW,
+    place_of,
 )
 from meridian_control.decisions.token_rows import (
+    ENCODED_SIGNALS,
     FLAG_BOUNDARY,
     FLAG_END,
-    FLAG_FROM_OUTPUT,
+    NO_INTERVALS,
     TAKE_BACK_SHIFT,
-    Intervals,
-    Newest,
     intervals,
-    owners,
     rows_of,
     token_kinds,
 )
@@ -48,8 +56,11 @@ PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2
 UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 
 NONE = np.zeros(0, np.int64)
-NO_RANKS, NO_VALUES = np.zeros((0, RANK_HISTORY), np.int64), np.zeros((0, CONFIRM_HISTORY))
-NO_ENDS = SentenceEnds(NONE, NONE, NO_RANKS, NO_RANKS, NO_VALUES, NO_VALUES, NO_VALUES, NO_VALUES)
+
+# Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
+COUNT_WORDS, TOKEN_COUNT_WORDS = slice(4), slice(2)
+TOKEN_MS, NEWEST_SIGNALS = place_of("token_ms"), slice(_rank := place_of("end_rank"), _rank + 3)
+NEWEST_TOKEN, AT_BOUNDARY, BOUNDARY_NOW = map(place_of, ("newest_token", "at_boundary", "boundary_now"))
 
 # Values of a new request's columns: those in SIGNAL_ROW, and the others by type.
 NEW_SIGNALS = np.zeros((), SIGNAL_ROW)
@@ -79,10 +90,9 @@ class RequestTable(DecidedColumns):
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
         self._signals = np.zeros(0, SIGNAL_ROW)
-        # Milliseconds before the answer tokens of the newest report.
-        self.intervals = Intervals(NONE, np.zeros(0), NONE.astype(np.uint8))
-        # Rows of the newest report, from which the state of requests within the report is computed.
-        self.history = _no_history()
+        # Milliseconds before the answer tokens of the newest report; and its rows, from which the state of requests
+        # within the report is computed.
+        self.intervals, self.history = NO_INTERVALS, no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._loops_known = self._repeats_known = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
@@ -120,7 +130,8 @@ class RequestTable(DecidedColumns):
             grown[live] = rows[live]
             setattr(self, name, grown)
         vars(self).update((name, self._signals[name]) for name in SIGNAL_COLUMNS)
-        self._packed = self._signals.view(np.uint8).reshape(capacity, -1)
+        self._words = self._signals.view(np.int64).reshape(capacity, -1)
+        self._row_words, self._end_words = self._words[:, ROW_WORDS], self._words[:, END_WORDS]
         self.info += [None] * (capacity - old)
         self.slot = np.arange(capacity)
 
@@ -140,6 +151,7 @@ class RequestTable(DecidedColumns):
         for kind, values in NEW_ROW.items():
             self._blocks[kind][:, slot] = values
         self._signals[slot] = NEW_SIGNALS
+        self.window[slot] = 0.0
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
@@ -171,13 +183,13 @@ class RequestTable(DecidedColumns):
         thinking: NDArray[np.bool_] = self.live & (self.phase == THINK)
         return thinking
 
-    def packed(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return copies of the rows of these slots, each as SIGNAL_ROW has it, [slots, bytes]."""
-        return self._packed.take(slots, axis=0)
+    def packed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return copies of the rows of these slots, each as SIGNAL_ROW has it, [slots, words]."""
+        return self._words.take(slots, axis=0)
 
     def packed_row(self, slot: int) -> bytes:
         """Return a slot's row as SIGNAL_ROW has it."""
-        packed: bytes = self._packed[slot].tobytes()
+        packed: bytes = self._words[slot].tobytes()
         return packed
 
     def mask(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
@@ -216,102 +228,60 @@ class RequestTable(DecidedColumns):
         """
         rows = rows_of(columns, self.live, at_ms)
         s, last = rows.s, rows.last
-        before = Before(self.phase[s], self.entropy_nats[s], self.end_rank[s])
+        # Copies of the slots' rows, as words: one to read from, one to change and to write back at once.
+        held = self._row_words[s]
+        now, held_bytes = held.copy(), held.view(np.uint8)
+        newest, numbers = now.view(np.uint8), now.view(np.uint32)
         kind = token_kinds(rows)
-        self.intervals = intervals(rows, kind, self.newest_token[s], self.token_ms[s])
-        self.newest_token[s] = kind.take(last)
-        ends, newest = self._boundaries(rows)
-        counted = self._count(rows)
-        self.history = History(rows, before, ends, counted, self._entropies(rows), think_tokens=self.think_tokens[s])
-        if newest is not None:
-            self._ratios(newest)
-        self.token_ms[s], self.entropy_nats[s] = rows.at_ms.take(last), rows.entropy_nats.take(last)
-        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank.take(last), rows.end_logprob_nats.take(last)
+        self.intervals = intervals(rows, kind, held_bytes[:, NEWEST_TOKEN], held.view(np.float64)[:, TOKEN_MS])
+        known = self._known_ends(rows, held_bytes, newest)
+        measured = rows.thinking & np.isfinite(rows.entropy_nats)
+        counts = running_counts(rows, known, measured)
+        entropies = window_entropies(rows, measured.nonzero()[0], counts, (held, now), self.window)
+        added = counts.take(rows.edges, axis=1)
+        now[:, COUNT_WORDS] += (added[:, 1:] - added[:, :-1]).T
+        if rows.flags_seen >> TAKE_BACK_SHIFT:
+            # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
+            np.maximum(now[:, TOKEN_COUNT_WORDS], 0, out=now[:, TOKEN_COUNT_WORDS])
+        self.history = History(rows, Before(held), counts, entropies, think_tokens=now[:, THINK_TOKENS])
+        if len(known):
+            before, width = self._end_words[slot := rows.slot.take(known)], self.window.shape[1]
+            self.history.ends = values_at_ends(self.history, known, before, (held, now), width)
+            # If a slot occurs several times, NumPy keeps the values that are written last, which are the newest.
+            self._end_words[slot] = self.history.ends.newest
+        phase = rows.phase.take(last)
+        ended = rows.flags_seen & FLAG_END
+        newest[:, PHASE] = np.where(rows.flags.take(last) & FLAG_END, OUTPUT, phase) if ended else phase
+        newest[:, NEWEST_TOKEN] = kind.take(last)
+        numbers[:, NEWEST_SIGNALS] = rows.encoded[ENCODED_SIGNALS].take(last, axis=1).T
+        now.view(np.float64)[:, TOKEN_MS] = rows.at_ms.take(last)
+        self._row_words[s] = now
+        if any_in(self.preempted):
+            self.preempted[s] = False
         return len(rows.slot)
 
-    def _count(self, rows: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Update the token counts; return the thinking tokens and the output tokens that each row adds."""
-        s, last, flags = rows.s, rows.last, rows.flags
-        think, output = rows.thinking.astype(np.int64), rows.answering.astype(np.int64)
-        if takes_back := rows.flags_seen >> TAKE_BACK_SHIFT:
-            back = flags >> TAKE_BACK_SHIFT
-            think -= np.where(from_output := (flags & FLAG_FROM_OUTPUT) != 0, 0, back)
-            output -= np.where(from_output, back, 0)
-        for column, added in ((self.think_tokens, think), (self.output_tokens, output)) if len(s) else ():
-            counted = column[s] + np.add.reduceat(added, rows.first)
-            # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
-            column[s] = np.maximum(counted, 0) if takes_back else counted
-        phase = rows.phase.take(last)
-        self.phase[s] = np.where(flags.take(last) & FLAG_END, OUTPUT, phase) if rows.flags_seen & FLAG_END else phase
-        self.preempted[s] = False
-        return think, output
-
-    def _boundaries(self, rows: TokenRows) -> tuple[SentenceEnds, Newest | None]:
-        """Take in the end-marker ranks and margins at sentence ends; return the ends, and the places of their values.
+    @staticmethod
+    def _known_ends(rows: TokenRows, held: NDArray[np.uint8], now: NDArray[np.uint8]) -> NDArray[np.intp]:
+        """Return the rows that report the end marker's rank at a sentence end, and note which requests are at one.
 
         The rank at a sentence end is the rank in the distribution of the next token, so the next token's row reports
-        it.
+        it. held, now: bytes of the slots' rows before and after the report.
         """
-        s, ends = rows.s, np.zeros(len(rows.slot), bool)
         if rows.flags_seen & FLAG_BOUNDARY:
             ends = rows.thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
-        is_known = rows.before(ends, self.at_boundary[s])
-        known = is_known.nonzero()[0]
-        known = known[rows.thinks[known] & (rows.end_rank[known] > 0)]
-        is_known[:] = False
-        is_known[known] = True
-        self.at_boundary[s], self.boundary_now[s] = ends.take(rows.last), is_known.take(rows.last)
-        if not len(known):
-            return NO_ENDS, None
-        slot = rows.slot[known]
-        newest = Newest(slot, RANK_HISTORY)
-        ranks = newest.of(rows.end_rank[known], self.boundary_ranks)
-        margins = newest.of(rows.margin_nats(known), self.boundary_margins)
-        count = self.boundary_count[slot] + newest.number
-        # If a slot occurs several times, NumPy keeps the value that is written last, which is the newest.
-        self.boundary_ranks[slot], self.boundary_margins[slot] = ranks[0], margins[0]
-        self.boundary_count[slot] = count
-        unknown = np.full((len(known), CONFIRM_HISTORY), np.nan)
-        return SentenceEnds(known, count, *ranks, *margins, unknown, unknown), newest
-
-    def _ratios(self, newest: Newest) -> None:
-        """Take in RPDI at the report's sentence ends. newest: the places of their values."""
-        history, width = self.history, self.window.shape[1]
-        slot = history.rows.slot[history.ends.row]
-        if not any_in(self.entropy_count[slot] >= width):
-            # No request with a sentence end has enough tokens, so RPDI is not known at any of its sentence ends.
-            return
-        # The entropies after each sentence end, which the sums of the table have in them too.
-        row, number, sums = history.ends.row, history.counts[ENTROPIES], history.entropy_sums
-        here, over = number[row + 1], number[history.rows.last[history.owner[row]] + 1]
-        count, later = self.entropy_count[slot] - (over - here), sums[:, over] - sums[:, here]
-        total, newest_sum = self.entropy_sum[slot] - later[0], self.entropy_window_sum[slot] - later[1]
-        ratios, before = newest.of(ratio_of_means(width, count, total, newest_sum), self.boundary_rpdi)
-        self.boundary_rpdi[slot] = ratios
-        history.tell_rpdi(ratios, before)
-
-    def _entropies(self, rows: TokenRows) -> Entropies:
-        measured = (rows.thinking & np.isfinite(rows.entropy_nats)).nonzero()[0]
-        slot = rows.slot.take(measured)
-        # Double precision, so that an entropy leaves the window's sum exactly as it entered.
-        entropy = rows.entropy_nats.take(measured).astype(np.float64)
-        first, owner = owners(slot)
-        number, width = np.arange(len(slot)) - first.take(owner), self.window.shape[1]
-        count = self.entropy_count[slot] + number
-        at = count % width
-        # Until the window is full, its remaining entries belong to the slot's previous request.
-        oldest = np.where(count < width, 0.0, self.window[slot, at])
-        if len(slot) > width:
-            # If a report has more entropies than the window holds, some enter and leave the window in the same report.
-            passed = (number >= width).nonzero()[0]
-            oldest[passed] = entropy[passed - width]
-        change = entropy - oldest
-        np.add.at(self.entropy_window_sum, slot, change)
-        np.add.at(self.entropy_sum, slot, entropy)
-        # If an entry occurs several times, NumPy keeps the value that is written last, which is the newest.
-        self.entropy_count[slot] = count + 1
-        self.window[slot, at] = entropy
-        return Entropies(measured, entropy, change)
+            now[:, AT_BOUNDARY] = ends.take(rows.last)
+            is_known = rows.before(ends, held[:, AT_BOUNDARY])
+        elif any_in(ends := held[:, AT_BOUNDARY] != 0):
+            now[:, AT_BOUNDARY] = False
+            is_known = np.zeros(len(rows.slot), bool)
+            is_known[rows.first] = ends
+        else:
+            now[:, BOUNDARY_NOW] = False
+            return NONE
+        is_known &= rows.thinks
+        is_known &= rows.end_rank > 0
+        now[:, BOUNDARY_NOW] = is_known.take(rows.last)
+        return is_known.nonzero()[0]
 
     # ------------------------------------------------------------------------------------- reported by the agent
 
@@ -391,10 +361,3 @@ class RequestTable(DecidedColumns):
         if self.probes_since_stop[slot] >= 0:
             self.probes_since_stop[slot] += 1
             self.stop_is_empty[slot] |= empty and self.probes_since_stop[slot] == 1
-
-
-def _no_history() -> History:
-    rows = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0)
-    nothing = np.zeros(0)
-    before = Before(NONE.astype(np.uint8), nothing.astype(np.float32), NONE.astype(np.uint32))
-    return History(rows, before, NO_ENDS, (NONE, NONE), Entropies(NONE, nothing, nothing), think_tokens=NONE)

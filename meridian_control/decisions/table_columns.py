@@ -133,16 +133,25 @@ HISTORIES: dict[str, tuple[Any, Any, int]] = {
     "earlier_eat_ema_variance": (np.float64, np.nan, CONFIRM_HISTORY - 1),
 }
 
-# The columns from which the decision log takes a decision's signals, and all columns that a probe's result changes. The
-# table keeps each request's values of them side by side, in rows of this type, so that they are copied at once. The
-# first four columns are the rows of `History.counts`, in its order.
-SIGNAL_COLUMNS = (
+# The columns that token rows change, the columns that a probe's result changes, and the others from which the decision
+# log takes a decision's signals. The table keeps each request's values of them side by side, in rows of SIGNAL_ROW, so
+# that they are copied at once. The first four columns are the rows of `History.counts`, in its order, and `end_rank`,
+# `entropy_nats` and `end_logprob_nats` lie in the order of TokenColumns.byte_columns.
+ROW_COLUMNS = (
     *("think_tokens", "output_tokens", "boundary_count", "entropy_count"),
-    *("eat_count", "eat_think_tokens", "same_answer"),
+    *("entropy_sum", "entropy_window_sum", "token_ms", "end_rank", "entropy_nats", "end_logprob_nats"),
+    *("phase", "newest_token", "at_boundary", "boundary_now"),
+)
+PROBE_COLUMNS = (
+    *("eat_count", "eat_think_tokens", "same_answer", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
+    *("earlier_eat_ema_nats", "earlier_eat_ema_variance", "empty_answer"),
+)
+SENTENCE_END_COLUMNS = ("boundary_ranks", "boundary_margins", "boundary_rpdi")
+SIGNAL_COLUMNS = (
+    *ROW_COLUMNS,
+    *PROBE_COLUMNS,
     *("max_think_tokens", "loop_period", "loop_tokens", "repeated_tokens"),
-    *("entropy_sum", "entropy_window_sum", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
-    *HISTORIES,
-    *("entropy_nats", "end_rank", "phase", "empty_answer"),
+    *SENTENCE_END_COLUMNS,
 )
 SIGNAL_ROW = np.dtype(
     [
@@ -150,6 +159,31 @@ SIGNAL_ROW = np.dtype(
         for name in SIGNAL_COLUMNS
     ],
     align=True,
+)
+# Bytes of a word; a row of SIGNAL_ROW is read and written as an array of words, too.
+WORD_BYTES = 8
+
+
+def place_of(name: str) -> int:
+    """Return the place of a signal column in a row, in numbers of the column's own size."""
+    column, offset = SIGNAL_ROW.fields[name][:2]  # type: ignore[index]
+    return int(offset) // column.base.itemsize
+
+
+def words_of(first: str, last: str) -> slice:
+    """Return the words of a row that hold the signal columns from `first` to `last`."""
+    (_, begin, *_), (column, end, *_) = (SIGNAL_ROW.fields[name] for name in (first, last))  # type: ignore[index]
+    return slice(begin // WORD_BYTES, -(-(end + column.itemsize) // WORD_BYTES))
+
+
+# The words of a row that token rows change, those that a probe's result changes, and those with the values at sentence
+# ends; and among the last, the words of ranks, margins and RPDI.
+ROW_WORDS = words_of(ROW_COLUMNS[0], ROW_COLUMNS[-1])
+PROBE_WORDS = words_of(PROBE_COLUMNS[0], PROBE_COLUMNS[-1])
+END_WORDS = words_of(SENTENCE_END_COLUMNS[0], SENTENCE_END_COLUMNS[-1])
+RANKS, MARGINS, RPDI = (
+    slice(words.start - END_WORDS.start, words.stop - END_WORDS.start)
+    for words in (words_of(name, name) for name in SENTENCE_END_COLUMNS)
 )
 # The other columns of each type. The table keeps them side by side, so that it writes and reads several at once.
 BY_TYPE: dict[Any, tuple[str, ...]] = {

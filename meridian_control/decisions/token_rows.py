@@ -48,8 +48,9 @@ FLOATS = (
 # Kinds of a token that is none of the answer, and of one that is.
 KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
 
-# Bytes of each row in TokenColumns.byte_columns.
-ROW_BYTES = 7 * 4
+# Bytes of each row in TokenColumns.byte_columns, and the columns of end rank, entropy and the end marker's
+# log-probability there.
+ROW_BYTES, ENCODED_SIGNALS = 7 * 4, slice(3, 6)
 # Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
@@ -59,8 +60,10 @@ class TokenRows(NamedTuple):
 
     thinks: whether the row belongs to thinking. thinking, answering: whether its token is text of the thinking or of
     the answer. at_ms: time at which the row came. number: index of the row in the report. begins: whether the row is
-    the first of its slot. s: the slots that have rows; first, last: indices of their first and last rows; all three
-    [slots]. flags_seen: the bits that the flags of any row have.
+    the first of its slot. owner: index of the row's slot in `s`. s: the slots that have rows; first, last: indices of
+    their first and last rows; all three [slots]. edges: `first`, followed by the number of rows. flags_seen: the bits
+    that the flags of any row have. encoded: the columns as TokenColumns.byte_columns has them, [7, rows]. sent: number
+    of rows in the report, those of unknown requests included.
     """
 
     slot: NDArray[np.int64]
@@ -74,12 +77,16 @@ class TokenRows(NamedTuple):
     at_ms: NDArray[np.float64]
     number: NDArray[np.intp]
     begins: NDArray[np.bool_]
+    owner: NDArray[np.intp]
     first: NDArray[np.intp]
     last: NDArray[np.intp]
+    edges: NDArray[np.intp]
     s: NDArray[np.int64]
     flags_seen: int
     end_logprob_nats: NDArray[np.float32]
     top_logprob_nats: NDArray[np.float32]
+    encoded: NDArray[np.uint32]
+    sent: int
 
     def before(self, column: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
         """Return the column's value in the previous row of the same slot; `first`, [slots], is used for first rows."""
@@ -103,27 +110,29 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
 
     Raises ValueError if the columns differ in length or if a slot has too many rows.
     """
-    whole, measured = columns_of(columns)
+    encoded = _encoded(columns)
     # NumPy sorts numbers of 16 bits in linear time; slots of live requests have no more.
-    order = whole[0].astype(np.uint16).argsort(kind="stable")
-    slot = whole[0].take(order)
-    is_live = live.take(slot, mode="clip") & (slot < len(live))
-    if not all_in(is_live):
-        order = order[is_live]
-    slot, phase, flags, end_rank = whole.take(order, axis=1)
-    entropy_nats, end_logprob_nats, top_logprob_nats = measured.take(order, axis=1)
-    begins = differs(slot)
-    first = begins.nonzero()[0]
-    last = np.empty_like(first)
-    last[:-1], last[-1:] = first[1:] - 1, len(slot) - 1
+    order = encoded[0].astype(np.uint16).argsort(kind="stable")
+    rows = encoded.take(order, axis=1)
+    whole = rows[:4].astype(np.int64)
+    bits, phases, seen, _ = np.bitwise_or.reduce(whole, axis=1).tolist()
+    if len(order) and not _all_live(whole[0], bits, live):
+        is_live = live.take(whole[0], mode="clip") & (whole[0] < len(live))
+        order, rows, whole = order[is_live], rows[:, is_live], whole[:, is_live]
+    slot, phase, flags, end_rank = whole
+    _keep_known_phases(phase, phases)
+    begins, edges = _slot_edges(slot)
+    first, last = edges[:-1], edges[1:] - 1
     if len(slot) > MAX_ROWS_PER_SLOT and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
         raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
-    seen = int(np.bitwise_or.reduce(flags))
+    owner = begins.cumsum()
+    owner -= 1
     thinks = phase == agent_pb2.PHASE_THINK
     thinking, answering = thinks, phase == agent_pb2.PHASE_OUTPUT
     if seen & FLAG_MARKER:
         text = (flags & FLAG_MARKER) == 0
         thinking, answering = thinks & text, answering & text
+    entropy_nats, end_logprob_nats, top_logprob_nats = rows[4:].view(np.float32)
     return TokenRows(
         slot=slot,
         phase=phase,
@@ -136,13 +145,33 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         at_ms=at_ms.take(order) if isinstance(at_ms, np.ndarray) else np.full(len(order), at_ms),
         number=order,
         begins=begins,
+        owner=owner,
         first=first,
         last=last,
+        edges=edges,
         s=slot.take(first),
         flags_seen=seen,
         end_logprob_nats=end_logprob_nats,
         top_logprob_nats=top_logprob_nats,
+        encoded=rows,
+        sent=encoded.shape[1],
     )
+
+
+def _all_live(slot: NDArray[np.int64], bits: int, live: NDArray[np.bool_]) -> bool:
+    """Whether all rows belong to live slots. slot: [rows], sorted by 16 bits. bits: those that any slot has. live:
+    [slots]."""
+    return not bits >> 16 and bool(slot[-1] < len(live)) and all_in(live.take(slot))
+
+
+def _slot_edges(slot: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
+    """Return whether each row is the first of its slot, and the indices of these rows, followed by the number of rows.
+
+    slot: ascending.
+    """
+    begins = np.ones(len(slot) + 1, bool)
+    np.not_equal(slot[1:], slot[:-1], out=begins[1:-1])
+    return begins[:-1], begins.nonzero()[0]
 
 
 def token_kinds(rows: TokenRows) -> NDArray[np.uint8]:
@@ -172,6 +201,9 @@ class Intervals(NamedTuple):
         """The milliseconds from an end of thinking to the answer's first token."""
         ttot_ms: NDArray[np.float64] = self.ms[self.previous == THINK_END]
         return ttot_ms
+
+
+NO_INTERVALS = Intervals(np.zeros(0, np.intp), np.zeros(0), np.zeros(0, np.uint8))
 
 
 def intervals(
@@ -210,51 +242,6 @@ def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
     return found
 
 
-def owners(slot: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the index of the first value of each slot, and for each value the number of its slot among them. slot:
-    ascending."""
-    begins = differs(slot)
-    return begins.nonzero()[0], begins.cumsum() - 1
-
-
-class Newest:
-    """Computes, for values in slots, the slot's newest values up to each of them.
-
-    slot: [values], ascending. most: the largest number of newest values of a slot that any column keeps.
-    """
-
-    def __init__(self, slot: NDArray[np.int64], most: int) -> None:
-        first, self._owner = owners(slot)
-        self._slots = slot
-        self._once = len(first) == len(slot)
-        if self._once:
-            self.number = np.ones(len(slot), np.int64)
-            return
-        self._slots, ages = slot[first], np.arange(most)
-        # Places in one array with the values of each slot, oldest first: the kept values, then those of the report.
-        at = np.arange(len(slot)) + most * (self._owner + 1)
-        self._at, self._size = at, len(slot) + most * len(first)
-        self._newest = at[:, None] - ages
-        self._kept = self._newest[first] - 1
-        self.number = np.arange(1, len(slot) + 1) - first[self._owner]
-
-    def of(self, values: NDArray[Any], held: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return for each value the slot's newest values up to this one, and the slot's newest values before the
-        report; both newest first, [values, number].
-
-        held: the table's column with the newest values of each slot, [slots, number].
-        """
-        number, before = held.shape[1], held[self._slots]
-        if self._once:
-            newest = np.empty_like(before)
-            newest[:, 0], newest[:, 1:] = values, before[:, :-1]
-            return newest, before
-        line = np.empty(self._size, held.dtype)
-        line[self._at] = values
-        line[self._kept[:, :number]] = before
-        return line[self._newest[:, :number]], before[self._owner]
-
-
 def row_count(columns: agent_pb2.TokenColumns) -> int:
     """Return the number of rows."""
     return len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
@@ -266,18 +253,26 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
 
     Raises ValueError if the columns differ in length.
     """
-    if encoded := columns.byte_columns:
-        if len(encoded) % ROW_BYTES:
-            raise ValueError(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
-        table = np.frombuffer(encoded, "<u4").reshape(7, -1)
-        whole, measured = table[:4].astype(np.int64), table[4:].view("<f4")
-    else:
-        whole, measured = _packed_columns(columns)
-    # All bits of PHASE_OUTPUT are set, so no phase is out of range unless the bits of all phases together are.
-    phase = whole[1]
-    if int(np.bitwise_or.reduce(phase)) not in range(agent_pb2.PHASE_OUTPUT + 1):
-        phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
+    encoded = _encoded(columns)
+    whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
+    _keep_known_phases(whole[1], int(np.bitwise_or.reduce(whole[1])))
     return whole, measured
+
+
+def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
+    """Return the columns as byte_columns has them, [7, rows]. Raises ValueError if they differ in length."""
+    if not (encoded := columns.byte_columns):
+        return _packed_columns(columns)
+    if len(encoded) % ROW_BYTES:
+        raise ValueError(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
+    return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
+
+
+def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
+    """Replace phases that are not known by PHASE_UNSPECIFIED. seen: the bits that any phase has."""
+    # All bits of PHASE_OUTPUT are set, so no phase is out of range unless the bits of all phases together are.
+    if seen not in range(agent_pb2.PHASE_OUTPUT + 1):
+        phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
 
 
 def spell_out(columns: agent_pb2.TokenColumns) -> None:
@@ -290,8 +285,9 @@ def spell_out(columns: agent_pb2.TokenColumns) -> None:
         column.extend(values.tolist())
 
 
-def _packed_columns(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the columns of a report without byte_columns. Raises ValueError if they differ in length."""
+def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
+    """Return the columns of a report without byte_columns as byte_columns would have them, [7, rows]. Raises ValueError
+    if they differ in length."""
     packed = packed_fields(columns)
     told: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
     numbers = [integers(packed.get(field, NOTHING), column) for field, column in zip(INTEGERS, told, strict=True)]
@@ -302,4 +298,5 @@ def _packed_columns(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64],
     lengths = [*map(len, numbers), *map(len, measured)]
     if len(set(lengths)) != 1:
         raise ValueError(f"token columns must have one length; got {lengths}")
-    return np.concatenate(numbers).reshape(4, -1), np.concatenate(measured).reshape(3, -1)
+    whole = np.concatenate(numbers).astype(np.uint32)
+    return np.concatenate([whole, np.concatenate(measured).view(np.uint32)]).reshape(len(lengths), -1)

@@ -29,7 +29,7 @@ TRACKER, MESSAGES, SHARE = (
     "meridian_agent/engine/queue_order.py",
 )
 SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
-FLEET, TABLE = "meridian_control/fleet/fleet.py", "meridian_control/decisions/request_table.py"
+FLEET, HISTORY = "meridian_control/fleet/fleet.py", "meridian_control/decisions/history.py"
 INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_control/session/settings_delivery.py"
 
 
@@ -518,8 +518,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # The request table counts every token as the agent does.
     Mutant(
         "taken-back tokens stay counted",
-        TABLE,
-        "            back = flags >> TAKE_BACK_SHIFT\n",
-        "            back = flags * 0\n",
+        HISTORY,
+        "        back = rows.flags >> TAKE_BACK_SHIFT\n",
+        "        back = rows.flags * 0\n",
     ),
 )

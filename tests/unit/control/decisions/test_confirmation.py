@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.history import Unsampled
 from meridian_control.decisions.moments import Moments, sentence_ends
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.signals import add_eat_sample
+from meridian_control.decisions.table_columns import PROBE_COLUMNS
 from meridian_control.decisions.termination import ends
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.tables import policy, table, thinking, tokens
@@ -198,4 +198,4 @@ def test_a_moment_before_a_sample_sees_the_earlier_samples_of_then() -> None:
     found = Moments(made, np.array([0, 0]), np.array([1, 2]), np.array([1, 2]))
     assert found.eat_ema_nats.tolist() == [3.0, 2.0]
     assert found.earlier_eat_ema_nats[:, :2].tolist() == [[4.0, pytest.approx(np.nan, nan_ok=True)], [3.0, 4.0]]
-    assert {"earlier_eat_ema_nats", "earlier_eat_ema_variance"} <= set(Unsampled._fields)
+    assert {"earlier_eat_ema_nats", "earlier_eat_ema_variance"} <= set(PROBE_COLUMNS)
