@@ -32,7 +32,7 @@ from meridian_control.decisions.table_columns import (
     place_of,
     words_of,
 )
-from meridian_control.decisions.token_rows import FLAG_END, differs
+from meridian_control.decisions.token_rows import ENCODED_SIGNALS, FLAG_END, differs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -83,17 +83,18 @@ class Moments:
 
     def packed_row(self, index: int) -> bytes:
         """Return a moment's values of the signals, as SIGNAL_ROW has them."""
-        return self._packed[index * SIGNAL_ROW.itemsize : (index + 1) * SIGNAL_ROW.itemsize]
+        return self._packed[index * PACKED_BYTES : (index + 1) * PACKED_BYTES]
 
     @kept
     def _packed(self) -> bytes:
         """The rows of all moments as SIGNAL_ROW has them, one after another."""
-        words = self._table.packed(self.slot)
-        words[:, COUNTS] -= self._later.T
+        words, later = self._table.packed(self.slot), self._later
+        words[:, COUNTS] -= later.T
         words[:, REPETITIONS] = 0
         words.view(np.float64)[:, SUMS] -= self._later_entropies.T
-        self._pack_newest(words)
-        if any_in(self._later[SENTENCE_ENDS] > 0):
+        words.view(np.uint8)[:, PHASE] = self.phase
+        self._pack_newest(words.view(np.uint32))
+        if any_in(later[SENTENCE_ENDS] > 0):
             (here, begin, end), ends = self._ends_seen, self._history.ends
             late, early = (here > begin).nonzero()[0], ((end > begin) & (here == begin)).nonzero()[0]
             words[late, END_WORDS], words[early, END_WORDS] = ends.newest[here[late] - 1], ends.before[begin[early]]
@@ -101,11 +102,10 @@ class Moments:
             words[earlier, PROBE_WORDS] = self._history.unsampled_of(self.slot[earlier]).words
         return words.tobytes()
 
-    def _pack_newest(self, words: NDArray[np.int64]) -> None:
-        """Set the columns that have their values in the newest row. words: rows of SIGNAL_ROW, [moments, words]."""
-        words.view(np.uint8)[:, PHASE] = self.phase
+    def _pack_newest(self, words: NDArray[np.uint32]) -> None:
+        """Set the signals of the newest row. words: rows of SIGNAL_ROW in words of 4 bytes, [moments, words]."""
         words.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
-        words.view(np.uint32)[:, END_RANK] = self.end_rank
+        words[:, END_RANK] = self.end_rank
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
@@ -195,21 +195,21 @@ class Moments:
     @kept
     def _later(self) -> NDArray[np.int64]:
         """The sums that the rows after each moment add to the counts, [4, moments]."""
+        here, over = self._counts_seen
+        return over - here
+
+    @kept
+    def _counts_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The running counts at each moment, and after the slot's last row, [4, moments]."""
         counts = self._history.counts
-        return counts.take(self._over, axis=1) - counts.take(self.place, axis=1)
+        return counts.take(self.place, axis=1), counts.take(self._over, axis=1)
 
     @kept
     def _later_entropies(self) -> NDArray[np.float64]:
         """The entropies that the rows after each moment add to the sums of entropies, [2, moments]."""
-        number, sums = self._history.counts[ENTROPIES], self._history.entropy_sums
-        over, here = number.take(self._over), number.take(self.place)
-        later: NDArray[np.float64] = sums.take(over, axis=1) - sums.take(here, axis=1)
+        (here, over), sums = self._counts_seen, self._history.entropy_sums
+        later: NDArray[np.float64] = sums.take(over[ENTROPIES], axis=1) - sums.take(here[ENTROPIES], axis=1)
         return later
-
-    @kept
-    def _begin(self) -> NDArray[np.intp]:
-        """The place before the slot's first row."""
-        return self._span[0]
 
     @kept
     def _over(self) -> NDArray[np.intp]:
@@ -252,17 +252,9 @@ class Moments:
     def boundary_count(self) -> NDArray[np.int64]:
         return self._back("boundary_count", SENTENCE_ENDS)
 
-    @kept
-    def boundary_ranks(self) -> NDArray[np.int64]:
-        return self._at_newest_end("boundary_ranks", RANKS)
-
-    @kept
-    def boundary_margins(self) -> NDArray[np.float64]:
-        return self._at_newest_end("boundary_margins", MARGINS)
-
-    @kept
-    def boundary_rpdi(self) -> NDArray[np.float64]:
-        return self._at_newest_end("boundary_rpdi", RPDI)
+    boundary_ranks = kept(lambda seen: seen._at_newest_end("boundary_ranks", RANKS))
+    boundary_margins = kept(lambda seen: seen._at_newest_end("boundary_margins", MARGINS))
+    boundary_rpdi = kept(lambda seen: seen._at_newest_end("boundary_rpdi", RPDI))
 
     def _at_newest_end(self, name: str, words: slice) -> NDArray[Any]:
         """Return the column's values after the newest sentence end of each moment. words: those of SentenceEnds that
@@ -278,19 +270,22 @@ class Moments:
     @kept
     def _ends_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Numbers of the report's sentence ends before each moment, and before the places around the slot's rows."""
-        number = self._history.counts[SENTENCE_ENDS]
-        return number[self.place], number[self._begin], number[self._over]
+        here, over = self._counts_seen
+        return here[SENTENCE_ENDS], self._history.counts[SENTENCE_ENDS].take(self._span[0]), over[SENTENCE_ENDS]
 
 
 class RowMoments(Moments):
     """The moments right after rows. The rows are known, so less must be searched for."""
 
     def __init__(self, table: RequestTable, row: NDArray[np.intp]) -> None:
-        super().__init__(table, table.history.rows.slot[row], row + 1)
+        super().__init__(table, table.history.rows.slot.take(row), row + 1)
         self.row = row
 
     def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
-        return column[self.row]
+        return column.take(self.row)
+
+    def _pack_newest(self, words: NDArray[np.uint32]) -> None:
+        words[:, NEWEST_SIGNALS] = self._history.rows.encoded[ENCODED_SIGNALS].take(self.row, axis=1).T
 
     @kept
     def _row_step(self) -> NDArray[np.int64]:
@@ -302,8 +297,8 @@ class RowMoments(Moments):
 
     @kept
     def _span(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        rows, owner = self._history.rows, self._history.rows.owner[self.row]
-        return rows.first[owner], rows.last[owner] + 1
+        edges, owner = self._history.rows.edges, self._history.rows.owner.take(self.row)
+        return edges.take(owner), edges.take(owner + 1)
 
     @kept
     def _over(self) -> NDArray[np.intp]:
@@ -311,16 +306,18 @@ class RowMoments(Moments):
 
     @kept
     def think_tokens(self) -> NDArray[np.int64]:
-        return self._history.think_tokens[self.row]
+        return self._history.think_tokens.take(self.row)
 
 
+PACKED_BYTES = SIGNAL_ROW.itemsize
 # Places in a row of SIGNAL_ROW, in numbers of each column's own size: the rows of `History.counts`; cycles and repeated
-# tokens, which are known only at the end of a report; the rows of `History.entropy_sums`; and three columns that have
+# tokens, which are known only at the end of a report; the rows of `History.entropy_sums`; and the columns that have
 # their values in the newest row.
 COUNTS = slice(4)
 REPETITIONS = words_of("loop_period", "repeated_tokens")
 SUMS = words_of("entropy_sum", "entropy_window_sum")
 PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
+NEWEST_SIGNALS = slice(END_RANK, END_RANK + 3)
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
@@ -337,16 +334,25 @@ def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np
     return Moments(table, slot[order], place[order])
 
 
+class _EndMoments(RowMoments):
+    """The moments right after sentence ends at which the request goes on thinking. ends: the sentence ends."""
+
+    def __init__(self, table: RequestTable, ends: SentenceEnds) -> None:
+        super().__init__(table, ends.row)
+        self._at, self.boundary_count = ends, ends.number
+
+    boundary_ranks = kept(lambda seen: seen._at.ranks)
+    boundary_margins = kept(lambda seen: seen._at.margins)
+    boundary_rpdi = kept(lambda seen: seen._at.rpdi)
+    thinking, boundary_now = kept(lambda seen: seen.live), kept(lambda seen: seen.live)
+
+
 def sentence_ends(table: RequestTable) -> Moments:
     """Return the moments at which a request that goes on thinking reported the rank at a sentence end."""
     ends, flags = table.history.ends, table.history.rows.flags
     if table.history.rows.flags_seen & FLAG_END and any_in(over := (flags[ends.row] & FLAG_END) != 0):
         ends = SentenceEnds(*(column[~over] for column in ends))
-    found = RowMoments(table, ends.row)
-    found.boundary_ranks, found.boundary_count = ends.ranks, ends.number
-    found.boundary_margins, found.boundary_rpdi = ends.margins, ends.rpdi
-    found.live = found.thinking = found.boundary_now = np.ones(len(ends.row), bool)
-    return found
+    return _EndMoments(table, ends)
 
 
 def joined(table: RequestTable, parts: Sequence[tuple[NDArray[Any], ...]]) -> Moments:
@@ -360,18 +366,21 @@ def joined(table: RequestTable, parts: Sequence[tuple[NDArray[Any], ...]]) -> Mo
 
 def changes(table: RequestTable) -> list[RequestChange]:
     """Return the changes of phase and the ends of thinking in the newest report, sorted by step."""
-    history = table.history
-    rows = history.rows
-    has_ends = rows.flags_seen & FLAG_END
-    is_end = (rows.flags & FLAG_END) != 0
-    after = np.where(is_end, OUTPUT, rows.phase) if has_ends else rows.phase
+    history, rows = table.history, table.history.rows
+    after, has_ends = rows.phase, rows.flags_seen & FLAG_END
+    if has_ends:
+        is_end = (rows.flags & FLAG_END) != 0
+        after = np.where(is_end, OUTPUT, after)
     changed = rows.before(after, history.before.phase) != after
     row = (changed | is_end if has_ends else changed).nonzero()[0]
     if not len(row):
         return []
-    kinds = ["think_end" if end else "phase" for end in is_end[row].tolist()]
-    found = _changes(RowMoments(table, row), kinds, rows.flags[row].tolist())
-    return sorted(found, key=lambda change: change.step)
+    slot, over, output = rows.slot.take(row), rows.edges.take(rows.owner.take(row) + 1), history.counts[OUTPUT_TOKENS]
+    output_tokens = table.output_tokens[slot] - (output.take(over) - output.take(row + 1))
+    flags = rows.flags.take(row).tolist()
+    kinds = ["think_end" if flag & FLAG_END else "phase" for flag in flags]
+    columns = history.step.take(row), slot, after.take(row), history.think_tokens.take(row), output_tokens
+    return sorted(_changes(kinds, flags, columns), key=lambda change: change.step)
 
 
 def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[RequestChange]:
@@ -381,9 +390,10 @@ def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps
         return []
     slot, step = np.array(told).T
     moments = Moments(table, slot, table.history.places_in(slot, step), step)
-    return _changes(moments, [kind] * len(told), [0] * len(told))
-
-
-def _changes(moments: Moments, kinds: list[str], flags: list[int]) -> list[RequestChange]:
     columns = moments.step, moments.slot, moments.phase, moments.think_tokens, moments.output_tokens
+    return _changes([kind] * len(told), [0] * len(told), columns)
+
+
+def _changes(kinds: list[str], flags: list[int], columns: tuple[NDArray[Any], ...]) -> list[RequestChange]:
+    """Return events with these kinds, flags, and columns of the other fields in their order, [events] each."""
     return [RequestChange(*row) for row in zip(kinds, flags, *(column.tolist() for column in columns), strict=True)]

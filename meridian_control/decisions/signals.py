@@ -30,8 +30,8 @@ def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: f
         return
     mean, variance = eat_nats, 0.0
     if table.eat_count[slot]:
-        mean = ema_alpha * eat_nats + (1 - ema_alpha) * table.eat_ema_nats[slot]
-        variance = ema_alpha * (eat_nats - mean) ** 2 + (1 - ema_alpha) * table.eat_ema_variance[slot]
+        mean = ema_alpha * eat_nats + (1 - ema_alpha) * float(table.eat_ema_nats[slot])
+        variance = ema_alpha * (eat_nats - mean) ** 2 + (1 - ema_alpha) * float(table.eat_ema_variance[slot])
     table.note_eat(slot, eat_nats, think_tokens, mean, variance)
 
 

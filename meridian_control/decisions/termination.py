@@ -254,11 +254,10 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     """Whether EAT is flat *and* low, now and after as many earlier samples as confirmation asks for. EAT that is flat
     at a high level has not converged."""
     earlier = policy.confirm_sentence_ends - 1
-    flat: NDArray[np.bool_] = seen.eat_ema_variance < policy.eat_ema_variance_threshold
-    low = seen.eat_ema_nats < policy.eat_level_threshold_nats
-    converged = flat & low
+    converged: NDArray[np.bool_] = seen.eat_ema_nats < policy.eat_level_threshold_nats
     if not any_in(converged):
         return converged
+    converged &= seen.eat_ema_variance < policy.eat_ema_variance_threshold
     converged &= seen.eat_count >= policy.eat_warmup_samples + earlier
     if earlier:
         was_flat = seen.earlier_eat_ema_variance[:, :earlier] < policy.eat_ema_variance_threshold

@@ -59,11 +59,11 @@ class TokenRows(NamedTuple):
     """The columns of the rows, each [rows], and where each slot's rows begin and end.
 
     thinks: whether the row belongs to thinking. thinking, answering: whether its token is text of the thinking or of
-    the answer. at_ms: time at which the row came. number: index of the row in the report. begins: whether the row is
-    the first of its slot. owner: index of the row's slot in `s`. s: the slots that have rows; first, last: indices of
-    their first and last rows; all three [slots]. edges: `first`, followed by the number of rows. flags_seen: the bits
-    that the flags of any row have. encoded: the columns as TokenColumns.byte_columns has them, [7, rows]. sent: number
-    of rows in the report, those of unknown requests included.
+    the answer. at_ms: time at which the row came. number: index of the row in the report. owner: index of the row's
+    slot in `s`. s: the slots that have rows; first, last: indices of their first and last rows; all three [slots].
+    edges: `first`, followed by the number of rows. flags_seen: the bits that the flags of any row have. encoded: the
+    columns as TokenColumns.byte_columns has them, [7, rows]. sent: number of rows in the report, those of unknown
+    requests included.
     """
 
     slot: NDArray[np.int64]
@@ -76,7 +76,6 @@ class TokenRows(NamedTuple):
     answering: NDArray[np.bool_]
     at_ms: NDArray[np.float64]
     number: NDArray[np.intp]
-    begins: NDArray[np.bool_]
     owner: NDArray[np.intp]
     first: NDArray[np.intp]
     last: NDArray[np.intp]
@@ -115,19 +114,16 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     order = encoded[0].astype(np.uint16).argsort(kind="stable")
     rows = encoded.take(order, axis=1)
     whole = rows[:4].astype(np.int64)
-    bits, phases, seen, _ = np.bitwise_or.reduce(whole, axis=1).tolist()
-    if len(order) and not _all_live(whole[0], bits, live):
+    if len(order) and not _all_live(whole[0], live):
         is_live = live.take(whole[0], mode="clip") & (whole[0] < len(live))
         order, rows, whole = order[is_live], rows[:, is_live], whole[:, is_live]
     slot, phase, flags, end_rank = whole
-    _keep_known_phases(phase, phases)
-    begins, edges = _slot_edges(slot)
+    _keep_known_phases(phase)
+    edges = _slot_edges(slot)
     first, last = edges[:-1], edges[1:] - 1
     if len(slot) > MAX_ROWS_PER_SLOT and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
         raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
-    owner = begins.cumsum()
-    owner -= 1
-    thinks = phase == agent_pb2.PHASE_THINK
+    seen, thinks = int(np.bitwise_or.reduce(flags)), phase == agent_pb2.PHASE_THINK
     thinking, answering = thinks, phase == agent_pb2.PHASE_OUTPUT
     if seen & FLAG_MARKER:
         text = (flags & FLAG_MARKER) == 0
@@ -144,8 +140,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         answering=answering,
         at_ms=at_ms.take(order) if isinstance(at_ms, np.ndarray) else np.full(len(order), at_ms),
         number=order,
-        begins=begins,
-        owner=owner,
+        owner=np.arange(len(first)).repeat(edges[1:] - first),
         first=first,
         last=last,
         edges=edges,
@@ -158,20 +153,17 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     )
 
 
-def _all_live(slot: NDArray[np.int64], bits: int, live: NDArray[np.bool_]) -> bool:
-    """Whether all rows belong to live slots. slot: [rows], sorted by 16 bits. bits: those that any slot has. live:
-    [slots]."""
-    return not bits >> 16 and bool(slot[-1] < len(live)) and all_in(live.take(slot))
+def _all_live(slot: NDArray[np.int64], live: NDArray[np.bool_]) -> bool:
+    """Whether all rows belong to live slots. slot: [rows]. live: [slots]."""
+    return all_in(live.take(slot, mode="clip")) and all_in(slot < len(live))
 
 
-def _slot_edges(slot: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-    """Return whether each row is the first of its slot, and the indices of these rows, followed by the number of rows.
-
-    slot: ascending.
-    """
-    begins = np.ones(len(slot) + 1, bool)
+def _slot_edges(slot: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return the indices of the first rows of the slots, followed by the number of rows. slot: ascending."""
+    begins = np.empty(len(slot) + 1, bool)
+    begins[0] = begins[-1] = True
     np.not_equal(slot[1:], slot[:-1], out=begins[1:-1])
-    return begins[:-1], begins.nonzero()[0]
+    return begins.nonzero()[0]
 
 
 def token_kinds(rows: TokenRows) -> NDArray[np.uint8]:
@@ -217,7 +209,9 @@ def intervals(
     """
     answer = rows.answering.nonzero()[0]
     # First row and number of the rows that share the slot and the time of each answer token.
-    together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
+    apart = differs(rows.at_ms)
+    apart[rows.first] = True
+    together = apart.nonzero()[0]
     if len(together) == len(kind):
         first, count = answer, np.ones(len(answer), np.int64)
     else:
@@ -255,7 +249,7 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
     """
     encoded = _encoded(columns)
     whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
-    _keep_known_phases(whole[1], int(np.bitwise_or.reduce(whole[1])))
+    _keep_known_phases(whole[1])
     return whole, measured
 
 
@@ -268,10 +262,10 @@ def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
 
 
-def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
-    """Replace phases that are not known by PHASE_UNSPECIFIED. seen: the bits that any phase has."""
+def _keep_known_phases(phase: NDArray[np.int64]) -> None:
+    """Replace phases that are not known by PHASE_UNSPECIFIED."""
     # All bits of PHASE_OUTPUT are set, so no phase is out of range unless the bits of all phases together are.
-    if seen not in range(agent_pb2.PHASE_OUTPUT + 1):
+    if int(np.bitwise_or.reduce(phase)) not in range(agent_pb2.PHASE_OUTPUT + 1):
         phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
 
 

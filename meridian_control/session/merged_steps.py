@@ -28,7 +28,7 @@ def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
     """Yield token rows, prompt tokens and milliseconds of each step for which the report gives all three."""
     merged = report.merged
     if merged.rows:
-        yield from zip(merged.rows, merged.prefill_tokens, merged.step_time_ms, strict=True)
+        yield from zip(merged.rows[:], merged.prefill_tokens[:], merged.step_time_ms[:], strict=True)
     elif report.steps == 1:
         yield row_count(report.tokens), report.prefill_tokens, report.step_time_ms
 
@@ -39,7 +39,7 @@ def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
     If the agent does not say, the step is the last. name: of the field. Call `ages_ms` first, which checks the report.
     Raises ValueError if the counts per step do not add up to the entries of the field.
     """
-    if not (told := list(getattr(report.merged, name))):
+    if not (told := getattr(report.merged, name)[:]):
         return [max(report.steps, 1) - 1] * entries
     if len(told) != report.steps or sum(told) != entries:
         raise ValueError(
@@ -50,7 +50,7 @@ def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
 
 def step_of_rows(report: agent_pb2.StepReport) -> NDArray[np.int64]:
     """Return the step in which each token row came, [rows], as `step_of` does. Call `ages_ms` first."""
-    if not (told := list(report.merged.rows)):
+    if not (told := report.merged.rows[:]):
         return np.full(row_count(report.tokens), max(report.steps, 1) - 1)
     return np.arange(len(told)).repeat(told)
 
@@ -65,7 +65,7 @@ def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
         return np.zeros(rows)
     if report.steps > MAX_STEPS:
         raise ValueError(f"a report must merge at most {MAX_STEPS} steps; got {report.steps}")
-    told, age_ms = list(merged.rows), list(merged.age_ms)
+    told, age_ms = merged.rows[:], merged.age_ms[:]
     lengths = [len(column) for column in (told, merged.step_time_ms, merged.prefill_tokens, age_ms)]
     if lengths != [report.steps] * 4:
         raise ValueError(f"columns of merged steps must have one entry for each of {report.steps}; got {lengths}")

@@ -16,7 +16,6 @@ from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import MAX_SLOTS, THINK
 from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.decisions.table_columns import NO_CAP, THINK_END
-from meridian_control.decisions.token_rows import row_count
 from meridian_control.session.merged_steps import ages_ms, step_of, step_of_rows
 from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continued
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from meridian_control.session.decision_ledger import Ledger
     from meridian_control.session.effective_policies import Groups
     from meridian_control.session.shadow_comparison import Comparison
-
-# Fields whose entries belong to single steps of the report.
-ONE_BY_ONE = ("preempted", "resumed", "outcomes")
 
 
 class Intake:
@@ -54,7 +50,7 @@ class Intake:
         self._table, self._groups, self._ledger, self._charges = table, groups, ledger, charges
         self._totals, self._shadow, self._journal = totals, shadow, journal
         self._endings = ThinkEnds(table, totals)
-        # Step of each entry of the newest report, by field.
+        # Step of each entry of the newest report, by the fields whose entries belong to single steps.
         self._steps: dict[str, list[int]] = {}
 
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
@@ -76,15 +72,21 @@ class Intake:
 
         Raises ValueError if the report breaks the contract.
         """
-        for name in ("opened", "preempted", "resumed", "closed"):
-            _check_length(name, getattr(report, name))
+        preempted, resumed, closed = report.preempted, report.resumed, report.closed
+        for name, told in (
+            ("opened", report.opened),
+            ("preempted", preempted),
+            ("resumed", resumed),
+            ("closed", closed),
+        ):
+            _check_length(name, told)
         table = self._table
         self._totals.reports += 1
         for opened in report.opened:
             self._open(opened, now_ms)
         self._add_tokens(report, now_ms)
-        told = ((name, len(getattr(report, name))) for name in ONE_BY_ONE)
-        self._steps = {name: step_of(report, name, entries) for name, entries in told if entries}
+        numbers = {"preempted": len(preempted), "resumed": len(resumed), "outcomes": len(report.outcomes)}
+        self._steps = {name: step_of(report, name, number) for name, number in numbers.items() if number}
         if report.HasField("probes"):
             self._add_probes(report.probes, step_of(report, "probes", len(report.probes.slot)))
         if self._steps or report.HasField("probes"):
@@ -93,15 +95,15 @@ class Intake:
             self._take_loops(report.loops, report.repeats)
         else:
             table.forget_repetitions()
-        for slot in filter(table.holds, report.preempted):
+        for slot in filter(table.holds, preempted):
             table.set_preempted(slot, True)
-        for slot in filter(table.holds, report.resumed):
+        for slot in filter(table.holds, resumed):
             table.set_preempted(slot, False)
         for outcome, step in zip(report.outcomes, self._steps.get("outcomes", ()), strict=True):
             if (probed := self._ledger.settle(outcome, report.step)) is not None:
                 table.history.note_probe_outcome(probed, step)
-        for closed in filter(lambda closed: table.holds(closed.slot), report.closed):
-            table.mark_closing(closed.slot)
+        for slot in filter(table.holds, (request.slot for request in closed)):
+            table.mark_closing(slot)
 
     def finish(self, report: agent_pb2.StepReport, governed: bool) -> None:
         """Count the report's events in the order in which they happened, then drop the requests that it closes.
@@ -109,7 +111,7 @@ class Intake:
         governed: whether the session makes decisions. Otherwise no closed request counts as treated or as control.
         """
         table = self._table
-        if len(table.history.rows.slot) < row_count(report.tokens):
+        if len(table.history.rows.slot) < table.history.rows.sent:
             self._endings.count_unknown(report.tokens)
         ended = self._count_changes(report)
         self._compare([*ended, *((c.slot, self._think_tokens(c.slot)) for c in report.closed if self._is_cut(c))])
@@ -165,30 +167,33 @@ class Intake:
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
         # Agents of the first version do not report whether the answer would be empty, nor whether it changes.
-        empty_answers = probes.empty_answer or [False] * len(probes.slot)
-        same_answers = probes.same_answer or [0] * len(probes.slot)
-        columns = probes.decision_id, probes.slot, probes.think_tokens, probes.eat_nats, empty_answers, same_answers
+        ids, slots = probes.decision_id[:], probes.slot[:]
+        empty_answers = probes.empty_answer[:] or [False] * len(slots)
+        same_answers = probes.same_answer[:] or [0] * len(slots)
+        columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        known = [row for row in zip(*columns, steps, strict=True) if self._is_asked(*row[:2])]
+        asked = map(self._is_asked, ids, slots)
+        known = [row for row, is_asked in zip(zip(*columns, steps, strict=True), asked, strict=True) if is_asked]
         if not known:
             return
         sampled: dict[int, int] = {}
         for _, slot, *_, step in known:
             sampled.setdefault(slot, step)
         self._table.history.sample(self._table, sampled)
+        table, groups, decisions = self._table, self._groups, self._ledger.open
         for decision_id, slot, tokens, eat_nats, empty_answer, same_answer, _ in known:
-            add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha, tokens)
-            self._table.note_trial_answer(slot, empty_answer, same_answer)
-            self._groups.count_sample(slot, tokens, eat_nats)
-            if (logged := self._ledger.open[decision_id].logged) is not None:
+            add_eat_sample(table, slot, eat_nats, groups.of(slot).entropy.ema_alpha, tokens)
+            table.note_trial_answer(slot, empty_answer, same_answer)
+            groups.count_sample(slot, tokens, eat_nats)
+            if (logged := decisions[decision_id].logged) is not None:
                 logged.measured_eat_nats = eat_nats
 
     def _is_asked(self, decision_id: int, slot: int) -> bool:
         """Whether a probe's result belongs to a decision that waits for it."""
-        decision = self._ledger.open.get(decision_id)
-        asked = self._groups.policy is not None and decision is not None and decision.slot == slot
-        return asked and decision is not None and self._ledger.concerns(decision)
+        if self._groups.policy is None or (decision := self._ledger.open.get(decision_id)) is None:
+            return False
+        return decision.slot == slot and self._ledger.concerns(decision)
 
     def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
         """Take in the cycles and the repeated tokens that the agent has found.
