@@ -83,7 +83,7 @@ async def _end_at(whole: WholeFleet, replica_id: str, engine_id: str, request_id
             await connection.wait_for_outcome(decision, wait_s)
         answer.session_id, answer.decision_id = connection.session.session_id, decision.decision_id
         answer.reason, answer.outcome, answer.detail = decision.reason, decision.outcome, decision.detail
-        answer.think_tokens = decision.think_tokens or ended.think_tokens
+        answer.think_tokens = decision.outcome_think_tokens or ended.think_tokens
     return answer
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.decision_log.records import LoggedDecision
+from meridian_control.decision_log.records import Decision
 from meridian_control.handover.rule import KV_PRESSURE, PREEMPTED_ANSWERS, STEP_GAIN
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def handover_message(made: Handover) -> fleet_pb2.LoggedHandover:
     return told
 
 
-def compared_handover(made: LoggedDecision, policy: Policy) -> Iterator[tuple[str, float, str, str, float]]:
+def compared_handover(made: Decision, policy: Policy) -> Iterator[tuple[str, float, str, str, float]]:
     """Yield the values that the rule behind a handover compared."""
     if made.hand_over is None or made.hand_over.move.engine is None:
         return
@@ -45,5 +45,5 @@ def compared_handover(made: LoggedDecision, policy: Policy) -> Iterator[tuple[st
 
 def refs_of(life: Life) -> set[str]:
     """Return the references of the handovers that a life concerns: those decided for it, and the one it continues."""
-    made = {event.hand_over.ref for event in life.events if isinstance(event, LoggedDecision) and event.hand_over}
+    made = {event.hand_over.ref for event in life.events if isinstance(event, Decision) and event.hand_over}
     return (made | {life.opened.handed_over_ref}) - {""}

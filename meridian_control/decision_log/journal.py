@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import ENTROPY_REASONS
-from meridian_control.decision_log.records import Circumstances, Life, LifeEvent, LoggedDecision
+from meridian_control.decision_log.records import Circumstances, Decision, Life, LifeEvent
 from meridian_control.decision_log.request_ids import sampled
 
 if TYPE_CHECKING:
@@ -131,12 +131,13 @@ class Journal:
         for made, index in decisions:
             if (life := self._lives.get(made.slot)) is None:  # type: ignore[arg-type]
                 continue
-            made.logged = logged = LoggedDecision(self._log.number(), life, made, under, seen.packed_row(index))
+            made.number, made.life, made.under, made.seen = self._log.number(), life, under, seen.packed_row(index)
+            made.is_logged = True
             if shortening is not None and _by_entry(made, policy, shortening):
-                logged.shortening, logged.level_change = shortening, level_change
-            self._log.add(life, logged, life.probes if made.kind == "probe" else life.events)
+                made.shortening, made.level_change = shortening, level_change
+            self._log.add(life, made, life.probes if made.kind == "probe" else life.events)
 
-    def settled(self, made: LoggedDecision) -> None:
+    def settled(self, made: Decision) -> None:
         """Note that a decision has got its outcome."""
         made.outcome_time = self.now
         if self._log.settled is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from meridian_control.decision_log.records import LoggedDecision
+    from meridian_control.decision_log.records import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ WAITING = 10_000
 
 
 @contextmanager
-def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[LoggedDecision], None] | None]:
+def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[Decision], None] | None]:
     """Open the file and yield the function that takes settled decisions, None without a path.
 
     Decisions that wait are written before the file is closed. Raises OSError if the file cannot be opened.

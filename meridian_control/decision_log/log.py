@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from meridian_control.decision_log.records import LoggedDecision
+from meridian_control.decision_log.records import Decision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class DecisionLog:
 
     def __init__(
         self,
-        settled: Callable[[LoggedDecision], None] | None = None,
+        settled: Callable[[Decision], None] | None = None,
         ended: Callable[[Life], None] | None = None,
         max_events: int = MAX_EVENTS,
         max_decisions: int = MAX_DECISIONS,
@@ -41,7 +41,7 @@ class DecisionLog:
         # request whose stream is lost counts as over.
         self._live: dict[Key, Life] = {}
         self._over: dict[Key, Life] = {}
-        self._decisions: deque[LoggedDecision] = deque(maxlen=max_decisions)
+        self._decisions: deque[Decision] = deque(maxlen=max_decisions)
         self._number = 0
 
     def number(self) -> int:
@@ -64,7 +64,7 @@ class DecisionLog:
             self._live[key] = self._over.pop(key)
         return life if life is not None and life.close_time is None else None
 
-    def add(self, life: Life, event: LifeEvent | LoggedDecision, among: deque[LifeEvent | LoggedDecision]) -> None:
+    def add(self, life: Life, event: LifeEvent | Decision, among: deque[LifeEvent | Decision]) -> None:
         """Add an event to a life. A full log drops the life that ended first, or the oldest if no life has ended."""
         if self._live.get(life.key) is not life:
             return
@@ -73,14 +73,18 @@ class DecisionLog:
         else:
             self.events += 1
         among.append(event)
-        if isinstance(event, LoggedDecision):
+        if isinstance(event, Decision):
             self._decisions.append(event)
         while self.events > self._max_events:
             lives = self._over or self._live
             self._forget(lives.pop(next(iter(lives))))
 
     def _forget(self, life: Life | None) -> None:
-        self.events -= len(life) if life is not None else 0
+        if life is not None:
+            self.events -= len(life)
+            # A life and its decisions refer to each other, so that only the garbage collector would free them.
+            life.events.clear()
+            life.probes.clear()
 
     def lives(self) -> list[Life]:
         """Return all lives, those that are over first."""
@@ -92,6 +96,6 @@ class DecisionLog:
         exact = [life for life in lives if life.opened.request_id == request_id]
         return max(exact or lives, key=lambda life: life.open_time, default=None)
 
-    def decisions(self, wanted: Callable[[LoggedDecision], bool], before: datetime | None) -> Iterator[LoggedDecision]:
+    def decisions(self, wanted: Callable[[Decision], bool], before: datetime | None) -> Iterator[Decision]:
         """Return the wanted decisions, newest first, and only those made before `before` if it is given."""
         return (d for d in reversed(self._decisions) if (before is None or d.time < before) and wanted(d))

@@ -15,7 +15,7 @@ from meridian_control.common.enum_names import budget_stage_name
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.handover_messages import compared_handover, handover_message, refs_of
 from meridian_control.decision_log.pressure_messages import change_message, compared_reading
-from meridian_control.decision_log.records import LoggedDecision
+from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) ->
     """Return a page of the decisions that match the request, newest first. Raises InvalidRequest."""
     limit, before_us = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
 
-    def wanted(made: LoggedDecision) -> bool:
+    def wanted(made: Decision) -> bool:
         return (
             request.engine_id in ("", made.life.engine_id)
             and request.kind in ("", made.kind)
@@ -81,7 +81,7 @@ def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) ->
         )
 
     before = START + timedelta(microseconds=before_us) if before_us is not None else None
-    found: list[LoggedDecision] = []
+    found: list[Decision] = []
     for made in log.decisions(wanted, before):
         if len(found) >= limit and made.time != found[-1].time:
             break
@@ -154,8 +154,8 @@ def life_message(life: Life) -> fleet_pb2.RequestLife:
     return told
 
 
-def _event(event: LifeEvent | LoggedDecision) -> fleet_pb2.RequestEvent:
-    if isinstance(event, LoggedDecision):
+def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
+    if isinstance(event, Decision):
         seen, kind, detail = event.signals, "decision", ""
         phase = seen.phase
     else:
@@ -166,13 +166,13 @@ def _event(event: LifeEvent | LoggedDecision) -> fleet_pb2.RequestEvent:
         think_tokens=seen.think_tokens,
         output_tokens=seen.output_tokens,
         detail=detail,
-        decision=decision_message(event) if isinstance(event, LoggedDecision) else None,
+        decision=decision_message(event) if isinstance(event, Decision) else None,
     )
     _set(told.time, event.time)
     return told
 
 
-def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
+def decision_message(made: Decision) -> fleet_pb2.LoggedDecision:
     life = made.life
     told = fleet_pb2.LoggedDecision(
         decision_id=made.decision_id,
@@ -205,7 +205,7 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
     return told
 
 
-def compared(made: LoggedDecision) -> list[Compared]:
+def compared(made: Decision) -> list[Compared]:
     """Return the values that the rule behind a decision compared: the signals it saw and the limits of its policy."""
     if made.kind == "hand_over":
         return list(compared_handover(made, made.policy))
@@ -230,7 +230,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
     return [*rule(made, made.policy), *compared_reading(made)] if rule else []
 
 
-def _eat(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _eat(made: Decision, policy: Policy) -> Iterator[Compared]:
     seen, entropy = made.signals, policy.entropy
     yield _floor(made, policy)
     name, needed = "entropy.eat_warmup_samples", entropy.eat_warmup_samples
@@ -246,7 +246,7 @@ def _eat(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield f"earlier_eat_ema_nats[{k}]", seen.earlier_eat_ema_nats[k], "<", "entropy.eat_level_threshold_nats", level
 
 
-def _rank(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _rank(made: Decision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
     for age in range(policy.entropy.confirm_sentence_ends):
         yield from _rank_at(made.signals.boundary_ranks, age, policy)
@@ -264,14 +264,14 @@ def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Comp
             return
 
 
-def _margin(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _margin(made: Decision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
     for k, margin in enumerate(made.signals.boundary_margins_nats):
         limit = policy.entropy.margin_threshold_nats
         yield f"boundary_margins_nats[{k}]", margin, "<=", "entropy.margin_threshold_nats", limit
 
 
-def _rpdi(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _rpdi(made: Decision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
     limit = policy.entropy.rpdi_threshold
     yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", limit
@@ -279,13 +279,13 @@ def _rpdi(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield f"boundary_rpdi[{k}]", ratio, ">", "entropy.rpdi_threshold", limit
 
 
-def _same_answer(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _same_answer(made: Decision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
     wanted = policy.entropy.same_answer_samples
     yield "same_answer", made.signals.same_answer, ">=", "entropy.same_answer_samples", wanted
 
 
-def _give_up(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _give_up(made: Decision, policy: Policy) -> Iterator[Compared]:
     seen, entropy = made.signals, policy.entropy
     yield _floor(made, policy)
     yield "eat_think_tokens", seen.eat_think_tokens, ">=", "entropy.give_up_tokens", entropy.give_up_tokens
@@ -293,7 +293,7 @@ def _give_up(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield "eat_ema_nats", seen.eat_ema_nats, ">=", "entropy.give_up_eat_nats", entropy.give_up_eat_nats
 
 
-def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _soft_close(made: Decision, policy: Policy) -> Iterator[Compared]:
     own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
     name = _limit_name(made, "scheduler.soft_think_tokens") if soft >= own else "own min_think_tokens"
     yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
@@ -301,7 +301,7 @@ def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
 
 
-def _loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _loop(made: Decision, policy: Policy) -> Iterator[Compared]:
     seen, loop = made.signals, policy.loop
     if own := made.life.opened.min_think_tokens:
         yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
@@ -310,7 +310,7 @@ def _loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
 
 
-def _near_loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _near_loop(made: Decision, policy: Policy) -> Iterator[Compared]:
     seen, loop = made.signals, policy.loop
     if own := made.life.opened.min_think_tokens:
         yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
@@ -319,7 +319,7 @@ def _near_loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield "rpdi", seen.rpdi, "<=", "loop.entropy_collapse_ratio", loop.entropy_collapse_ratio
 
 
-def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:
     cap, limit = made.signals.max_think_tokens, policy.scheduler.max_think_tokens
     name = _limit_name(made, "scheduler.max_think_tokens")
     if made.reason == "empty_answer":
@@ -335,13 +335,13 @@ def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
 
 
-def _limit_name(made: LoggedDecision, field: str) -> str:
+def _limit_name(made: Decision, field: str) -> str:
     """Return the name of a limit: the policy's field, or the entry that has changed its value."""
     by = made.shortening
     return field if by is None else f"{by.section} {by.name} in stage {budget_stage_name(by.stage)}"
 
 
-def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _probe(made: Decision, policy: Policy) -> Iterator[Compared]:
     lead = probe_lead_tokens(policy.entropy)
     signal, value, operator, name, floor = _floor(made, policy)
     if only_gives_up(policy.entropy) and value >= (late := policy.entropy.give_up_tokens) - lead and late > floor:
@@ -354,13 +354,13 @@ def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         yield "boundary_margins_nats[0]", margin, "<=", "entropy.eat_probe_max_margin_nats", limit
 
 
-def _cap_probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+def _cap_probe(made: Decision, policy: Policy) -> Iterator[Compared]:
     if (cap := made.signals.max_think_tokens) is not None:
         name = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}"
         yield THINK_TOKENS, made.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
 
 
-def _floor(made: LoggedDecision, policy: Policy) -> Compared:
+def _floor(made: Decision, policy: Policy) -> Compared:
     own, floor = made.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
     name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
     return THINK_TOKENS, made.signals.think_tokens, ">=", name, max(floor, own)

@@ -10,7 +10,7 @@ from meridian.v1 import fleet_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meridian_control.decision_log.records import LoggedDecision
+    from meridian_control.decision_log.records import Decision
     from meridian_control.pressure.controller import LevelChange, Reading
     from meridian_control.pressure.engine_pressure import EnginePressure
 
@@ -46,7 +46,7 @@ def _reading(reading: Reading) -> fleet_pb2.PressureReading:
     return fleet_pb2.PressureReading(**reading._asdict())
 
 
-def compared_reading(made: LoggedDecision) -> Iterator[tuple[str, float, str, str, float]]:
+def compared_reading(made: Decision) -> Iterator[tuple[str, float, str, str, float]]:
     """Yield the measured value and the target behind the level at which pressure shortened a request."""
     change = made.level_change
     if change is not None and (reading := change.reading) is not None:

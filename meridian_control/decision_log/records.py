@@ -90,19 +90,32 @@ class Circumstances(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class LoggedDecision:
-    """A decision about a request, with the policy in force at the decision. `outcome` is OUTCOME_UNSPECIFIED until the
-    decision has an outcome.
+class Decision:
+    """A decision about an engine or one of its requests. `outcome` is OUTCOME_UNSPECIFIED until it is known.
 
-    seen: the request's row of the table at the decision, packed as SIGNAL_ROW has it. The row is unpacked when it is
-    read, because few decisions ever are.
+    `is_logged` says whether the decision log has the decision, as part of its request's life. Then the fields without a
+    default are set: `seen` is the request's row of the table at the decision, packed as SIGNAL_ROW has it. The row is
+    unpacked when it is read, because few decisions ever are.
     """
 
-    number: int
-    life: Life
-    made: Decision
-    under: Circumstances
-    seen: bytes
+    decision_id: int
+    kind: str
+    reason: str
+    slot: int | None = None
+    request_id: str = ""
+    # Newest reported step of the engine when the decision was made.
+    step: int = 0
+    # The cap that a decision of kind cap sets, in thinking tokens; 0 otherwise.
+    cap_tokens: int = 0
+    outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
+    # Thinking tokens of the request when the outcome was reached, and the outcome's detail.
+    outcome_think_tokens: int = 0
+    detail: str = ""
+    is_logged: bool = False
+    number: int = field(init=False)
+    life: Life = field(init=False)
+    under: Circumstances = field(init=False)
+    seen: bytes = field(init=False)
     outcome_time: datetime | None = None
     measured_eat_nats: float | None = None
     # Reason that an operator gave for an end of thinking.
@@ -115,24 +128,16 @@ class LoggedDecision:
     level_change: LevelChange | None = None
 
     @property
+    def counted_as(self) -> str:
+        return f"{self.kind}/{self.reason}" if self.kind in ("force", "hand_over") else self.kind
+
+    @property
     def time(self) -> datetime:
         return self.under.time
 
     @property
     def session_id(self) -> str:
         return self.under.session_id
-
-    @property
-    def decision_id(self) -> int:
-        return self.made.decision_id
-
-    @property
-    def kind(self) -> str:
-        return self.made.kind
-
-    @property
-    def reason(self) -> str:
-        return self.made.reason
 
     @property
     def shadow(self) -> bool:
@@ -145,18 +150,6 @@ class LoggedDecision:
     @property
     def policy(self) -> Policy:
         return self.under.policy
-
-    @property
-    def outcome(self) -> agent_pb2.Outcome.ValueType:
-        return self.made.outcome
-
-    @property
-    def outcome_think_tokens(self) -> int:
-        return self.made.think_tokens
-
-    @property
-    def detail(self) -> str:
-        return self.made.detail
 
     @property
     def signals(self) -> Signals:
@@ -215,8 +208,8 @@ class Life:
     close_time: datetime | None = None
     think_tokens: int = 0
     output_tokens: int = 0
-    events: deque[LifeEvent | LoggedDecision] = field(default_factory=lambda: deque(maxlen=LIFE_EVENTS))
-    probes: deque[LifeEvent | LoggedDecision] = field(default_factory=lambda: deque(maxlen=LIFE_PROBES))
+    events: deque[LifeEvent | Decision] = field(default_factory=lambda: deque(maxlen=LIFE_EVENTS))
+    probes: deque[LifeEvent | Decision] = field(default_factory=lambda: deque(maxlen=LIFE_PROBES))
     left_out: int = 0
     key: Key = field(init=False)
 
@@ -226,35 +219,10 @@ class Life:
     def __len__(self) -> int:
         return len(self.events) + len(self.probes)
 
-    def in_order(self) -> list[LifeEvent | LoggedDecision]:
+    def in_order(self) -> list[LifeEvent | Decision]:
         return sorted((*self.events, *self.probes), key=lambda event: event.number)
 
     def is_called(self, request_id: str) -> bool:
         """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any
         request."""
         return not request_id or is_called(self.opened.request_id, request_id)
-
-
-@dataclass(slots=True)
-class Decision:
-    """A decision between the time it is made and the time its outcome is known."""
-
-    decision_id: int
-    kind: str
-    reason: str
-    slot: int | None = None
-    request_id: str = ""
-    # Newest reported step of the engine when the decision was made.
-    step: int = 0
-    # The cap that a decision of kind cap sets, in thinking tokens; 0 otherwise.
-    cap_tokens: int = 0
-    outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
-    # Thinking tokens of the request when the outcome was reached, and the outcome's detail.
-    think_tokens: int = 0
-    detail: str = ""
-    # The decision's record in the decision log, None if the request's life is not kept.
-    logged: LoggedDecision | None = None
-
-    @property
-    def counted_as(self) -> str:
-        return f"{self.kind}/{self.reason}" if self.kind in ("force", "hand_over") else self.kind

@@ -157,9 +157,9 @@ class Ledger:
     def _finish(
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
     ) -> None:
-        decision.outcome, decision.think_tokens, decision.detail = outcome, think_tokens, detail
-        if self._journal is not None and decision.logged is not None:
-            self._journal.settled(decision.logged)
+        decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
+        if self._journal is not None and decision.is_logged:
+            self._journal.settled(decision)
         name = outcome_name(outcome)
         self._totals.outcomes[name] += 1
         self._totals.settled[decision.counted_as, name] += 1

@@ -163,8 +163,7 @@ class SessionHandovers:
             self._made[move.slot] = _Made(decision, move, shadow)
             if not shadow:
                 self.results.decided(self._key(decision.request_id), made)
-        if decision.logged is not None:
-            decision.logged.hand_over = made
+        decision.hand_over = made
 
     def _in_force(self) -> dict[int, rule.Move]:
         """Return the handovers without an outcome by slot, and take in the outcomes of the others."""

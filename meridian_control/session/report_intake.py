@@ -186,8 +186,7 @@ class Intake:
             add_eat_sample(table, slot, eat_nats, groups.of(slot).entropy.ema_alpha, tokens)
             table.note_trial_answer(slot, empty_answer, same_answer)
             groups.count_sample(slot, tokens, eat_nats)
-            if (logged := decisions[decision_id].logged) is not None:
-                logged.measured_eat_nats = eat_nats
+            decisions[decision_id].measured_eat_nats = eat_nats
 
     def _is_asked(self, decision_id: int, slot: int) -> bool:
         """Whether a probe's result belongs to a decision that waits for it."""

@@ -234,8 +234,7 @@ class Session:
         self.table.note_end(slot, agent_pb2.FORCE_REASON_OPERATOR, shadow=False)
         made = self._ledger.make("force", reason_name(agent_pb2.FORCE_REASON_OPERATOR), slot)
         newest = self.open_decisions[made]
-        if newest.logged is not None:
-            newest.logged.operator_reason = reason
+        newest.operator_reason = reason
         directives = agent_pb2.Directives(step=self._ledger.step)
         directives.forces.add(decision_id=made, slot=slot, reason=agent_pb2.FORCE_REASON_OPERATOR)
         return OperatorEnd(state, newest, think_tokens, [agent_pb2.ConnectResponse(directives=directives)])

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from meridian_control import __version__
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.decision_log.records import LoggedDecision
+from meridian_control.decision_log.records import Decision
 from meridian_control.session.decision_ledger import ENDING
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Tracing:
                 child.set_attribute("meridian.tokens", tokens)
             child.end(_ns(until))
         for event in life.in_order():
-            if isinstance(event, LoggedDecision):
+            if isinstance(event, Decision):
                 if event.kind in ENDING and outcome_name(event.outcome) in CARRIED_OUT:
                     span.add_event(
                         f"meridian.{event.kind}", dict(_decided(event)), _ns(event.outcome_time or event.time)
@@ -89,7 +89,7 @@ class Tracing:
 
 def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
     """Yield each stretch of one phase: its name, begin, end, and generated tokens (None for the prompt phase)."""
-    marks = [e for e in life.in_order() if not isinstance(e, LoggedDecision) and e.phase in PHASES]
+    marks = [e for e in life.in_order() if not isinstance(e, Decision) and e.phase in PHASES]
     for i, mark in enumerate(marks):
         if i and marks[i - 1].phase == mark.phase:
             continue
@@ -126,7 +126,7 @@ def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
         yield "meridian.joined_late", True
 
 
-def _decided(made: LoggedDecision) -> Iterator[tuple[str, Any]]:
+def _decided(made: Decision) -> Iterator[tuple[str, Any]]:
     yield "meridian.reason", made.reason
     if made.operator_reason:
         yield "meridian.operator_reason", made.operator_reason

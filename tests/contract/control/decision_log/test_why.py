@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from typer.testing import Result
 
-    from meridian_control.decision_log.records import LoggedDecision
+    from meridian_control.decision_log.records import Decision
     from tests.contract.streams import Control
 
 # A scheduler section with a soft close and a cap, both in shadow.
@@ -219,7 +219,7 @@ async def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path)
     assert "No such file or directory" in (tmp_path / "log").read_text()
 
 
-def logged(count: int) -> list[LoggedDecision]:
+def logged(count: int) -> list[Decision]:
     made = stream(policy(scheduler=EARLY))
     for number in range(count):
         made.open(f"r{number}", think=2, answer=1)
@@ -262,7 +262,7 @@ def test_what_cannot_be_written_is_left_out_and_said_once(
 
 
 def test_settled_decisions_are_handed_on_once() -> None:
-    seen: list[LoggedDecision] = []
+    seen: list[Decision] = []
     made = stream(policy(scheduler=EARLY), log=DecisionLog(seen.append))
     made.open("a", think=4, answer=2)
     made.step(10)

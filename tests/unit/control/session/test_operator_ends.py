@@ -54,7 +54,7 @@ def test_an_operator_ends_thinking_whatever_the_policy_is(held: Policy) -> None:
     assert (first.decision.reason, first.think_tokens, again.responses) == ("operator", 3, [])
     made.step(2)
     assert not made.agent.engine.thinking("a")
-    assert (first.decision.outcome, first.decision.think_tokens) == (APPLIED, 3)
+    assert (first.decision.outcome, first.decision.outcome_think_tokens) == (APPLIED, 3)
     after = made.end("a")
     assert (after.state, after.decision, after.responses) == (ANSWERING, first.decision, [])
     totals = made.session.totals
