@@ -332,34 +332,29 @@ def window_entropies(
 
 
 def values_at_ends(
-    history: History,
-    known: NDArray[np.intp],
-    before: NDArray[np.int64],
-    table: tuple[NDArray[np.int64], NDArray[np.int64]],
-    width: int,
+    history: History, known: NDArray[np.intp], before: NDArray[np.int64], now: NDArray[np.int64], width: int
 ) -> SentenceEnds:
     """Return the ranks, margins and RPDI at the report's sentence ends.
 
-    known: their rows, [ends]. before: as SentenceEnds has it. table: the rows of SIGNAL_ROW of the slots that have
-    rows, before and after the report. width: number of entropies in a window.
+    known: their rows, [ends]. before: as SentenceEnds has it. now: the rows of SIGNAL_ROW of the slots that have rows,
+    after the report. width: number of entropies in a window.
     """
-    rows, (held, now) = history.rows, table
+    rows, counts, sums = history.rows, history.counts, history.entropy_sums
     owner = rows.owner.take(known)
+    # The counts and entropies after each sentence end, which the table has in them too.
+    over, here, held = counts.take(rows.edges.take(owner + 1), axis=1), counts.take(known + 1, axis=1), now[owner]
+    later = sums.take(over[ENTROPIES], axis=1) - sums.take(here[ENTROPIES], axis=1)
+    total, newest_sum = held.view(np.float64)[:, ENTROPY_SUMS].T - later
+    over -= here
     newest = before.take(SHIFTED, axis=1)
     newest[:, 0] = rows.end_rank.take(known)
     values = newest.view(np.float64)
     values[:, MARGINS.start] = rows.margin_nats(known)
-    # The entropies after each sentence end, which the sums after the report have in them too.
-    number, sums = history.counts[ENTROPIES], history.entropy_sums
-    here, over = number.take(known + 1), number.take(rows.edges[1:].take(owner))
-    later = sums.take(over, axis=1) - sums.take(here, axis=1)
-    total, newest_sum = now.view(np.float64)[:, ENTROPY_SUMS].T.take(owner, axis=1) - later
-    count = now[:, ENTROPIES].take(owner) - (over - here)
-    values[:, RPDI.start] = ratio_of_means(width, count, total, newest_sum)
-    passed, index = history.counts[SENTENCE_ENDS].take(rows.first).take(owner), np.arange(len(known))
+    values[:, RPDI.start] = ratio_of_means(width, held[:, ENTROPIES] - over[ENTROPIES], total, newest_sum)
     if any_in(owner[1:] == owner[:-1]):
-        _put_earlier_ends(newest, before, index - passed)
-    return SentenceEnds(known, held[:, SENTENCE_ENDS].take(owner) - passed + index + 1, newest, before)
+        index = np.arange(len(known))
+        _put_earlier_ends(newest, before, index - counts[SENTENCE_ENDS].take(rows.first).take(owner))
+    return SentenceEnds(known, held[:, SENTENCE_ENDS] - over[SENTENCE_ENDS], newest, before)
 
 
 def _put_earlier_ends(newest: NDArray[np.int64], before: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:

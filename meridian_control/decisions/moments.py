@@ -89,9 +89,9 @@ class Moments:
     def _packed(self) -> bytes:
         """The rows of all moments as SIGNAL_ROW has them, one after another."""
         words, later = self._table.packed(self.slot), self._later
-        words[:, COUNTS] -= later.T
+        np.subtract(counts := words[:, COUNTS], later.T, out=counts)
         words[:, REPETITIONS] = 0
-        words.view(np.float64)[:, SUMS] -= self._later_entropies.T
+        np.subtract(sums := words.view(np.float64)[:, SUMS], self._later_entropies.T, out=sums)
         words.view(np.uint8)[:, PHASE] = self.phase
         self._pack_newest(words.view(np.uint32))
         if any_in(later[SENTENCE_ENDS] > 0):

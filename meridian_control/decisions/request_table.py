@@ -32,6 +32,7 @@ from meridian_control.decisions.table_columns import (
     SIGNAL_COLUMNS,
     SIGNAL_ROW,
     place_of,
+    words_of,
 )
 from meridian_control.decisions.token_rows import (
     ENCODED_SIGNALS,
@@ -61,6 +62,8 @@ NONE = np.zeros(0, np.int64)
 COUNT_WORDS, TOKEN_COUNT_WORDS = slice(4), slice(2)
 TOKEN_MS, NEWEST_SIGNALS = place_of("token_ms"), slice(_rank := place_of("end_rank"), _rank + 3)
 NEWEST_TOKEN, AT_BOUNDARY, BOUNDARY_NOW = map(place_of, ("newest_token", "at_boundary", "boundary_now"))
+
+EAT_WORDS = words_of("eat_nats", "earlier_eat_ema_variance")
 
 # Values of a new request's columns: those in SIGNAL_ROW, and the others by type.
 NEW_SIGNALS = np.zeros((), SIGNAL_ROW)
@@ -132,6 +135,7 @@ class RequestTable(DecidedColumns):
         vars(self).update((name, self._signals[name]) for name in SIGNAL_COLUMNS)
         self._words = self._signals.view(np.int64).reshape(capacity, -1)
         self._row_words, self._end_words = self._words[:, ROW_WORDS], self._words[:, END_WORDS]
+        self._eat_words = self._words.view(np.float64)[:, EAT_WORDS]
         self.info += [None] * (capacity - old)
         self.slot = np.arange(capacity)
 
@@ -232,27 +236,26 @@ class RequestTable(DecidedColumns):
         held = self._row_words[s]
         now, held_bytes = held.copy(), held.view(np.uint8)
         newest, numbers = now.view(np.uint8), now.view(np.uint32)
-        kind = token_kinds(rows)
-        self.intervals = intervals(rows, kind, held_bytes[:, NEWEST_TOKEN], held.view(np.float64)[:, TOKEN_MS])
+        self.intervals = intervals(rows, held_bytes[:, NEWEST_TOKEN], held.view(np.float64)[:, TOKEN_MS])
         known = self._known_ends(rows, held_bytes, newest)
         measured = rows.thinking & np.isfinite(rows.entropy_nats)
         counts = running_counts(rows, known, measured)
         entropies = window_entropies(rows, measured.nonzero()[0], counts, (held, now), self.window)
         added = counts.take(rows.edges, axis=1)
-        now[:, COUNT_WORDS] += (added[:, 1:] - added[:, :-1]).T
+        np.add(counted := now[:, COUNT_WORDS], (added[:, 1:] - added[:, :-1]).T, out=counted)
         if rows.flags_seen >> TAKE_BACK_SHIFT:
             # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
             np.maximum(now[:, TOKEN_COUNT_WORDS], 0, out=now[:, TOKEN_COUNT_WORDS])
         self.history = History(rows, Before(held), counts, entropies, think_tokens=now[:, THINK_TOKENS])
         if len(known):
             before, width = self._end_words[slot := rows.slot.take(known)], self.window.shape[1]
-            self.history.ends = values_at_ends(self.history, known, before, (held, now), width)
+            self.history.ends = values_at_ends(self.history, known, before, now, width)
             # If a slot occurs several times, NumPy keeps the values that are written last, which are the newest.
             self._end_words[slot] = self.history.ends.newest
         phase = rows.phase.take(last)
         ended = rows.flags_seen & FLAG_END
         newest[:, PHASE] = np.where(rows.flags.take(last) & FLAG_END, OUTPUT, phase) if ended else phase
-        newest[:, NEWEST_TOKEN] = kind.take(last)
+        newest[:, NEWEST_TOKEN] = token_kinds(rows, last)
         numbers[:, NEWEST_SIGNALS] = rows.encoded[ENCODED_SIGNALS].take(last, axis=1).T
         now.view(np.float64)[:, TOKEN_MS] = rows.at_ms.take(last)
         self._row_words[s] = now
@@ -341,14 +344,12 @@ class RequestTable(DecidedColumns):
 
     def note_eat(self, slot: int, eat_nats: float, think_tokens: int, ema_nats: float, ema_variance: float) -> None:
         """Note an EAT sample, measured after `think_tokens`, and the moving mean and variance that include it."""
+        held, values = self._eat_words[slot], [eat_nats, ema_nats, ema_variance]
         if self.eat_count[slot]:
-            for earlier, now in (
-                (self.earlier_eat_ema_nats, self.eat_ema_nats),
-                (self.earlier_eat_ema_variance, self.eat_ema_variance),
-            ):
-                earlier[slot, 1:] = earlier[slot, :-1]
-                earlier[slot, 0] = now[slot]
-        self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
+            _, mean, variance, *earlier = held.tolist()
+            number = len(earlier) // 2
+            values += mean, *earlier[: number - 1], variance, *earlier[number:-1]
+        held[: len(values)] = values
         self.eat_count[slot] += 1
         self.eat_think_tokens[slot] = think_tokens
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.masks import all_in
+from meridian_control.common.masks import all_in, any_in
 from meridian_control.common.packed_fields import NOTHING, floats, integers, packed_fields
 from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
 
@@ -166,11 +166,11 @@ def _slot_edges(slot: NDArray[np.int64]) -> NDArray[np.intp]:
     return begins.nonzero()[0]
 
 
-def token_kinds(rows: TokenRows) -> NDArray[np.uint8]:
-    """Return the kind of each row's token, as the table's column `newest_token` has it, [rows]."""
-    kind = KINDS.take(rows.answering)
+def token_kinds(rows: TokenRows, row: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """Return the kind of the tokens of some rows, as the table's column `newest_token` has it. row: indices."""
+    kind = KINDS.take(rows.answering.take(row))
     if rows.flags_seen & FLAG_END:
-        kind[(rows.flags & FLAG_END) != 0] = THINK_END
+        kind[(rows.flags.take(row) & FLAG_END) != 0] = THINK_END
     return kind
 
 
@@ -198,34 +198,33 @@ class Intervals(NamedTuple):
 NO_INTERVALS = Intervals(np.zeros(0, np.intp), np.zeros(0), np.zeros(0, np.uint8))
 
 
-def intervals(
-    rows: TokenRows, kind: NDArray[np.uint8], newest: NDArray[np.uint8], newest_ms: NDArray[np.float64]
-) -> Intervals:
+def intervals(rows: TokenRows, newest: NDArray[np.uint8], newest_ms: NDArray[np.float64]) -> Intervals:
     """Return the milliseconds from each answer token's previous token to the answer token.
 
     Tokens of a request that share a time are assumed to be spread evenly over the time since the request's previous
-    tokens. The first tokens of a request yield no latency, because no earlier token time is known. kind: as
-    `token_kinds` returns it. newest, newest_ms: kind and time of each slot's newest token before the report, [slots].
+    tokens. The first tokens of a request yield no latency, because no earlier token time is known. newest, newest_ms:
+    kind and time of each slot's newest token before the report, [slots].
     """
     answer = rows.answering.nonzero()[0]
+    if not len(answer):
+        return NO_INTERVALS
     # First row and number of the rows that share the slot and the time of each answer token.
-    apart = differs(rows.at_ms)
-    apart[rows.first] = True
-    together = apart.nonzero()[0]
-    if len(together) == len(kind):
-        first, count = answer, np.ones(len(answer), np.int64)
-    else:
-        group = together.searchsorted(answer, side="right")
-        first = together.take(group - 1)
-        over = np.empty(len(together) + 1, np.int64)
-        over[:-1], over[-1] = together, len(kind)
-        count = over.take(group) - first
-    before, before_ms = rows.before(kind, newest), rows.before(rows.at_ms, newest_ms)
-    known = (before.take(first) != NO_TOKEN).nonzero()[0]
-    answer, first, count = answer.take(known), first.take(known), count.take(known)
+    first, count = answer, np.ones(1, np.int64)
+    shares = rows.at_ms[1:] == rows.at_ms[:-1]
+    shares[rows.first[1:] - 1] = False
+    if any_in(shares):
+        edges = np.concatenate([rows.first[:1], (~shares).nonzero()[0] + 1, rows.edges[-1:]])
+        group = edges.searchsorted(answer, side="right")
+        first, count = edges.take(group - 1), edges.take(group) - edges.take(group - 1)
+    owner = rows.owner.take(answer)
+    begin, held = rows.first.take(owner), newest.take(owner)
+    begins, previous = begin == first, np.where(begin == answer, held, token_kinds(rows, answer - 1))
+    interval_ms = rows.at_ms.take(first) - np.where(begins, newest_ms.take(owner), rows.at_ms.take(first - 1))
     # A report that was delayed in transit gives its rows times that may lie before the previous report's times.
-    interval_ms = np.maximum(rows.at_ms.take(first) - before_ms.take(first), 0.0) / count
-    return Intervals(answer, interval_ms, before.take(answer))
+    interval_ms = np.maximum(interval_ms, 0.0) / count
+    if not all_in(known := ~(begins & (held == NO_TOKEN))):
+        answer, interval_ms, previous = answer[known], interval_ms[known], previous[known]
+    return Intervals(answer, interval_ms, previous)
 
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:

@@ -117,12 +117,12 @@ class Ledger:
 
         Return the slot if the outcome ends a probe, so that the request may be probed again.
         """
-        decision = self.open.pop(report.decision_id, None)
+        decision, outcome = self.open.pop(report.decision_id, None), report.outcome
         if decision is None:
             self._totals.unknown_outcomes += 1
             return None
-        self._finish(decision, report.outcome, report.think_tokens, report.detail[:MAX_TEXT])
-        if step is not None and decision.kind in AT_ONCE and report.outcome == agent_pb2.OUTCOME_APPLIED:
+        self._finish(decision, outcome, report.think_tokens, report.detail[:MAX_TEXT])
+        if step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
             self._totals.staleness_steps.add_one(step - decision.step)
         if decision.kind != "probe" or decision.slot is None or not self.concerns(decision):
             return None
@@ -160,10 +160,10 @@ class Ledger:
         decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
         if self._journal is not None and decision.is_logged:
             self._journal.settled(decision)
-        name = outcome_name(outcome)
-        self._totals.outcomes[name] += 1
-        self._totals.settled[decision.counted_as, name] += 1
-        if decision.kind in ENDING and name in ("applied", "shadowed"):
+        name, totals, kind = outcome_name(outcome), self._totals, decision.kind
+        totals.outcomes[name] += 1
+        totals.settled[decision.counted_as, name] += 1
+        if kind in ENDING and name in ("applied", "shadowed"):
             self._carried_out(decision, name == "shadowed", think_tokens)
 
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:

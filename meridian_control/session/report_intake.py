@@ -161,9 +161,10 @@ class Intake:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
         self._groups.count_sentence_ends()
         intervals = self._table.intervals
-        self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
-        if any_in(intervals.previous == THINK_END):
-            self._totals.ttot.add(intervals.ttot_ms / 1e3)
+        if len(intervals.row):
+            self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
+            if any_in(intervals.previous == THINK_END):
+                self._totals.ttot.add(intervals.ttot_ms / 1e3)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
         # Agents of the first version do not report whether the answer would be empty, nor whether it changes.

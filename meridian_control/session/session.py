@@ -325,10 +325,10 @@ class Session:
             self.pressure.take(report)
         self.handovers.take(report, now)
         self._ledger.step = report.step
-        directives = self._ends_of_thinking(reported=True)
+        response = self._ends_of_thinking(reported=True)
         self._intake.finish(report, governed=self._deciding is not None)
         self._decider.learn(report)
-        return self._respond(now, directives, awaited=len(report.probes.slot) > 0)
+        return self._respond(now, response, awaited=len(report.probes.slot) > 0)
 
     def _judge_pressure(self, now: datetime) -> None:
         """Change the levels of pressure by the reports so far; the newest report's decisions read them."""
@@ -342,12 +342,12 @@ class Session:
         """Make decisions from the current state, without a report, and return the responses."""
         return self._respond(now, self._ends_of_thinking(reported=False))
 
-    def _ends_of_thinking(self, reported: bool) -> agent_pb2.Directives:
+    def _ends_of_thinking(self, reported: bool) -> agent_pb2.ConnectResponse:
         self._ledger.check()
-        directives = agent_pb2.Directives()
+        response = agent_pb2.ConnectResponse()
         if (policy := self._deciding) is not None:
-            self._decider.end_thinking(policy, directives, reported)
-        return directives
+            self._decider.end_thinking(policy, response.directives, reported)
+        return response
 
     @property
     def _deciding(self) -> Policy | None:
@@ -356,11 +356,12 @@ class Session:
         freezing.void = freezing.void and bool(self.table.live.any())
         return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
 
-    def _respond(self, now: datetime, directives: agent_pb2.Directives, awaited: bool = False) -> Out:
+    def _respond(self, now: datetime, response: agent_pb2.ConnectResponse, awaited: bool = False) -> Out:
         """Add all other decisions to the ends of thinking and return the response, if one is due.
 
         awaited: whether the agent waits for a response.
         """
+        directives = response.directives
         if (policy := self._deciding) is not None:
             self._decider.decide(policy, directives, self._clock_ms(now))
             self.handovers.decide(policy.disagg, directives, self._decider.cost)
@@ -372,7 +373,7 @@ class Session:
         if not decided and not awaited and recent:
             return []
         self._answered_at = now
-        return [agent_pb2.ConnectResponse(directives=directives)]
+        return [response]
 
     def _clock_ms(self, now: datetime) -> float:
         """Return the milliseconds since the stream began."""
