@@ -3,19 +3,18 @@ engine has queued it. Names the outcomes of decisions, which the record carries,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Phase
+from meridian_agent.core.step_signals import SignalBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.step_signals import SignalBytes
 
 # Names of the fields of meridian.v1.AgentCounters, in the order of `StepRecord.counters`.
 COUNTERS = (
@@ -31,6 +30,26 @@ COUNTERS = (
     "calm_steps",
     "full_steps",
 )
+
+# The first fields of a StepRecord, in their order: a step that brought each request of the run one token of text and
+# changed nothing else. The engine's thread makes a plain tuple of them in each such step, and the link's thread the
+# record.
+TextStep: TypeAlias = tuple[
+    int,
+    float,
+    float,
+    float,
+    int,
+    int,
+    int,
+    int,
+    list[int],
+    list[int],
+    list[int],
+    Sequence[int],
+    bytes,
+    SignalBytes | None,
+]
 
 # Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
 NOT_KNOWN = "the thinking markers are not known"
@@ -69,7 +88,8 @@ class Report(Protocol):
 
 @dataclass(slots=True)
 class StepRecord:
-    """Everything that happened in one engine step, as plain lists that gRPC's thread turns into a StepReport."""
+    """Everything that happened in one engine step, as plain lists that gRPC's thread turns into a StepReport. The
+    fields up to `told` are those of a TextStep."""
 
     step: int = 0
     # End of the step, in seconds on the link's clock.
@@ -81,17 +101,18 @@ class StepRecord:
     prefill_tokens: int = 0
     # The agent's state, a meridian.v1.AgentState.
     state: int = 0
-    opened: list[tuple[Any, ...]] = field(default_factory=list)
+    # Slot and phase of each token, and the row that it was sampled from.
     slots: list[int] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     # Tokens of the run's members, whose rows come before all other rows and whose flags are computed later; and the
     # sentence and paragraph flags by token id. `flags` has the flags of the other rows.
     text: Sequence[int] = ()
     boundaries: bytes = b""
-    # Signals of the step's rows as the worker sent them, and the row that each token was sampled from.
+    # Signals of the step's rows as the worker sent them.
     told: SignalBytes | None = None
-    rows: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+    opened: list[tuple[Any, ...]] = field(default_factory=list)
     # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
     # answer would be empty).
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
@@ -108,7 +129,7 @@ class StepRecord:
     continued: list[tuple[int, int, float]] = field(default_factory=list)
     # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
-    # The values of COUNTERS.
+    # The values of COUNTERS, in the last record of a report.
     counters: tuple[float, ...] = ()
     # The record must be sent at once: a request has arrived or changed its phase in this step and a decision about it
     # is urgent, a request is held for a decision from it, or no other step follows.
@@ -125,6 +146,25 @@ class StepRecord:
         """Whether the step changed no request and no decision."""
         requests = (self.opened, self.slots, self.preempted, self.resumed, self.closed)
         return not any((*requests, self.probes, self.loops, self.repeats, self.outcomes))
+
+    def tell(self, step: TextStep) -> None:
+        """Take over a step that brought each request of the run one token of text."""
+        (
+            self.step,
+            self.ended_s,
+            self.step_time_ms,
+            self.kv_used,
+            self.running,
+            self.waiting,
+            self.prefill_tokens,
+            self.state,
+            self.slots,
+            self.phases,
+            self.rows,
+            self.text,
+            self.boundaries,
+            self.told,
+        ) = step
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """Add the row of one generated token."""

@@ -55,7 +55,8 @@ class Tracker:
         # Thinking tokens between a rule's end and the cap in force, summed over such ends.
         self.saved_tokens = 0
         self._closed_think_tokens = 0
-        self.record = StepRecord()
+        # The record of the current step; None while it is empty.
+        self.begun: StepRecord | None = None
         self.answering = 0
         self.thinking = 0
         self._answering_ids: frozenset[str] | None = frozenset()
@@ -70,7 +71,8 @@ class Tracker:
         self._free: list[int] = []
         self._resting: deque[int] = deque()
         self._next_slot = 0
-        self._last_step = 0
+        # Number of the newest record.
+        self.newest = 0
 
     def use(self, markers: Markers, supports_think_disable: bool = True, merge_openings: bool = False) -> None:
         """Read the coming tokens with these markers. The limits of live requests may depend on the markers' length."""
@@ -92,7 +94,7 @@ class Tracker:
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
         # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
         # previous one.
-        step = max(step, self._last_step + 1)
+        step = max(step, self.newest + 1)
         defaults = self.default_cap, self.default_reserve
         live = LiveRequest(slot, info, state, step, ref, *defaults, preempted=preempted, run=self.run)
         if preempted:
@@ -115,7 +117,7 @@ class Tracker:
         """Replace the state of a tracked request, because its tokens have been read with other markers."""
         self.run.leave(live)
         self._count(live.own_state.phase, -1)
-        live.reread(state, self.default_cap, self.default_reserve, self._last_step + 1)
+        live.reread(state, self.default_cap, self.default_reserve, self.newest + 1)
         live.take_think_tokens()
         self._count(state.phase, 1)
         self.reorder = self.record.urgent = True
@@ -221,21 +223,21 @@ class Tracker:
                 run.leave(live)
         return run.ready()
 
-    def count_all(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> bool:
+    def count_all(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> list[int] | None:
         """Count a step that brought the requests of the newest step, all of them members of the run, one token of text
-        and nothing else. Return False for any other step, and leave it to `note`."""
+        and nothing else, and return these tokens; the caller reports them. Return None for any other step, and leave it
+        to `note`."""
         run = self.run
         if not run.is_settled(request_ids):
-            return False
+            return None
         try:
             tokens = [token for (token,) in sampled]
         except ValueError:
-            return False
+            return None
         if len(tokens) != len(request_ids) or not self.markers.by_last.keys().isdisjoint(tokens):
-            return False
-        self._tokens = tokens
-        self.count(())
-        return True
+            return None
+        run.count(tokens)
+        return tokens
 
     def note_nothing(self, request_ids: list[str]) -> list[int]:
         """Return all rows of a step in which no request may be or become a member of the run."""
@@ -284,7 +286,7 @@ class Tracker:
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
-                live.enter_phase(self._last_step + 1)
+                live.enter_phase(self.newest + 1)
                 self.reorder = True
                 if not self.merge_openings or (state.phase is Phase.OUTPUT and self.thinking):
                     record.urgent = True
@@ -347,14 +349,26 @@ class Tracker:
         yield from self.by_id.values()
         yield from self.unfreed.values()
 
+    @property
+    def record(self) -> StepRecord:
+        """The record of the current step."""
+        if self.begun is None:
+            self.begun = StepRecord()
+        return self.begun
+
+    def number(self, step: int) -> int:
+        """Return the number of a record for this step of the engine, above the previous record's."""
+        self.newest = max(step, self.newest + 1)
+        return self.newest
+
     def take_record(self) -> StepRecord:
-        """Return the finished record, with a step number above the previous record's, and begin a new record.
+        """Return the finished record, with its number, and begin a new record.
 
         A slot is never closed and opened in the same record, because the record's columns do not say which came first,
         and the slots that were closed last rest.
         """
-        record, self.record = self.record, StepRecord()
-        record.step = self._last_step = max(record.step, self._last_step + 1)
+        record, self.begun = self.record, None
+        record.step = self.number(record.step)
         self._resting.extend(slot for slot, _ in record.closed)
         while len(self._resting) > RESTING_SLOTS:
             heapq.heappush(self._free, self._resting.popleft())

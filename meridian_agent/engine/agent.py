@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# The engine counts as idle between two updates that are further apart than this many seconds.
-MAX_STEP_S = 1.0
-
 
 class Agent:
     """The agent of one engine; only the engine-core thread uses it."""
@@ -66,11 +62,20 @@ class Agent:
         directives.hand_overs.refusal = facts.no_hand_over
         able_to_answer = not facts.no_answer_handed_over
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
-        self.accounts = StepAccounting(tracker, directives, self.probing, self.hand_over)
         self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = KvBlocks(directives, facts.tool_call)
-        self.phase_numbers = PhaseNumberSender(tracker)
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
+        self.accounts = StepAccounting(
+            tracker,
+            directives,
+            self.probing,
+            self.hand_over,
+            phase_numbers=PhaseNumberSender(tracker),
+            calm=self.calm,
+            outbox=link.outbox,
+            is_async=self.is_async,
+        )
+        link.outbox.counters = self._counters
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
         # Cap and answer reserve of new requests; parts of the directives whose lease has run out.
@@ -82,13 +87,9 @@ class Agent:
         self.preempted_think = self.output_critical = 0
         # Seconds spent in hooks of this and earlier agents, and in vLLM's own schedule and update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
-        self._began = 0.0
         # Requests from before this agent, or with prompts that take several steps to read.
         self._adoption: CatchUp | None = None
         self.measuring = Measuring(facts.expected_backend, facts.on_fault, link.restart)
-        # Prompt tokens of scheduled steps without output so far, oldest first; and the time of the newest update.
-        self._prefills: deque[int] = deque(maxlen=8)
-        self._updated = 0.0
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey these settings from now on."""
@@ -192,7 +193,7 @@ class Agent:
     def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
         self._adoption = CatchUp(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
-        self._prefills.extend([0] * steps_under_way)
+        self.accounts.prefills.extend([0] * steps_under_way)
 
     def _adopt_some(self, scheduler: Any, adoption: CatchUp) -> None:
         for request, state in adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
@@ -246,13 +247,13 @@ class Agent:
 
     def before_schedule(self, scheduler: Any) -> list[Limit]:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
-        self._began = time.perf_counter()
+        self.accounts.began = time.perf_counter()
         if self.calm.hold() and self.calm.go_on(scheduler):
             return self.calm.limits
         self.calm.begin_full_look()
         self.take_arrived(scheduler)
         self._take_inbox()
-        self.tracker.record.state = self.lease.say_state()
+        self.accounts.state = self.lease.say_state()
         self.hand_over.obey()
         if self._adoption is not None:
             self._adopt_some(scheduler, self._adoption)
@@ -314,7 +315,7 @@ class Agent:
         if drafted:
             prefill -= sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items())
         prefill -= self.probing.row_tokens() if self.probing.computed else 0
-        self._prefills.append(prefill)
+        self.accounts.prefills.append(prefill)
         # With this flag vLLM waits for the previous step, and fails if there is none.
         due = tracker.due
         if due and not (self.frozen or self._settled()) and self.masks.waits_for_tokens(scheduled):
@@ -327,7 +328,7 @@ class Agent:
 
     def _settled(self) -> bool:
         """Return whether the output of all steps before the one that was scheduled last has been processed."""
-        return not self.is_async or len(self._prefills) <= 1
+        return not self.is_async or len(self.accounts.prefills) <= 1
 
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
     def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
@@ -347,44 +348,27 @@ class Agent:
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
+        if self.probing.computed:
+            self.probing.collect_rows(runner_output)
+        if self.accounts.take_text(scheduler, runner_output, outputs):
+            return
         told = self.measuring.hear(runner_output)
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
             self.probing.rows_possible = rows_possible
             self.calm.end()
-        if self.probing.computed:
-            self.probing.collect_rows(runner_output)
         self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
-        self.phase_numbers.add_to(outputs.values())
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()
-        record = self.tracker.record
-        self.calm.generated(record.text)
-        record.told = told
-        record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
-        record.running, record.waiting = scheduler.get_request_counts()
-        record.prefill_tokens = self._prefills.popleft() if self._prefills else 0
-        record.step_time_ms = self._step_time_ms()
+        record = self.accounts.complete(scheduler, told)
         if not runner_output.req_ids and self.link.outbox.says_nothing_new(record, is_live):
             return
-        record.counters = self._counters()
-        sent = self.tracker.take_record()
-        if self.probing.held:
-            self.probing.sent(sent)
-        self.link.outbox.send(sent, self.tracker.snapshot)
+        self.accounts.send()
         if not is_live:
             self.link.outbox.ring.wake()
 
-    def _step_time_ms(self) -> float:
-        """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,
-        because the next step is scheduled before this update."""
-        now = time.perf_counter()
-        began = self._updated if self.is_async and now - self._updated < MAX_STEP_S else self._began
-        self._updated = now
-        return (now - began) * 1e3
-
     def _counters(self) -> tuple[float, ...]:
-        """Return the values of COUNTERS."""
+        """Return the values of COUNTERS. Called on gRPC's thread."""
         return (
             self.preempted_think,
             self.output_critical,

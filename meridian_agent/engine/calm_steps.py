@@ -34,11 +34,10 @@ class CalmSteps:
         self.full_steps = self.calm_steps = 0
         # Number of the run with which steps are calm; 0 if the coming step needs a full look.
         self._run = 0
-        # The findings of the full look: the scheduler's limits to lower in calm steps, whether a stream is up, the
-        # agent's state, and the time on the lease's clock until which the leases change nothing.
+        # The findings of the full look: the scheduler's limits to lower in calm steps, whether a stream is up, and the
+        # time on the lease's clock until which the leases change neither what is in force nor the agent's state.
         self.limits: list[Limit] = []
         self._connected = False
-        self._state = 0
         self._until_s = 0.0
         # The flags of the tokens that probes wait for, by row of the run; whether one of the probes needs a free place;
         # and the requests for which such a token has come.
@@ -76,7 +75,6 @@ class CalmSteps:
             for live in due:
                 del self._awaited[live.run_row]
         self.calm_steps += 1
-        self._tracker.record.state = self._state
         if self._needs_places and self._awaited:
             self._probing.keep_places(scheduler)
         return True
@@ -89,7 +87,7 @@ class CalmSteps:
             return
         if limits and not self._limits_stay(scheduler):
             return
-        self._connected, self._state = lease.connected, self._tracker.record.state
+        self._connected = lease.connected
         self.limits, self._until_s, self._run = limits, lease.steady_until(), run.number
 
     def _nothing_due(self, scheduler: Any, plan: DispatchPlan | None) -> bool:

@@ -1,17 +1,21 @@
-"""Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, and takes probes
-out.
+"""Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, takes probes
+out, and completes the step's record.
 
 Most steps bring nearly all requests one token of text and nothing else, and are counted as a whole for these requests.
-Runs on the engine-core thread, after vLLM has processed the step.
+If a step brings all of them nothing else, the link's thread makes its record. Runs on the engine-core thread, after
+vLLM has processed the step.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import request_api
 
 if TYPE_CHECKING:
@@ -19,10 +23,17 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.step_record import TextStep
     from meridian_agent.core.step_signals import SignalBytes
     from meridian_agent.core.tracker import Tracker
+    from meridian_agent.engine.calm_steps import CalmSteps
     from meridian_agent.engine.hand_over import HandOverRunner
     from meridian_agent.engine.probe_runner import ProbeRunner
+    from meridian_agent.link.outbox import Outbox
+    from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
+
+# The engine counts as idle between two updates that are further apart than this many seconds.
+MAX_STEP_S = 1.0
 
 # The meridian.v1.FinishReason for each finish reason of vLLM.
 FINISH_REASON = {
@@ -34,41 +45,108 @@ FINISH_REASON = {
 
 
 class StepAccounting:
-    """The accounting of one engine's steps."""
+    """The accounting of one engine's steps. is_async: the next step is scheduled before a step is processed."""
 
     def __init__(
-        self, tracker: Tracker, directives: Directives, probing: ProbeRunner, hand_over: HandOverRunner
+        self,
+        tracker: Tracker,
+        directives: Directives,
+        probing: ProbeRunner,
+        hand_over: HandOverRunner,
+        *,
+        phase_numbers: PhaseNumberSender,
+        calm: CalmSteps,
+        outbox: Outbox,
+        is_async: bool,
     ) -> None:
         self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
+        self._phase_numbers, self._calm, self._outbox, self._is_async = phase_numbers, calm, outbox, is_async
+        # The agent's state, a meridian.v1.AgentState; and the time at which the newest step's schedule began.
+        self.state = 0
+        self.began = 0.0
+        # Prompt tokens of scheduled steps without output so far, oldest first; and the time of the newest update.
+        self.prefills: deque[int] = deque(maxlen=8)
+        self._updated = 0.0
+
+    def take_text(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> bool:
+        """Process a step that brought each request of the step before one token of text and nothing else, and queue its
+        record. Return False, and nothing has happened, for any other step. outputs: the outputs that vLLM is about to
+        send to the clients."""
+        request_ids, answered, stats = runner_output.req_ids, 0, None
+        for group in outputs.values():
+            answered += len(group.outputs)
+            stats = group.scheduler_stats or stats
+        told = getattr(runner_output, RESULT, None)
+        if scheduler.finished_req_ids or self._probing.placed or answered != len(request_ids):
+            return False
+        if not (told is None or isinstance(told, bytes)) or getattr(runner_output, BACKEND, None) is not None:
+            return False
+        tracker = self._tracker
+        if (tokens := tracker.count_all(request_ids, runner_output.sampled_token_ids)) is None:
+            return False
+        if tracker.loops.enabled:
+            tracker.look_for_loops()
+        self._phase_numbers.add_to(stats)
+        self._calm.generated(tokens)
+        run, clock = tracker.run, self._outbox.clock
+        columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told
+        gauges = self._gauges(scheduler)
+        if tracker.begun is None:
+            number = tracker.number(scheduler.current_step)
+            step: TextStep = (number, clock(), self.step_time_ms(), *gauges, *columns)
+            if not self._outbox.send_text(step):
+                self._outbox.send(StepRecord(*step), tracker.snapshot)
+            return True
+        tracker.begun.tell((scheduler.current_step, 0.0, self.step_time_ms(), *gauges, *columns))
+        self.send()
+        return True
+
+    def _gauges(self, scheduler: Any) -> tuple[float, int, int, int, int]:
+        """Return a record's fields from `kv_used` to `state`."""
+        prefill = self.prefills.popleft() if self.prefills else 0
+        return scheduler.kv_cache_manager.usage, *scheduler.get_request_counts(), prefill, self.state
+
+    def complete(self, scheduler: Any, told: SignalBytes | None) -> StepRecord:
+        """Complete the record of a step, whose outputs are processed, and return it. told: signals of the step's
+        rows."""
+        record = self._tracker.record
+        self._calm.generated(record.text)
+        record.told, record.step = told, scheduler.current_step
+        record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
+        record.step_time_ms = self.step_time_ms()
+        return record
+
+    def send(self) -> None:
+        """Queue the record, which is complete."""
+        sent = self._tracker.take_record()
+        if self._probing.held:
+            self._probing.sent(sent)
+        self._outbox.send(sent, self._tracker.snapshot)
+
+    def step_time_ms(self) -> float:
+        """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,
+        because the next step is scheduled before this update."""
+        now = time.perf_counter()
+        began = self._updated if self._is_async and now - self._updated < MAX_STEP_S else self.began
+        self._updated = now
+        return (now - began) * 1e3
 
     def take(
         self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
     ) -> None:
-        """Process a step. runner_output: vLLM's ModelRunnerOutput. outputs: the outputs that vLLM is about to send to
-        the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in the
-        step."""
-        if not self._is_text(runner_output, outputs, told, finished):
-            own = self._without_probes(runner_output.req_ids)
-            others = self._others(runner_output, outputs, told, own, finished)
-            self._tracker.count(others)
-            if others or len(own) < len(runner_output.req_ids):
-                signals = None if told is None else StepSignals.decode(told)
-                self._singly(outputs, runner_output.req_id_to_index, signals, {own[row] for row in others})
-            self._tracker.looked_at(others)
+        """Process any other step. runner_output: the ModelRunnerOutput. outputs: the outputs that vLLM is about to send
+        to the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in
+        the step."""
+        own = self._without_probes(runner_output.req_ids)
+        others = self._others(runner_output, outputs, told, own, finished)
+        self._tracker.count(others)
+        if others or len(own) < len(runner_output.req_ids):
+            signals = None if told is None else StepSignals.decode(told)
+            self._singly(outputs, runner_output.req_id_to_index, signals, {own[row] for row in others})
+        self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
-
-    def _is_text(
-        self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
-    ) -> bool:
-        """Count a step that brought each request of the step before one token of text and nothing else; return whether
-        it is one."""
-        request_ids, answered = runner_output.req_ids, 0
-        for group in outputs.values():
-            answered += len(group.outputs)
-        if finished or self._probing.placed or isinstance(told, tuple) or answered != len(request_ids):
-            return False
-        return self._tracker.count_all(request_ids, runner_output.sampled_token_ids)
+        self._phase_numbers.add_to(next(filter(None, (group.scheduler_stats for group in outputs.values())), None))
 
     def _without_probes(self, request_ids: list[str]) -> list[str]:
         """Return the ids without the probes at their end; vLLM puts a probe, as a new request, behind the requests that

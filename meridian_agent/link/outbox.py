@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import queue
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import StepRecord, TextStep
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
 from meridian_agent.link.messages import mergeable, opened_message, step_report
 from meridian_agent.link.record_queue import RecordQueue
@@ -40,7 +40,9 @@ class SnapshotRecord:
     rows: list[tuple[Any, ...]] = field(default_factory=list)
 
 
-RecordRing = RecordQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
+# A message of the link's own thread, a record of the engine's, or None, which ends the sender.
+Message: TypeAlias = StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None
+RecordRing = RecordQueue[Message | TextStep]
 
 
 class Outbox:
@@ -49,6 +51,7 @@ class Outbox:
 
     def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
         self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
+        self.clock = lease.clock
         # The ring of the current stream. Each stream has its own ring, so that the sender of an old stream cannot take
         # records of the next stream; None ends the sender.
         self.ring: RecordRing = RecordQueue()
@@ -56,6 +59,8 @@ class Outbox:
         self.snapshot_due = False
         # Whether the stream's control plane reads token rows as bytes; set before the stream's first report.
         self.byte_columns = False
+        # Returns the values of COUNTERS for a report that is about to be sent; they are totals.
+        self.counters: Callable[[], tuple[float, ...]] = tuple
         self._streaming = False
         self.reports_dropped = 0
         # Outcomes of dropped records, kept so that each decision still gets its one outcome.
@@ -97,8 +102,20 @@ class Outbox:
         record.urgent = record.urgent or lease.idle
         record.ended_s = now = lease.clock()
         lease.asks(now)
-        self._queued[record.step % ROUND_TRIP_STEPS] = now
         self.ring.lay(record, record.presses)
+
+    def send_text(self, step: TextStep) -> bool:
+        """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
+        waits."""
+        lease, ring = self._lease, self.ring
+        if not (self._streaming and lease.connected) or self.snapshot_due or self._inbox.messages or lease.idle:
+            return False
+        if ring.qsize() >= RING_RECORDS:
+            return False
+        _, ended_s, *_ = step
+        lease.asks(ended_s)
+        ring.lay(step)
+        return True
 
     def says_nothing_new(self, record: StepRecord, is_live: bool) -> bool:
         """Return whether the record of a step that computed nothing need not be sent. vLLM makes some hundred such
@@ -156,7 +173,7 @@ class Outbox:
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the messages that gRPC sends. gRPC's own thread waits in here for the engine's records."""
         yield agent_pb2.ConnectRequest(hello=hello())
-        held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
+        held: Message = None
         reported_s = -REST_S
         while True:
             try:
@@ -181,14 +198,17 @@ class Outbox:
                 batch, held = self._gather(ring, item)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 ring.took(sum(record.presses for record in batch))
+                last = batch[-1]
+                last.counters = self.counters()
+                self._queued[last.step % ROUND_TRIP_STEPS] = last.ended_s
                 yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
                 reported_s = self._lease.clock()
 
-    def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:
+    def _first(self, ring: RecordRing) -> Message:
         """Return the oldest item that waits, once its report interval is over. Raises queue.Empty if none arrives in
         time."""
         lease = self._lease
-        return ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps)
+        return _record(ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps))
 
     def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits
@@ -196,7 +216,7 @@ class Outbox:
         batch = [first]
         while len(batch) < max(MERGE_RECORDS, self._lease.report_interval_steps):
             try:
-                item = ring.get_nowait()
+                item = _record(ring.get_nowait())
             except queue.Empty:
                 break
             if item is None:
@@ -206,3 +226,8 @@ class Outbox:
                 return batch, item
             batch.append(item)
         return batch, None
+
+
+def _record(item: Message | TextStep) -> Message:
+    """Return an item of the ring, the record of a step of text made."""
+    return StepRecord(*item) if isinstance(item, tuple) else item

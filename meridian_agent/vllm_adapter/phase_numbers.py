@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meridian_agent.core.phases import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
 
@@ -69,13 +67,9 @@ class PhaseNumberSender:
         # Thinking tokens that are not sent yet; below 0 while a marker has taken back more tokens than were generated.
         self._think_tokens = 0
 
-    def add_to(self, groups: Iterable[Any]) -> None:
-        """Add the field to the statistics of a step. groups: the step's EngineCoreOutputs, of which at most one has
-        statistics; none has if vLLM collects no statistics."""
+    def add_to(self, stats: Any) -> None:
+        """Add the field to the statistics of a step; None if vLLM collects none."""
         tracker, now = self._tracker, time.monotonic()
-        stats = None
-        for group in groups:
-            stats = group.scheduler_stats or stats
         answered = tracker.take_answered() if tracker.answered or tracker.before_answer else ()
         if stats is None:
             return

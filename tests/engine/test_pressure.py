@@ -89,7 +89,8 @@ def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch
 
     The reports go over a new stream, because the control plane would remember the earlier steps for hundreds of steps.
     """
-    monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
+    run = agent.tracker.run
+    monkeypatch.setattr(agent.accounts, "step_time_ms", lambda: STEP_MS + TOKEN_MS * len(run.request_ids))
     before = control.engine().connect_time
     agent.link.restart()
     wait_for(lambda: agent.link.lease.connected and control.engine().connect_time != before, 20, "a stream of its own")
@@ -180,8 +181,8 @@ def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Contr
     least = {"output_tpot_budget_ms": 1.0, "min_prefill_tokens": 16}
     for count in (3, 7):
         chat(llm, SEVEN[:count], endless(priced, max_tokens=20))
-    monkey = priced._step_time_ms
-    priced._step_time_ms = lambda: STEP_MS + 0.5 * priced.tracker.record.prefill_tokens
+    monkey = priced.accounts.step_time_ms
+    priced.accounts.step_time_ms = lambda: STEP_MS + 0.5 * priced.tracker.record.prefill_tokens
     try:
         for seed in range(3):
             chat(llm, [long_prompt(seed)], endless(priced, max_tokens=40))
@@ -200,7 +201,7 @@ def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Contr
                 chunks[answers] += 1
             run.until()
     finally:
-        priced._step_time_ms = monkey
+        priced.accounts.step_time_ms = monkey
     assert chunks[False] <= 2
     assert chunks[True] >= 5
     control.settled()

@@ -159,18 +159,18 @@ class InFront:
     def _update_from_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(scheduler: Any, planned: Any, computed: Any, *args: Any, **kwargs: Any) -> Any:
             agent = scheduler._agent
-            record = agent.tracker.record if agent is not None else None
+            before = agent.tracker.newest if agent is not None else 0
             outputs = original(scheduler, planned, computed, *args, **kwargs)
             if _told(outputs) != self._stock_told:
                 raise AssertionError("the agent has changed what clients are told")
             if ARM == "live" and agent is not None and agent is scheduler._agent:
-                self._hold(agent, record, computed)
+                self._hold(agent, before, computed)
             return outputs
 
         return update_from_output
 
-    def _hold(self, agent: Any, record: Any, computed: Any) -> None:
-        """Wait for the answer to a step's report.
+    def _hold(self, agent: Any, before: int, computed: Any) -> None:
+        """Wait for the answer to a step's report. before: number of the newest record before the step.
 
         The agent does not report a step that computed nothing and changed nothing; such a step's record is continued by
         the next one. The agent also reports no step before the first one that began on the present stream.
@@ -179,9 +179,9 @@ class InFront:
         link.outbox.ring.wake()
         if not link.lease.connected:
             self._problem("the stream has ended before its test")
-        elif agent.tracker.record is not record and link.outbox.follows:
+        elif (step := agent.tracker.newest) != before and link.outbox.follows:
             self.counts["answered"] += self._wait(
-                lambda: _answered(link, record.step), f"no answer to the report of step {record.step}"
+                lambda: _answered(link, step), f"no answer to the report of step {step}"
             )
         elif computed.req_ids and not link.inbox.new_stream_waits():
             self._problem("no report of a step that computed something")

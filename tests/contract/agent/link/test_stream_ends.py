@@ -131,8 +131,9 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         # outcome is missing.
         servicer.reading.set()
         await until(lambda: engine.link.outbox.ring.qsize() == 0)
-        counters = tuple(engine.link.outbox.reports_dropped * (name == "reports_dropped") for name in COUNTERS)
-        last = StepRecord(step=sent + 1, counters=counters)
+        outbox = engine.link.outbox
+        outbox.counters = lambda: tuple(outbox.reports_dropped * (name == "reports_dropped") for name in COUNTERS)
+        last = StepRecord(step=sent + 1)
         engine.send(last)
         await until(lambda: servicer.received[-1].step.step == sent + 1)
         assert servicer.kinds()[-2:] == ["snapshot", "step"]

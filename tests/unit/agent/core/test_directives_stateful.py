@@ -30,7 +30,7 @@ class OneOutcome(RuleBasedStateMachine):
 
     @property
     def now(self) -> int:
-        return max(1, self.engine.tracker._last_step)
+        return max(1, self.engine.tracker.newest)
 
     @precondition(lambda self: len(self.engine.live) < 4)
     @rule(prompt=st.sampled_from([(), (START,), (START,)]), own_cap=st.sampled_from([None, None, 0, 3]))

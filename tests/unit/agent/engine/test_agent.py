@@ -116,7 +116,7 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
         total_num_scheduled_tokens=sum(scheduled.values()),
     )
     agent.after_schedule(scheduler, output)
-    assert list(agent._prefills) == [prompt]
+    assert list(agent.accounts.prefills) == [prompt]
 
 
 def test_nothing_is_measured_while_all_requests_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from meridian_agent.core.directives import Directives
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.probe_admission import PREFIX, Placed
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.core.step_record import StepRecord, TextStep
+from meridian_agent.core.step_signals import RESULT, StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.link.messages import step_report
+from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 from tests.fakes.records import in_slot_order
 
 START, END, TEXT, STOP = 1, 2, 3, 4
@@ -34,7 +36,20 @@ class Engine:
         directives = Directives(self.tracker)
         self.probing = ProbeRunner(self.tracker, directives, 16, True)
         hand_over = HandOverRunner(self.tracker, directives.hand_overs, None, True)
-        self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over)
+        # The records that were sent, and how many steps were accounted without a record of their own.
+        self.sent: list[StepRecord] = []
+        self.texts = 0
+        outbox: Any = SimpleNamespace(clock=lambda: 0.0, send_text=self.send_text)
+        outbox.send = lambda record, _: self.sent.append(record)
+        others: Any = {"calm": SimpleNamespace(generated=lambda _: None), "outbox": outbox, "is_async": False}
+        others["phase_numbers"] = PhaseNumberSender(self.tracker)
+        self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over, **others)
+        self.accounts.step_time_ms = lambda: 7.0  # type: ignore[method-assign]
+
+    def send_text(self, step: TextStep) -> bool:
+        self.texts += 1
+        self.sent.append(StepRecord(*step))
+        return True
 
     def open(self, name: str, prompt: list[int]) -> None:
         ref = SimpleNamespace(sampling_params=SimpleNamespace(all_stop_token_ids={9}))
@@ -56,7 +71,7 @@ class Engine:
             SimpleNamespace(request_id=name, new_token_ids=[token], finish_reason="stop" if name in finished else None)
             for name, token in tokens.items()
         ]
-        group = SimpleNamespace(outputs=outputs, finished_requests=set(finished))
+        group = SimpleNamespace(outputs=outputs, finished_requests=set(finished), scheduler_stats=None)
         runner_output = SimpleNamespace(
             req_ids=list(tokens),
             sampled_token_ids=[[token] for token in tokens.values()],
@@ -64,12 +79,19 @@ class Engine:
         )
         column = np.array(entropies, np.float32)
         told = StepSignals(None, column, np.ones(len(column), np.int32), -column, -column).encode()
-        self.accounts.take(runner_output, {0: group}, told, finished)
-        self.whole += bool(self.tracker.record.text)
+        setattr(runner_output, RESULT, told)
+        usage = SimpleNamespace(usage=0.5)
+        scheduler = SimpleNamespace(
+            finished_req_ids=finished, current_step=1, kv_cache_manager=usage, get_request_counts=lambda: (2, 0)
+        )
+        if not self.accounts.take_text(scheduler, runner_output, {0: group}):
+            self.accounts.take(runner_output, {0: group}, told, finished)
+            self.accounts.complete(scheduler, told)
+            self.accounts.send()
+        record = self.sent.pop()
+        self.whole += bool(record.text)
         if self.singly:
             self.tracker.run.end()
-        record = self.tracker.take_record()
-        record.told = told
         report = step_report([in_slot_order(record)]).SerializeToString(deterministic=True)
         return report, [out.request_id for out in group.outputs] + sorted(group.finished_requests)
 
@@ -106,4 +128,5 @@ def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int) -> None:
         assert not any(name.startswith(PREFIX) for name in told[0][1])
         with_probes += engines[0].whole > before and bool(placed)
     assert with_probes > 20
+    assert engines[0].texts > 20
     assert engines[1].whole == 0
