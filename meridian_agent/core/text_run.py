@@ -14,6 +14,7 @@ from meridian_agent.core.request_info import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.live_request import LiveRequest
 
@@ -37,7 +38,7 @@ class TextRun:
         # Sentence and paragraph flags by token id.
         self.boundaries = b""
         self.steps = 0
-        self.number = 0
+        self.number = 1
         # Number of members, and whether the newest step had no other live requests.
         self.members = 0
         self.whole = False
@@ -135,16 +136,30 @@ class TextRun:
                 self.leave(live)
         self._steps_until_cap = self.steps + min((steps for steps in left.values() if steps > 0), default=NEVER)
 
-    def is_settled(self, request_ids: list[str]) -> bool:
-        """Return whether the live requests of a new step are those of the newest one, in the same rows and all members,
-        and none of them is near a cap. The columns are then up to date."""
-        return (
-            self.whole
-            and request_ids == self.request_ids
-            and self.members == len(request_ids)
-            and self.steps < self._steps_until_cap
-            and not self._stale
-        )
+    def count_all(
+        self, request_ids: list[str], sampled: Sequence[Sequence[int]], markers: AbstractSet[int]
+    ) -> list[int] | None:
+        """Count a step that brought the live requests of the newest step, in the same rows, one token of text and
+        nothing else, and return these tokens. Return None, and nothing has happened, for any other step, and if one of
+        the requests is not a member or is near a cap.
+
+        request_ids: ids in the order of the runner's rows. sampled: the new tokens of each row. markers: the tokens
+        that are not text.
+        """
+        rows = len(request_ids)
+        if not self.whole or self._stale or rows != self.members or rows != len(sampled):
+            return None
+        if self.steps >= self._steps_until_cap or request_ids != self.request_ids:
+            return None
+        try:
+            tokens = [token for (token,) in sampled]
+        except ValueError:
+            return None
+        if not markers.isdisjoint(tokens):
+            return None
+        self.steps += 1
+        self._newest = tokens
+        return tokens
 
     def count(self, tokens: Sequence[int]) -> Sequence[int]:
         """Count a step; return the members' tokens, in the order of their rows. tokens: by row, one of text for each

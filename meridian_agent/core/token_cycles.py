@@ -218,6 +218,12 @@ class LoopWatch:
         self._tails.pop(slot, None)
         self._repeats.pop(slot, None)
 
+    def is_turn_of_any(self, slots: int) -> bool:
+        """Let the next requests have their turn; return whether there are any. slots: number of slots that were ever
+        given to a request."""
+        self._turn = (self._turn + 1) % self._interval
+        return self._turn * TURN_REQUESTS < slots
+
     def look(
         self, by_slot: Mapping[int, LiveRequest], slots: int
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
@@ -228,7 +234,6 @@ class LoopWatch:
         """
         found = []
         repeats = []
-        self._turn = (self._turn + 1) % self._interval
         firsts = range(self._turn * TURN_REQUESTS, slots, self._interval * TURN_REQUESTS)
         for slot in [slot for first in firsts for slot in range(first, min(first + TURN_REQUESTS, slots))]:
             live = by_slot.get(slot)

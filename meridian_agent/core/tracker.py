@@ -223,22 +223,6 @@ class Tracker:
                 run.leave(live)
         return run.ready()
 
-    def count_all(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> list[int] | None:
-        """Count a step that brought the requests of the newest step, all of them members of the run, one token of text
-        and nothing else, and return these tokens; the caller reports them. Return None for any other step, and leave it
-        to `note`."""
-        run = self.run
-        if not run.is_settled(request_ids):
-            return None
-        try:
-            tokens = [token for (token,) in sampled]
-        except ValueError:
-            return None
-        if len(tokens) != len(request_ids) or not self.markers.by_last.keys().isdisjoint(tokens):
-            return None
-        run.count(tokens)
-        return tokens
-
     def note_nothing(self, request_ids: list[str]) -> list[int]:
         """Return all rows of a step in which no request may be or become a member of the run."""
         self.run.end()
@@ -317,6 +301,8 @@ class Tracker:
 
     def look_for_loops(self) -> None:
         """Add to the record the cycles and repeats that are found among the requests whose turn it is."""
+        if not self.loops.is_turn_of_any(self._next_slot):
+            return
         loops, repeats = self.loops.look(self.by_slot, self._next_slot)
         if loops or repeats:
             self.record.loops += loops

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase
-from meridian_agent.core.step_signals import REQUEST, WorkerRequestEncoder
+from meridian_agent.core.step_signals import REQUEST, WorkerRequest, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.capabilities import Measuring
@@ -48,6 +47,7 @@ class Agent:
 
     def __init__(self, scheduler: Any, markers: Markers, link: Link, facts: EngineFacts) -> None:
         self.link, self.lease, self.mailbox, self.facts = link, link.lease, link.mailbox, facts
+        self._outbox = link.outbox
         self.is_async = scheduler_api.is_async(scheduler)
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers, 1 + scheduler.num_spec_tokens)
@@ -73,11 +73,15 @@ class Agent:
             phase_numbers=PhaseNumberSender(tracker),
             calm=self.calm,
             outbox=link.outbox,
+            clock=link.lease.clock,
             is_async=self.is_async,
         )
         link.outbox.counters = self._counters
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
+        # The newest step's request to the workers, None for none; and whether it stays the same in calm steps.
+        self._asked: WorkerRequest | None = None
+        self._asks_same = False
         # Cap and answer reserve of new requests; parts of the directives whose lease has run out.
         self.default_cap: int | None = None
         self.default_reserve = self._lapsed = 0
@@ -245,12 +249,16 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------------ each step
 
+    @hook(agent_pb2.FAULT_CAUSE_BEFORE_SCHEDULE)
     def before_schedule(self, scheduler: Any) -> list[Limit]:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
-        self.accounts.began = time.perf_counter()
-        if self.calm.hold() and self.calm.go_on(scheduler):
-            return self.calm.limits
-        self.calm.begin_full_look()
+        calm = self.calm
+        self.accounts.began_s = began_s = self.lease.clock()
+        if calm.hold(began_s) and (not (calm.due or calm.needs_places) or calm.go_on(scheduler)):
+            calm.calm_steps += 1
+            return calm.limits
+        calm.begin_full_look()
+        self._asks_same = False
         self.take_arrived(scheduler)
         self._take_inbox()
         self.accounts.state = self.lease.say_state()
@@ -272,7 +280,7 @@ class Agent:
         limits = self.queues.limits(scheduler, plan, hold, reserved, placed)
         limits += [Limit(*limit) for limit in self.facts.limits.uncut(scheduler)]
         if self._adoption is None:
-            self.calm.end_full_look(scheduler, plan, limits)
+            calm.end_full_look(scheduler, plan, limits)
         return limits
 
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
@@ -295,30 +303,37 @@ class Agent:
                 inbox.answered_step = max(inbox.answered_step, message.step)
                 if self.frozen:
                     self.directives.freeze()
+        if inbox.messages:
+            self.lease.attention = True
 
     def _take_all(self, scheduler: Any) -> None:
         self.take_arrived(scheduler)
         self._take_inbox(math.inf)
 
+    @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure; under asynchronous scheduling, let vLLM wait for tokens that a forced end
         depends on."""
-        if self.probing.rows:
+        scheduled, tracker, run = output.num_scheduled_tokens, self.tracker, self.tracker.run
+        rows, requests = self.probing.rows, len(scheduled)
+        if self._asks_same and self.calm.number == run.number and requests == run.members and not rows:
+            # Since the newest full look nothing has changed for a live request, and each gets one more token of text.
+            if self._asked is not None:
+                setattr(output, REQUEST, self._asked)
+            self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
+            return
+        if rows:
             self.probing.take_rows(scheduler, output)
-        scheduled, drafted, tracker = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, self.tracker
+        self._asked = None
         # While all requests answer, nobody reads entropy.
         if self.observe_entropy and scheduled and tracker.answering < len(tracker.by_id) and tracker.markers.known:
-            setattr(output, REQUEST, self._asking.request(tracker.markers.ends[0][0], tracker.answering_ids))
-        # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens
-        # only.
-        prefill = output.total_num_scheduled_tokens - len(scheduled)
-        if drafted:
-            prefill -= sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items())
-        prefill -= self.probing.row_tokens() if self.probing.computed else 0
-        self.accounts.prefills.append(prefill)
+            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.answering_ids)
+            setattr(output, REQUEST, self._asked)
+        self._asks_same = self._asked is None or self._asked[2] is None
+        self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.
         due = tracker.due
-        if due and not (self.frozen or self._settled()) and self.masks.waits_for_tokens(scheduled):
+        if due and not (self.frozen or self.accounts.settled) and self.masks.waits_for_tokens(scheduled):
             output.pending_structured_output_tokens = True
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
@@ -326,22 +341,20 @@ class Agent:
             self.hand_over.scheduled(scheduled, scheduler)
         self.calm.scheduled(len(scheduled))
 
-    def _settled(self) -> bool:
-        """Return whether the output of all steps before the one that was scheduled last has been processed."""
-        return not self.is_async or len(self.accounts.prefills) <= 1
-
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
     def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
         """Return the step's token masks, with the forced ends of this step.
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
-        self.link.outbox.ring.wake()
-        if self.link.inbox.messages:
+        self._outbox.ring.wake()
+        if self.lease.attention:
             self._take_inbox()
+        elif self.calm.number == self.tracker.run.number:
+            return base
         if self.frozen or not (self.tracker.due or output.scheduled_spec_decode_tokens):
             return base
-        if not (self._settled() or output.pending_structured_output_tokens):
+        if not (self.accounts.settled or output.pending_structured_output_tokens):
             return base
         return self.masks.with_ends(output, base)
 

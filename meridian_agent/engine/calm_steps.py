@@ -29,11 +29,11 @@ class CalmSteps:
         self, tracker: Tracker, directives: Directives, probing: ProbeRunner, queues: QueueOrder, link: Link
     ) -> None:
         self._tracker, self._directives, self._probing, self._queues = tracker, directives, probing, queues
-        self._lease, self._mailbox, self._inbox = link.lease, link.mailbox, link.inbox
+        self._run, self._lease = tracker.run, link.lease
         # Numbers of steps so far with and without a full look.
         self.full_steps = self.calm_steps = 0
         # Number of the run with which steps are calm; 0 if the coming step needs a full look.
-        self._run = 0
+        self.number = 0
         # The findings of the full look: the scheduler's limits to lower in calm steps, whether a stream is up, and the
         # time on the lease's clock until which the leases change neither what is in force nor the agent's state.
         self.limits: list[Limit] = []
@@ -41,54 +41,54 @@ class CalmSteps:
         self._until_s = 0.0
         # The flags of the tokens that probes wait for, by row of the run; whether one of the probes needs a free place;
         # and the requests for which such a token has come.
-        self._awaited: dict[int, int] = {}
-        self._needs_places = False
-        self._due: list[LiveRequest] = []
+        self.awaited: dict[int, int] = {}
+        self.needs_places = False
+        self.due: list[LiveRequest] = []
 
     def end(self) -> None:
         """Let the coming step have a full look."""
-        self._run = 0
+        self.number = 0
 
     def begin_full_look(self) -> None:
         """Count a step with a full look."""
         self.full_steps += 1
-        self._run, self._due = 0, []
+        self.number, self.due = 0, []
+        self._lease.attention = False
 
-    def hold(self) -> bool:
-        """Return whether the coming step is calm."""
-        lease = self._lease
+    def hold(self, now_s: float) -> bool:
+        """Return whether the coming step is calm. now_s: the time on the lease's clock."""
+        number, lease = self.number, self._lease
         return (
-            self._run != 0
-            and self._run == self._tracker.run.number
-            and not (self._mailbox.arrived or self._inbox.messages)
+            number != 0
+            and number == self._run.number
+            and not lease.attention
             and lease.connected is self._connected
-            and lease.clock() < self._until_s
+            and now_s < self._until_s
         )
 
     def go_on(self, scheduler: Any) -> bool:
-        """Do what a full look does when nothing has happened, and place the probes that have come due since the newest
-        look. Return False, and the step needs a full look, if one of them cannot be a row of its request."""
-        if self._due:
-            due, self._due = self._due, []
+        """Place the probes that have come due since the newest look, and keep the places that probes need. Return
+        False, and the step needs a full look, if one of them cannot be a row of its request."""
+        if self.due:
+            due, self.due = self.due, []
             if not self._probing.place_rows(scheduler, due):
                 return False
             for live in due:
-                del self._awaited[live.run_row]
-        self.calm_steps += 1
-        if self._needs_places and self._awaited:
+                del self.awaited[live.run_row]
+        if self.needs_places and self.awaited:
             self._probing.keep_places(scheduler)
         return True
 
     def end_full_look(self, scheduler: Any, plan: DispatchPlan | None, limits: list[Limit]) -> None:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
         the scheduler's limits that the full look lowers."""
-        run, lease = self._tracker.run, self._lease
+        run, lease = self._run, self._lease
         if not (run.members and run.whole and self._nothing_due(scheduler, plan) and self._only_awaited_probes()):
             return
         if limits and not self._limits_stay(scheduler):
             return
         self._connected = lease.connected
-        self.limits, self._until_s, self._run = limits, lease.steady_until(), run.number
+        self.limits, self._until_s, self.number = limits, lease.steady_until(), run.number
 
     def _nothing_due(self, scheduler: Any, plan: DispatchPlan | None) -> bool:
         """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves
@@ -104,29 +104,29 @@ class CalmSteps:
 
     def _only_awaited_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        self._awaited = {}
+        self.awaited = {}
         for _, live, flags, _ in self._directives.probes:
             if not flags or live.run_row < 0 or live.boundary & flags == flags:
                 return False
-            self._awaited[live.run_row] = flags
-        self._needs_places = self._probing.needs_places
+            self.awaited[live.run_row] = flags
+        self.needs_places = self._probing.needs_places
         return True
 
     def _limits_stay(self, scheduler: Any) -> bool:
         """Return whether the limits are the same in the coming steps, or no request waits on which they would act."""
         if not scheduler_api.anything_waits(scheduler):
             return True
-        return bool(self._awaited) and self._needs_places and not self._directives.hold_admission
+        return bool(self.awaited) and self.needs_places and not self._directives.hold_admission
 
     def scheduled(self, requests: int) -> None:
         """End the calm if the step has more or fewer requests than the run, such as one that vLLM has just admitted."""
-        if requests != self._tracker.run.members:
-            self._run = 0
+        if requests != self._run.members:
+            self.number = 0
 
     def generated(self, tokens: Sequence[int]) -> None:
         """Find out whether one of a step's tokens is one that a probe waits for. tokens: those of the run's members."""
-        run = self._tracker.run
-        if self._awaited and self._run == run.number and tokens:
-            self._due = run.at_boundaries(self._awaited)
-            if self._due and not self._probing.rows_possible:
-                self._run = 0
+        run = self._run
+        if self.awaited and self.number == run.number and tokens:
+            self.due = run.at_boundaries(self.awaited)
+            if self.due and not self._probing.rows_possible:
+                self.number = 0

@@ -85,7 +85,10 @@ class GovernedScheduler:
         if self._guard.fault:
             self._settle_fault()
         if (agent := self._agent) is not None:
-            self._guard.run(self._before_schedule, agent)
+            if self._stock_limits:
+                self._guard.run(self._restore_limits)
+            if limits := self._guard.run(agent.before_schedule, self):
+                self._guard.run(self._lower_limits, limits)
         if self._guard.fault:
             self._settle_fault()
         began = time.perf_counter()
@@ -93,7 +96,9 @@ class GovernedScheduler:
         self._under_way += 1
         if agent is not None:
             agent.scheduler_seconds += time.perf_counter() - began
-            self._guard.run(self._after_schedule, agent, output)
+            if self._stock_limits:
+                self._guard.run(self._restore_limits)
+            self._guard.run(agent.after_schedule, self, output)
             if self._guard.fault:
                 self._settle_fault(scheduled=output)
         return output
@@ -139,20 +144,12 @@ class GovernedScheduler:
     # ----------------------------------------------------------------------------------------------- under the guard
 
     @hook(agent_pb2.FAULT_CAUSE_BEFORE_SCHEDULE)
-    def _before_schedule(self, agent: Agent) -> None:
-        if self._stock_limits:
-            self._restore_limits()
-        if limits := agent.before_schedule(self):
-            self._stock_limits = [Limit(owner, name, getattr(owner, name)) for owner, name, _ in limits]
-            for owner, name, limit in limits:
-                setattr(owner, name, limit)
+    def _lower_limits(self, limits: list[Limit]) -> None:
+        self._stock_limits = [Limit(owner, name, getattr(owner, name)) for owner, name, _ in limits]
+        for owner, name, limit in limits:
+            setattr(owner, name, limit)
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
-    def _after_schedule(self, agent: Agent, output: Any) -> None:
-        if self._stock_limits:
-            self._restore_limits()
-        agent.after_schedule(self, output)
-
     def _restore_limits(self) -> None:
         for owner, name, limit in self._stock_limits:
             setattr(owner, name, limit)

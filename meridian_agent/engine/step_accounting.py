@@ -8,7 +8,6 @@ vLLM has processed the step.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import request_api
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
@@ -45,7 +45,8 @@ FINISH_REASON = {
 
 
 class StepAccounting:
-    """The accounting of one engine's steps. is_async: the next step is scheduled before a step is processed."""
+    """The accounting of one engine's steps. clock: the link's. is_async: the next step is scheduled before a step is
+    processed."""
 
     def __init__(
         self,
@@ -57,16 +58,33 @@ class StepAccounting:
         phase_numbers: PhaseNumberSender,
         calm: CalmSteps,
         outbox: Outbox,
+        clock: Callable[[], float],
         is_async: bool,
     ) -> None:
         self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
         self._phase_numbers, self._calm, self._outbox, self._is_async = phase_numbers, calm, outbox, is_async
-        # The agent's state, a meridian.v1.AgentState; and the time at which the newest step's schedule began.
+        self._clock = clock
+        # The agent's state, a meridian.v1.AgentState; and the times, on the link's clock, at which the newest step's
+        # schedule began and at which outputs were processed last.
         self.state = 0
-        self.began = 0.0
-        # Prompt tokens of scheduled steps without output so far, oldest first; and the time of the newest update.
+        self.began_s = self._updated_s = 0.0
+        # Prompt tokens of scheduled steps without output so far, oldest first.
         self.prefills: deque[int] = deque(maxlen=8)
-        self._updated = 0.0
+
+    def scheduled(self, output: Any) -> None:
+        """Count the prompt tokens of a step that was just scheduled. output: the SchedulerOutput of the step."""
+        tokens, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens
+        # only.
+        prefill = output.total_num_scheduled_tokens - len(tokens)
+        if drafted:
+            prefill -= sum(min(len(d), tokens[r] - 1) for r, d in drafted.items())
+        self.prefills.append(prefill - (self._probing.row_tokens() if self._probing.computed else 0))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the output of all steps before the one that was scheduled last has been processed."""
+        return not self._is_async or len(self.prefills) <= 1
 
     def take_text(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> bool:
         """Process a step that brought each request of the step before one token of text and nothing else, and queue its
@@ -82,22 +100,25 @@ class StepAccounting:
         if not (told is None or isinstance(told, bytes)) or getattr(runner_output, BACKEND, None) is not None:
             return False
         tracker = self._tracker
-        if (tokens := tracker.count_all(request_ids, runner_output.sampled_token_ids)) is None:
+        run = tracker.run
+        tokens = run.count_all(request_ids, runner_output.sampled_token_ids, tracker.markers.by_last.keys())
+        if tokens is None:
             return False
         if tracker.loops.enabled:
             tracker.look_for_loops()
-        self._phase_numbers.add_to(stats)
-        self._calm.generated(tokens)
-        run, clock = tracker.run, self._outbox.clock
+        now_s = self._clock()
+        self._phase_numbers.add_to(stats, now_s)
+        if self._calm.awaited:
+            self._calm.generated(tokens)
         columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told
         gauges = self._gauges(scheduler)
         if tracker.begun is None:
             number = tracker.number(scheduler.current_step)
-            step: TextStep = (number, clock(), self.step_time_ms(), *gauges, *columns)
+            step: TextStep = (number, now_s, self._step_time_ms(now_s), *gauges, *columns)
             if not self._outbox.send_text(step):
                 self._outbox.send(StepRecord(*step), tracker.snapshot)
             return True
-        tracker.begun.tell((scheduler.current_step, 0.0, self.step_time_ms(), *gauges, *columns))
+        tracker.begun.tell((scheduler.current_step, now_s, self._step_time_ms(now_s), *gauges, *columns))
         self.send()
         return True
 
@@ -113,7 +134,7 @@ class StepAccounting:
         self._calm.generated(record.text)
         record.told, record.step = told, scheduler.current_step
         record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
-        record.step_time_ms = self.step_time_ms()
+        record.step_time_ms = self._step_time_ms(self._clock())
         return record
 
     def send(self) -> None:
@@ -123,13 +144,12 @@ class StepAccounting:
             self._probing.sent(sent)
         self._outbox.send(sent, self._tracker.snapshot)
 
-    def step_time_ms(self) -> float:
+    def _step_time_ms(self, now_s: float) -> float:
         """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,
         because the next step is scheduled before this update."""
-        now = time.perf_counter()
-        began = self._updated if self._is_async and now - self._updated < MAX_STEP_S else self.began
-        self._updated = now
-        return (now - began) * 1e3
+        began_s = self._updated_s if self._is_async and now_s - self._updated_s < MAX_STEP_S else self.began_s
+        self._updated_s = now_s
+        return (now_s - began_s) * 1e3
 
     def take(
         self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
@@ -146,7 +166,8 @@ class StepAccounting:
         self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
-        self._phase_numbers.add_to(next(filter(None, (group.scheduler_stats for group in outputs.values())), None))
+        stats = next(filter(None, (group.scheduler_stats for group in outputs.values())), None)
+        self._phase_numbers.add_to(stats, self._clock())
 
     def _without_probes(self, request_ids: list[str]) -> list[str]:
         """Return the ids without the probes at their end; vLLM puts a probe, as a new request, behind the requests that

@@ -67,6 +67,7 @@ class Inbox:
         self.messages.clear()
         self._in = self._out
         self.messages.append(None)
+        self._lease.attention = True
 
     def put(self, directives: agent_pb2.Directives) -> None:
         """Add a message. A message without a decision is only noted as answered, unless another message waits before
@@ -74,6 +75,7 @@ class Inbox:
         if self.messages or len(directives.ListFields()) > (directives.step > 0):
             self._in += decisions_in(directives)
             self.messages.append(directives)
+            self._lease.attention = True
         else:
             self.answered_step = directives.step
 

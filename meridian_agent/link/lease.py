@@ -34,6 +34,9 @@ class Lease:
         self.clock = clock
         # A stream is up, so records can be sent. Set on the link's thread.
         self.connected = False
+        # Something waits for the engine in the inbox or the mailbox. Set after it was put there, and cleared on the
+        # engine's thread before it looks.
+        self.attention = False
         # No request is live, so no step will follow that could report outcomes. Set on the engine's thread.
         self.idle = True
         self.revision = 0
@@ -51,7 +54,7 @@ class Lease:
         # Clock time since which no stream has answered, and since which a report on this stream waits for its first
         # answer; None if an answer has arrived or nothing waits.
         self._lost_since: float | None = clock()
-        self._unheard_since: float | None = None
+        self.unheard_since: float | None = None
 
     # -------------------------------------------------------------------------------------------- the control plane
 
@@ -60,7 +63,7 @@ class Lease:
         request can be old."""
         self.idle = False
         if self.connected:
-            self._lost_since = self._unheard_since = None
+            self._lost_since = self.unheard_since = None
 
     def falls_idle(self) -> None:
         """Begin an idle time, because no request is live any more."""
@@ -68,17 +71,17 @@ class Lease:
 
     def asks(self, now: float) -> None:
         """Note that a report waits for its answer since `now`, unless an older report does."""
-        if self._unheard_since is None:
-            self._unheard_since = now
+        if self.unheard_since is None:
+            self.unheard_since = now
 
     def heard(self) -> None:
         """Note that the control plane has answered."""
-        self._lost_since = self._unheard_since = None
+        self._lost_since = self.unheard_since = None
 
     def found(self) -> None:
         """Note that a stream has begun. While decisions are in force this renews no lease: only an answer shows that
         the control plane still knows of the decisions."""
-        self._unheard_since = None
+        self.unheard_since = None
         if self.idle:
             self._lost_since = None
         self.connected = True
@@ -86,7 +89,7 @@ class Lease:
     def lost(self) -> None:
         """Note that the stream has ended; its silence before the end counts towards the lease."""
         if self._lost_since is None:
-            self._lost_since = self._unheard_since if self._unheard_since is not None else self.clock()
+            self._lost_since = self.unheard_since if self.unheard_since is not None else self.clock()
         self.connected = False
 
     def silent_s(self) -> float:
@@ -94,11 +97,11 @@ class Lease:
         0 if no answer is overdue."""
         if self.connected and self.idle:
             return 0.0
-        return self._since(self._lost_since if self._lost_since is not None else self._unheard_since)
+        return self._since(self._lost_since if self._lost_since is not None else self.unheard_since)
 
     def unheard_s(self) -> float:
         """Return the seconds for which a report on this stream has waited for an answer."""
-        return 0.0 if self.idle else self._since(self._unheard_since)
+        return 0.0 if self.idle else self._since(self.unheard_since)
 
     def _since(self, then: float | None) -> float:
         return 0.0 if then is None else self.clock() - then

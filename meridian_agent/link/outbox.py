@@ -51,7 +51,6 @@ class Outbox:
 
     def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
         self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
-        self.clock = lease.clock
         # The ring of the current stream. Each stream has its own ring, so that the sender of an old stream cannot take
         # records of the next stream; None ends the sender.
         self.ring: RecordRing = RecordQueue()
@@ -108,12 +107,12 @@ class Outbox:
         """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
         waits."""
         lease, ring = self._lease, self.ring
-        if not (self._streaming and lease.connected) or self.snapshot_due or self._inbox.messages or lease.idle:
+        if lease.attention or lease.idle or not (self._streaming and lease.connected) or self.snapshot_due:
             return False
         if ring.qsize() >= RING_RECORDS:
             return False
-        _, ended_s, *_ = step
-        lease.asks(ended_s)
+        if lease.unheard_since is None:
+            lease.asks(step[1])
         ring.lay(step)
         return True
 

@@ -67,9 +67,9 @@ class PhaseNumberSender:
         # Thinking tokens that are not sent yet; below 0 while a marker has taken back more tokens than were generated.
         self._think_tokens = 0
 
-    def add_to(self, stats: Any) -> None:
-        """Add the field to the statistics of a step; None if vLLM collects none."""
-        tracker, now = self._tracker, time.monotonic()
+    def add_to(self, stats: Any, now_s: float) -> None:
+        """Add the field to the statistics of a step; None if vLLM collects none. now_s: monotonic seconds."""
+        tracker = self._tracker
         answered = tracker.take_answered() if tracker.answered or tracker.before_answer else ()
         if stats is None:
             return
@@ -78,8 +78,8 @@ class PhaseNumberSender:
             self._ttfvt_s += [max(0.0, wall - live.ref.arrival_time) for live in answered if _begun_here(live)]
         numbers: list[float] = []
         # Without live requests no step may follow.
-        if now - self._sent_at >= INTERVAL_S or not tracker.by_id:
-            numbers, self._sent_at = self._take().encode(), now
+        if now_s - self._sent_at >= INTERVAL_S or not tracker.by_id:
+            numbers, self._sent_at = self._take().encode(), now_s
         setattr(stats, FIELD, numbers)
 
     def _take(self) -> PhaseNumbers:

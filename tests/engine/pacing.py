@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Limit against hanging, and the polling interval; even a busy machine answers within milliseconds.
 PATIENCE_S, LOOK_S = 120.0, 0.0005
+# Types of a ring's items that are steps; a tuple is a TextStep, whose first field is the step's number.
+STEPS = (StepRecord, tuple)
 
 
 @functools.cache
@@ -36,8 +38,8 @@ def watch() -> None:
     lay, receive = RecordQueue.lay, Link._receive
 
     def laid(ring: Any, item: Any, presses: bool = False) -> None:
-        if isinstance(item, StepRecord):
-            ring.__dict__.setdefault("steps", []).append(item.step)
+        if isinstance(item, STEPS):
+            ring.__dict__.setdefault("steps", []).append(item[0] if isinstance(item, tuple) else item.step)
         lay(ring, item, presses)
 
     def received(link: Link, response: agent_pb2.ConnectResponse) -> None:
@@ -89,7 +91,7 @@ class Settled:
 
     def _answered(self, link: Link, stub: Any) -> bool:
         ring: Any = link.outbox.ring
-        waiting = [item for item in tuple(ring._items) if isinstance(item, StepRecord)]
+        waiting = [item for item in tuple(ring._items) if isinstance(item, STEPS)]
         if waiting and (ring.presses or ring.qsize() >= ring._wanted):
             # The link's sender is about to take the records.
             return False

@@ -14,6 +14,9 @@ from tests.engine.test_decisions import endless, opened
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian_agent.core.step_record import StepRecord
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
@@ -83,14 +86,26 @@ SEVEN = [opened(i) for i in range(6)] + [{**cases()[0], "template": ANSWER}]
 STEP_MS, TOKEN_MS = 5.0, 1.0
 
 
+def tell(patch: pytest.MonkeyPatch, agent: Any, step_time_ms: Callable[[int, int], float]) -> None:
+    """Let the agent report other times of its steps. step_time_ms: from a step's rows and its prompt tokens."""
+    outbox = agent.link.outbox
+    send = type(outbox).send
+
+    def priced(record: StepRecord, snapshot: Any) -> None:
+        record.step_time_ms = step_time_ms(len(record.slots), record.prefill_tokens)
+        send(outbox, record, snapshot)
+
+    patch.setattr(outbox, "send", priced)
+    patch.setattr(outbox, "send_text", lambda _: False)
+
+
 @pytest.fixture
 def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the agent, which reports steps as slow as a larger model's, after the control plane has learnt their cost.
 
     The reports go over a new stream, because the control plane would remember the earlier steps for hundreds of steps.
     """
-    run = agent.tracker.run
-    monkeypatch.setattr(agent.accounts, "step_time_ms", lambda: STEP_MS + TOKEN_MS * len(run.request_ids))
+    tell(monkeypatch, agent, lambda rows, _: STEP_MS + TOKEN_MS * rows)
     before = control.engine().connect_time
     agent.link.restart()
     wait_for(lambda: agent.link.lease.connected and control.engine().connect_time != before, 20, "a stream of its own")
@@ -176,14 +191,15 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
     control.settled()
 
 
-def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
+def test_prompts_wait_while_answers_stream(
+    llm: Any, priced: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of 150 tokens comes in over several steps beside an answer, and in one step without one."""
     least = {"output_tpot_budget_ms": 1.0, "min_prefill_tokens": 16}
     for count in (3, 7):
         chat(llm, SEVEN[:count], endless(priced, max_tokens=20))
-    monkey = priced.accounts.step_time_ms
-    priced.accounts.step_time_ms = lambda: STEP_MS + 0.5 * priced.tracker.record.prefill_tokens
-    try:
+    with monkeypatch.context() as patch:
+        tell(patch, priced, lambda _, prefill_tokens: STEP_MS + 0.5 * prefill_tokens)
         for seed in range(3):
             chat(llm, [long_prompt(seed)], endless(priced, max_tokens=40))
         settled()
@@ -200,8 +216,6 @@ def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Contr
                 settled()
                 chunks[answers] += 1
             run.until()
-    finally:
-        priced.accounts.step_time_ms = monkey
     assert chunks[False] <= 2
     assert chunks[True] >= 5
     control.settled()

@@ -424,7 +424,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "waits for a step before the first",
         AGENT,
-        "        if due and not (self.frozen or self._settled()) and self.masks",
+        "        if due and not (self.frozen or self.accounts.settled) and self.masks",
         "        if due and not self.frozen and self.masks",
     ),
     # Probes and blocks: a probe needs room in its step, and clients never see one.

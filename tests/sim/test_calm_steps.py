@@ -47,7 +47,7 @@ def test_the_messages_are_the_same_without_calm_steps(first: int, monkeypatch: p
         monkeypatch.setattr(CalmSteps, "hold", noting(hold, calm))
         monkeypatch.setattr(StepAccounting, "take_text", noting(take_text, text))
         found = messages(seed)
-        monkeypatch.setattr(CalmSteps, "hold", lambda _: False)
+        monkeypatch.setattr(CalmSteps, "hold", lambda *_: False)
         monkeypatch.setattr(StepAccounting, "take_text", lambda *_: False)
         assert found == messages(seed), f"seed {seed}"
     for noted in (calm, text):

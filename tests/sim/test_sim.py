@@ -322,7 +322,7 @@ def test_a_fault_brings_the_start_up_limits_back_until_the_agent_returns(monkeyp
                 world.pass_time(0.01)
             assert plant.engine.limits() == (1, 40, 16)
             with monkeypatch.context() as without:
-                without.delattr(type(plant.engine.agent), "after_schedule")
+                without.setattr(type(plant.engine.agent), "after_schedule", None)
                 world.pass_time(0.01)
             assert plant.engine.agent is None
             assert plant.engine.limits() == (4, 64, 0)

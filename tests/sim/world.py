@@ -18,11 +18,9 @@ from meridian_agent.core import guard as guard_module
 from meridian_agent.core import token_cycles
 from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.guard import Guard
-from meridian_agent.engine import agent as agent_module
 from meridian_agent.engine import lifecycle as lifecycle_module
 from meridian_agent.engine import probe_runner as probing_module
 from meridian_agent.engine import scheduler_mixin as scheduler_module
-from meridian_agent.engine import step_accounting as accounting_module
 from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
@@ -134,7 +132,7 @@ class World:
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known_tokenizer)
         self.patch.setattr(tokenizer_module, "boundaries", lambda _: known_boundaries)
-        for module in (accounting_module, agent_module, guard_module, probing_module, scheduler_module):
+        for module in (guard_module, probing_module, scheduler_module):
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))

@@ -9,6 +9,7 @@ SUITE_BREAK names a fault that is put into the agent on purpose, to prove that t
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -110,12 +111,14 @@ class InFront:
     def install(self) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
+        from meridian_agent.engine.agent import Agent
         from meridian_agent.engine.scheduler_mixin import GovernedScheduler, governed
 
+        setattr(Agent, "after_schedule", self._after_schedule(Agent.after_schedule))  # noqa: B010
         # Schedulers are replaced wherever a test imports the class from, and whatever it derives from it.
         Scheduler.__new__ = lambda chosen, *_, **__: object.__new__(governed(chosen))
         Scheduler.update_from_output = self._stock_update(Scheduler.update_from_output)
-        for name in ("__init__", "schedule", "_after_schedule", "update_from_output"):
+        for name in ("__init__", "schedule", "update_from_output"):
             setattr(GovernedScheduler, name, getattr(self, f"_{name.strip('_')}")(getattr(GovernedScheduler, name)))
 
     def _init(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -140,8 +143,9 @@ class InFront:
         return schedule
 
     def _after_schedule(self, original: Callable[..., None]) -> Callable[..., None]:
-        def after_schedule(scheduler: Any, agent: Any, output: Any) -> None:
-            original(scheduler, agent, output)
+        @functools.wraps(original)
+        def after_schedule(agent: Any, scheduler: Any, output: Any) -> None:
+            original(agent, scheduler, output)
             self.counts["worked"] += 1
 
         return after_schedule
@@ -235,6 +239,7 @@ def _answered(link: Any, step: int) -> bool:
 
 def _break(how: str) -> None:
     """Put a named fault into the agent, which the comparison must notice."""
+    from meridian_agent.engine.agent import Agent
     from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
     schedule, update = GovernedScheduler.schedule, GovernedScheduler.update_from_output
@@ -254,12 +259,11 @@ def _break(how: str) -> None:
         raise RuntimeError("broken on purpose")
 
     broken = {
-        "reorder": ("schedule", reorder),
-        "drop": ("update_from_output", drop),
-        "fault": ("_before_schedule", fail),
+        "reorder": (GovernedScheduler, "schedule", reorder),
+        "drop": (GovernedScheduler, "update_from_output", drop),
+        "fault": (Agent, "before_schedule", fail),
     }
-    name, function = broken[how]
-    setattr(GovernedScheduler, name, function)
+    setattr(*broken[how])
 
 
 def pytest_configure(config: pytest.Config) -> None:

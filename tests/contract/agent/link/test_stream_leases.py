@@ -125,7 +125,7 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         engine.open("a")
         await engine.steps_until(lambda: "step" in servicer.kinds())
         servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
-        await until(lambda: engine.link.lease._unheard_since is None)
+        await until(lambda: engine.link.lease.unheard_since is None)
         clock.now = 100.0
         assert not engine.link.lapsed(), "no report waits for an answer"
         engine.step()

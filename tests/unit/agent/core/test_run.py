@@ -39,8 +39,8 @@ def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = 
     """Account a step as the agent does; return the ids that were looked at one by one. ended: ids of requests that end
     in the step."""
     names = list(tokens)
-    if not ended and (text := tracker.count_all(names, list(tokens.values()))) is not None:
-        run = tracker.run
+    run, enders = tracker.run, tracker.markers.by_last.keys()
+    if not ended and (text := run.count_all(names, list(tokens.values()), enders)) is not None:
         tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, run.slots, run.phases, run.rows, text, run.boundaries, None))
         return ""
     others = tracker.note(names, list(tokens.values()), ended)

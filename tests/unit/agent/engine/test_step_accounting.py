@@ -39,12 +39,16 @@ class Engine:
         # The records that were sent, and how many steps were accounted without a record of their own.
         self.sent: list[StepRecord] = []
         self.texts = 0
-        outbox: Any = SimpleNamespace(clock=lambda: 0.0, send_text=self.send_text)
+        outbox: Any = SimpleNamespace(send_text=self.send_text)
         outbox.send = lambda record, _: self.sent.append(record)
-        others: Any = {"calm": SimpleNamespace(generated=lambda _: None), "outbox": outbox, "is_async": False}
+        others: Any = {
+            "calm": SimpleNamespace(generated=lambda _: None, awaited={}),
+            "outbox": outbox,
+            "is_async": False,
+        }
+        others["clock"] = lambda: 0.0
         others["phase_numbers"] = PhaseNumberSender(self.tracker)
         self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over, **others)
-        self.accounts.step_time_ms = lambda: 7.0  # type: ignore[method-assign]
 
     def send_text(self, step: TextStep) -> bool:
         self.texts += 1

@@ -42,7 +42,7 @@ class Engine:
         """Return the field that a step's statistics have, after the clock was moved."""
         self.now += seconds
         sent = SimpleNamespace() if stats is True else stats
-        self.sender.add_to(sent)
+        self.sender.add_to(sent, self.now)
         return getattr(sent, FIELD, None)
 
     def numbers(self) -> PhaseNumbers:
