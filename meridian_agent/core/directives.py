@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.hand_overs import HandOvers
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.probe_admission import PendingProbes
+from meridian_agent.core.probe_admission import NOT_THINKING, PendingProbes
 from meridian_agent.core.step_record import NOT_KNOWN, TIERS, Outcome
 from meridian_agent.core.think_limit import ending_tokens, first_due_row, is_limited, limit_in, reserve_note
 
@@ -102,7 +102,10 @@ class Directives:
             self._accept_plan(message.plan, message.step)
 
     def _probe(self, probe: agent_pb2.EatProbe, step: int) -> None:
-        if (live := self._thinker(probe.slot, probe.decision_id, step)) is not None:
+        live = self._thinker(probe.slot, probe.decision_id, step)
+        if live is not None and live.phase is not Phase.THINK:
+            self.report(probe.decision_id, Outcome.REFUSED, live, NOT_THINKING)
+        elif live is not None:
             self.probes.add(probe, live)
 
     def _target(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:

@@ -347,7 +347,8 @@ class LiveRequest:
 
     @property
     def effective_rank(self) -> int:
-        return PHASE_RANK[self.own_state.phase] if self.rank is None else self.rank
+        rank = self.rank
+        return PHASE_RANK[self.own_state.phase] if rank is None else rank
 
     @property
     def limit(self) -> int | None:

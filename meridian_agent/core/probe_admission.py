@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import Report
 
 PREFIX = "meridian-probe-"
+# Reason for refusing a probe of a request that does not think any more.
+NOT_THINKING = "not thinking"
 # Probes of one step take at most 1 / STEP_SHARE of the step's token budget.
 STEP_SHARE = 8
 # While probes are asked for, admission leaves 1 / PLACE_SHARE of the running places to them, or none if that is fewer
@@ -63,7 +65,8 @@ class PendingProbes:
 
     def add(self, probe: agent_pb2.EatProbe, live: LiveRequest) -> None:
         """Note a probe; a probe of the same request that still waits is superseded."""
-        self.drop(Outcome.SUPERSEDED, live)
+        if live in self._asked:
+            self.drop(Outcome.SUPERSEDED, live)
         flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
         self._asked[live] = (probe.decision_id, live, flags, hold_ms)
 
@@ -131,7 +134,7 @@ def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int) ->
     """
     request = live.ref
     obstacles = (
-        (live.phase is not Phase.THINK or live.ending is not None, "not thinking"),
+        (live.phase is not Phase.THINK or live.ending is not None, NOT_THINKING),
         (not room.prefix_caching, "prefix caching is off"),
         (request.num_tokens > LONGEST_TOKENS, f"over {LONGEST_TOKENS} tokens"),
         (getattr(request, "lora_request", None) is not None, "LoRA request"),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The token of a row that has no single new token.
 NO_TOKEN = -1
+# A character that an id never has if the client has sent it in a header.
+SEPARATOR = "\0"
 
 
 class TextRun:
@@ -32,6 +34,8 @@ class TextRun:
 
     def __init__(self) -> None:
         self.request_ids: list[str] = []
+        # The ids as one text, None if that text could be another list's, too.
+        self._joined: str | None = None
         self.slots: list[int] = []
         self.phases: list[int] = []
         self.rows: list[int] = []
@@ -83,6 +87,8 @@ class TextRun:
             live.leave_run()
         # The ids are copied, because the runner may change its own list.
         self.request_ids, self._by_row, self._newest = list(request_ids), by_row, newest
+        joined = SEPARATOR.join(request_ids)
+        self._joined = joined if joined.count(SEPARATOR) < max(1, len(request_ids)) else None
 
     def join(self, live: LiveRequest, row: int) -> None:
         """Let a request join that has just generated one token of text, unless it is in its prompt, is being ended, or
@@ -149,7 +155,8 @@ class TextRun:
         rows = len(request_ids)
         if not self.whole or self._stale or rows != self.members or rows != len(sampled):
             return None
-        if self.steps >= self._steps_until_cap or request_ids != self.request_ids:
+        # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
+        if self.steps >= self._steps_until_cap or SEPARATOR.join(request_ids) != self._joined:
             return None
         try:
             tokens = [token for (token,) in sampled]

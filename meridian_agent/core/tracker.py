@@ -105,7 +105,6 @@ class Tracker:
             live.mark_answered()
         self._count(state.phase, 1)
         self.watch_limit(live)
-        self.reorder = True
         self.run.changed()
         self.record.opened.append(opened_row(live))
         # The first request after idle time presses, because the sender of an idle engine sleeps longer.
@@ -232,8 +231,10 @@ class Tracker:
     def count(self, others: Sequence[int]) -> None:
         """Count the noted step for the members of the run. others: the rows that are looked at one by one."""
         run, record = self.run, self.record
+        # A request that joins the run with its token of this step is a member from then on.
+        text = run.count(self._tokens) if self._tokens else ()
         if run.members:
-            record.text, record.boundaries = run.count(self._tokens), run.boundaries
+            record.text, record.boundaries = text, run.boundaries
             record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
             if others:
                 # The lists are copied, because rows will be added.

@@ -209,6 +209,7 @@ class Agent:
                 info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
                 waits = request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
+                self.tracker.reorder = True
         if not adoption:
             self._adoption = None
 

@@ -104,11 +104,10 @@ class CalmSteps:
 
     def _only_awaited_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        self.awaited = {}
-        for _, live, flags, _ in self._directives.probes:
-            if not flags or live.run_row < 0 or live.boundary & flags == flags:
-                return False
-            self.awaited[live.run_row] = flags
+        self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in self._directives.probes}
+        if 0 in awaited.values() or -1 in awaited or self._run.at_boundaries(awaited):
+            self.awaited = {}
+            return False
         self.needs_places = self._probing.needs_places
         return True
 

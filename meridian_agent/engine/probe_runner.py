@@ -22,6 +22,7 @@ from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
@@ -98,7 +99,8 @@ class ProbeRunner:
         """Take the probes whose place in the text has come, each with the number of tokens after that place, and those
         of requests that do not think any more; the others go on waiting."""
         here, markers, probes = list[tuple["Asked", int | None]](), self._tracker.markers, self._directives.probes
-        for each in list(probes):
+        waits = self._waiting(probes) if not scheduler.num_spec_tokens else ()
+        for each in [each for each in probes if each[1] not in waits]:
             _, live, flags, _ = each
             # If a step brings several tokens, the end of a sentence need not be the last of them.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
@@ -107,6 +109,13 @@ class ProbeRunner:
                 probes.take(live)
                 here.append((each, past))
         return here
+
+    def _waiting(self, probes: Iterable[Asked]) -> AbstractSet[LiveRequest]:
+        """Return thinking requests whose newest token is not the end of a sentence for which their probe waits."""
+        # No member of the run is being ended, and a member's phase is the one that it had when its probe was accepted.
+        waiting = {live: flags for _, live, flags, _ in probes if flags and live.run_row >= 0}
+        at = self._tracker.run.at_boundaries({live.run_row: flags for live, flags in waiting.items()})
+        return waiting.keys() - at
 
     def _place_row(self, scheduler: Any, decision_id: int, live: LiveRequest, past: int | None, hold_ms: int) -> bool:
         """Compute a probe as a row of its request in the coming step; return False if that cannot be. A request that

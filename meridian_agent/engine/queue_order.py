@@ -97,16 +97,15 @@ class QueueOrder:
                 scheduler.waiting.prepend_request(request)
 
     def _sort(self, running: list[Any]) -> None:
-        by_id = self._tracker.by_id
-
-        def rank(request: Any) -> int:
-            live = by_id.get(request.request_id)
-            own = live.effective_rank if live is not None else PHASE_RANK[Phase.PROMPT]
-            # vLLM gives out the step's tokens in this order, so a long prompt would leave none for the requests behind
-            # it.
-            return own + MAX_RANK if request.is_prefill_chunk else own
-
-        running.sort(key=rank)
+        by_id, unknown = self._tracker.by_id, PHASE_RANK[Phase.PROMPT]
+        # vLLM gives out the step's tokens in this order, so a long prompt would leave none for the requests behind it.
+        ranks = [
+            (live.effective_rank if (live := by_id.get(request.request_id)) is not None else unknown)
+            + (MAX_RANK if request.is_prefill_chunk else 0)
+            for request in running
+        ]
+        if ranks != sorted(ranks):
+            running[:] = [running[row] for row in sorted(range(len(ranks)), key=ranks.__getitem__)]
         self._tracker.reorder, self._tail = False, running[-1].request_id
         self.prompts_last = bool(running[-1].is_prefill_chunk)
         if not self._is_fcfs:

@@ -158,11 +158,16 @@ class StepAccounting:
         to the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in
         the step."""
         own = self._without_probes(runner_output.req_ids)
-        others = self._others(runner_output, outputs, told, own, finished)
+        others, theirs = self._others(runner_output, outputs, told, own, finished)
         self._tracker.count(others)
         if others or len(own) < len(runner_output.req_ids):
-            signals = None if told is None else StepSignals.decode(told)
-            self._singly(outputs, runner_output.req_id_to_index, signals, {own[row] for row in others})
+            signals, index = None if told is None else StepSignals.decode(told), runner_output.req_id_to_index
+            if self._probing.placed:
+                for group in outputs.values():
+                    self._probing.collect(group, signals, index)
+            for out in theirs:
+                if live := self._tracker.by_id.get(out.request_id):
+                    self._one(live, out, index, signals)
         self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
@@ -184,34 +189,21 @@ class StepAccounting:
         told: SignalBytes | None,
         own: list[str],
         finished: AbstractSet[str],
-    ) -> list[int]:
+    ) -> tuple[list[int], list[Any]]:
         """Return the rows of the requests that the step did not bring one token of text and nothing else, which cannot
-        be counted as a whole. own: the step's ids without its probes."""
+        be counted as a whole, and their outputs, those of probes included. own: the step's ids without its probes."""
+        every = [out for group in outputs.values() for out in group.outputs]
         if isinstance(told, tuple):
-            return self._tracker.note_nothing(own)
+            return self._tracker.note_nothing(own), every
         sampled, probes = runner_output.sampled_token_ids, len(runner_output.req_ids) - len(own)
-        others = self._tracker.note(own, sampled[: len(own)] if probes else sampled, finished)
-        expected = len(own)
+        others, theirs = self._tracker.note(own, sampled[: len(own)] if probes else sampled, finished), list[Any]()
         if probes or others:
             # vLLM has no output for prompts in pieces and for requests that were aborted during the step.
             ids = {own[row] for row in others}.union(runner_output.req_ids[len(own) :])
-            expected += sum(out.request_id in ids for group in outputs.values() for out in group.outputs) - len(others)
-        if sum(len(group.outputs) for group in outputs.values()) != expected:
-            return self._tracker.note_nothing(own)
-        return others
-
-    def _singly(
-        self, outputs: dict[int, Any], index: dict[str, int], signals: StepSignals | None, others: AbstractSet[str]
-    ) -> None:
-        """Take the probes out of the outputs, and process the outputs of the requests in `others` one by one. index:
-        row of each id."""
-        by_id = self._tracker.by_id
-        for group in outputs.values():
-            if self._probing.placed:
-                self._probing.collect(group, signals, index)
-            for out in group.outputs:
-                if out.request_id in others and (live := by_id.get(out.request_id)):
-                    self._one(live, out, index, signals)
+            theirs = [out for out in every if out.request_id in ids]
+        if len(every) - len(theirs) != len(own) - len(others):
+            return self._tracker.note_nothing(own), every
+        return others, theirs
 
     def _one(self, live: LiveRequest, out: Any, index: dict[str, int], signals: StepSignals | None) -> None:
         if out.new_token_ids:

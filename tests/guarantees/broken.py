@@ -155,8 +155,8 @@ BROKEN: tuple[Broken, ...] = (
         ANSWERS,
         "running order by arrival",
         QUEUES,
-        "            own = live.effective_rank if live is not None else PHASE_RANK[Phase.PROMPT]\n",
-        "            own = PHASE_RANK[Phase.PROMPT]\n",
+        "            (live.effective_rank if (live := by_id.get(request.request_id)) is not None else unknown)\n",
+        "            unknown\n",
         "tests/engine/test_pressure.py::test_answers_are_never_preempted_before_thinking",
     ),
     _new(

@@ -169,11 +169,9 @@ def test_ranks_follow_the_phase_until_a_plan_says_otherwise() -> None:
     assert tr.effective_rank == 0
 
 
-def test_reorder_is_asked_for_by_phase_changes_and_arrivals() -> None:
+def test_reorder_is_asked_for_by_phase_changes() -> None:
     tracker = Tracker(MARKERS)
     tr = opened(tracker, "a")
-    assert tracker.reorder
-    tracker.reorder = False
     tracker.feed(tr, [TEXT], 0)
     assert not tracker.reorder
     tracker.feed(tr, [END], 0)
