@@ -15,6 +15,7 @@ from meridian_agent.core.step_signals import SignalBytes
 
 if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.token_cycles import Look
 
 # Names of the fields of meridian.v1.AgentCounters, in the order of `StepRecord.counters`.
 COUNTERS = (
@@ -116,6 +117,8 @@ class StepRecord:
     # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
     # answer would be empty).
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
+    # Looks for repetition, which the thread that sends the record replaces by what they find.
+    looks: list[Look] = field(default_factory=list)
     # Cycles in the newest thinking tokens: (slot, tokens of a round, tokens that repeat).
     loops: list[tuple[int, int, int]] = field(default_factory=list)
     # Requests that repeat much of their newest thinking: (slot, repeated tokens).

@@ -1,9 +1,10 @@
 """Finds thinking that repeats itself: exact cycles of tokens, and sequences of tokens that were written before.
 
 The module owns the newest tokens of each thinking request. It knows neither text nor policy, and of vLLM only that a
-request lists its output tokens. It runs on the engine-core thread.
+request lists its output tokens.
 
-The agent looks at a request once in LOOK_TOKENS tokens. A look adds these tokens and searches the MAX_PERIOD tokens
+The engine-core thread chooses the requests (`LoopWatch`), and the thread that sends the records looks at them
+(`LoopSearch`), at each request once in LOOK_TOKENS tokens. A look adds these tokens and searches the MAX_PERIOD tokens
 before them for the newest SUFFIX_TOKENS. Only if these occur again is the text copied and are the places compared, so
 the time per token is constant, whatever the length of the request.
 
@@ -15,13 +16,14 @@ fixed size.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from zlib import crc32
 
 from meridian_agent.core.phases import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from meridian_agent.core.live_request import LiveRequest
 
@@ -77,9 +79,10 @@ class TokenTail:
         # Tokens of the request that have been taken in.
         self.taken = 0
 
-    def take(self, output_token_ids: Sequence[int]) -> None:
-        """Take in the tokens since the last call. output_token_ids: all tokens that the request has generated."""
-        total = len(output_token_ids)
+    def take(self, output_token_ids: Sequence[int], total: int | None = None) -> None:
+        """Take in the tokens since the last call. output_token_ids: the tokens that the request has generated, of which
+        the first `total` count, or all."""
+        total = len(output_token_ids) if total is None else total
         begin = max(self.taken, total - KEPT_TOKENS) if self.taken <= total else max(0, total - KEPT_TOKENS)
         if begin != self.taken:
             # Tokens are missing or were taken back, so the kept tokens no longer precede the new ones.
@@ -164,12 +167,12 @@ class RepeatCount:
         # First token that may belong to a sequence.
         self._first = taken
 
-    def take(self, output_token_ids: Sequence[int]) -> int:
+    def take(self, output_token_ids: Sequence[int], total: int | None = None) -> int:
         """Take in the tokens since the last call; return how many of the newest REPEAT_WINDOW tokens are repeated.
 
-        output_token_ids: all tokens that the request has generated.
+        output_token_ids: the tokens that the request has generated, of which the first `total` count, or all.
         """
-        total = len(output_token_ids)
+        total = len(output_token_ids) if total is None else total
         if not 0 <= total - self.taken <= MAX_NEW_TOKENS:
             # Tokens were taken back, or the count begins in the middle of a request.
             self._begin_anew(max(0, total - MAX_NEW_TOKENS))
@@ -189,10 +192,16 @@ class RepeatCount:
         return self._bits.bit_count()
 
 
-class LoopWatch:
-    """Looks for repetition in the thinking of an engine's live requests, at some of the requests in each step.
+# A look at a request: its slot and id, its newest tokens of text in one phase, the tokens that it has generated and how
+# many of these count, the repeated tokens from which on it is reported, and the slots whose requests repeat themselves,
+# which the search brings up to date. The id is empty if no request with this slot thinks any more.
+Look: TypeAlias = tuple[int, str, int, Sequence[int], int, int, set[int]]
 
-    A look at a request takes a few microseconds, so the requests take turns. The watch looks at each request after at
+
+class LoopWatch:
+    """Chooses the live requests of an engine at whose thinking `LoopSearch` looks, some of them in each step.
+
+    A look at a request takes some microseconds, so the requests take turns. The watch chooses each request after at
     most LOOK_TOKENS tokens. tokens_per_step: largest number of tokens that a step may bring a request.
     """
 
@@ -200,23 +209,17 @@ class LoopWatch:
         self._interval = max(1, LOOK_TOKENS // tokens_per_step)
         self.enabled = False
         # Repeated tokens from which on a request is reported; 0 if repeated tokens are not counted.
-        self.repeats_from = 0
+        self._repeats_from = 0
         self._turn = 0
-        # The newest tokens, and the repeated tokens, of the request in each slot.
-        self._tails: dict[int, TokenTail] = {}
-        self._repeats: dict[int, RepeatCount] = {}
+        # Slots of which the search has tokens.
+        self._looked: set[int] = set()
+        # Slots whose requests repeated themselves at the newest look.
+        self._repeating: set[int] = set()
 
     def obey(self, find_loops: bool, repeats_from: int) -> None:
         """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
         0."""
-        self.enabled, self.repeats_from = find_loops, repeats_from
-        if not repeats_from:
-            self._repeats.clear()
-
-    def forget(self, slot: int) -> None:
-        """Forget the tokens of a request that has ended."""
-        self._tails.pop(slot, None)
-        self._repeats.pop(slot, None)
+        self.enabled, self._repeats_from = find_loops, repeats_from
 
     def is_turn_of_any(self, slots: int) -> bool:
         """Let the next requests have their turn; return whether there are any. slots: number of slots that were ever
@@ -224,40 +227,62 @@ class LoopWatch:
         self._turn = (self._turn + 1) % self._interval
         return self._turn * TURN_REQUESTS < slots
 
-    def look(
-        self, by_slot: Mapping[int, LiveRequest], slots: int
-    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """Look at the requests whose turn it is. Return slot, period and tokens of each cycle that was found, and slot
-        and repeated tokens of each request that repeats enough of them.
-
-        slots: number of slots that were ever given to a request.
-        """
-        found = []
-        repeats = []
+    def looks(self, by_slot: Mapping[int, LiveRequest], slots: int) -> tuple[list[Look], bool]:
+        """Return the looks at the requests whose turn it is, and whether one of these requests repeated itself at the
+        look before, so that an end of its thinking may follow from this one. slots: as above."""
         firsts = range(self._turn * TURN_REQUESTS, slots, self._interval * TURN_REQUESTS)
+        looks, repeating = list[Look](), self._repeating
+        is_urgent = False
         for slot in [slot for first in firsts for slot in range(first, min(first + TURN_REQUESTS, slots))]:
             live = by_slot.get(slot)
-            if live is None or live.own_state.phase is not Phase.THINK or live.ending is not None:
-                self.forget(slot)
+            if live is not None and live.own_state.phase is Phase.THINK and live.ending is None:
+                tokens = live.ref.output_token_ids
+                text, repeats_from = (live.text_run, tokens, len(tokens)), self._repeats_from
+                looks.append((slot, live.info.request_id, *text, repeats_from, repeating))
+                self._looked.add(slot)
+                is_urgent = is_urgent or slot in repeating
+            elif slot in self._looked:
+                looks.append((slot, "", 0, (), 0, 0, repeating))
+                self._looked.remove(slot)
+        return looks, is_urgent
+
+
+class LoopSearch:
+    """Searches the thinking of an engine's requests for repetition, on the thread that sends the records."""
+
+    def __init__(self) -> None:
+        # Id and newest tokens, and repeated tokens, of the request in each slot.
+        self._tails: dict[int, tuple[str, TokenTail]] = {}
+        self._repeats: dict[int, RepeatCount] = {}
+
+    def search(self, looks: Iterable[Look]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+        """Take these looks. Return slot, period and tokens of each cycle that was found, and slot and repeated tokens
+        of each request that repeats enough of them."""
+        found, repeats = list[tuple[int, int, int]](), list[tuple[int, int]]()
+        for slot, request_id, text_run, tokens, total, repeats_from, repeating in looks:
+            repeating.discard(slot)
+            known, tail = self._tails.get(slot, ("", None))
+            if not repeats_from or known != request_id:
+                self._repeats.pop(slot, None)
+            if tail is None or known != request_id:
+                tail = TokenTail()
+                self._tails[slot] = request_id, tail
+            if not request_id:
+                del self._tails[slot]
                 continue
-            if self.repeats_from and (repeated := self._repeated(slot, live)) >= self.repeats_from:
-                repeats.append((slot, repeated))
-            if (cycle := self._tail(slot, live).cycle(live.text_run)) is not None:
+            if repeats_from:
+                repeated = self._counted(slot).take(tokens, total)
+                # The count covers thinking alone once thinking fills the window.
+                if repeated >= repeats_from and text_run >= REPEAT_WINDOW:
+                    repeats.append((slot, repeated))
+                    repeating.add(slot)
+            tail.take(tokens, total)
+            if (cycle := tail.cycle(text_run)) is not None:
                 found.append((slot, *cycle))
+                repeating.add(slot)
         return found, repeats
 
-    def _tail(self, slot: int, live: LiveRequest) -> TokenTail:
-        """Return the newest tokens of a request, all that it has generated taken in."""
-        if slot not in self._tails:
-            self._tails[slot] = TokenTail()
-        tail = self._tails[slot]
-        tail.take(live.ref.output_token_ids)
-        return tail
-
-    def _repeated(self, slot: int, live: LiveRequest) -> int:
-        """Return the number of repeated tokens of a request; 0 until the count covers thinking alone."""
+    def _counted(self, slot: int) -> RepeatCount:
         if slot not in self._repeats:
             self._repeats[slot] = RepeatCount()
-        repeated = self._repeats[slot].take(live.ref.output_token_ids)
-        # Only a request that repeats enough of its tokens is asked for its own count of tokens.
-        return repeated if repeated >= self.repeats_from and live.text_run >= REPEAT_WINDOW else 0
+        return self._repeats[slot]

@@ -301,14 +301,13 @@ class Tracker:
         return False
 
     def look_for_loops(self) -> None:
-        """Add to the record the cycles and repeats that are found among the requests whose turn it is."""
+        """Add to the record the looks at the requests whose turn it is."""
         if not self.loops.is_turn_of_any(self._next_slot):
             return
-        loops, repeats = self.loops.look(self.by_slot, self._next_slot)
-        if loops or repeats:
-            self.record.loops += loops
-            self.record.repeats += repeats
-            self.record.urgent = True
+        looks, is_urgent = self.loops.looks(self.by_slot, self._next_slot)
+        if looks:
+            self.record.looks += looks
+            self.record.urgent = self.record.urgent or is_urgent
 
     def close(self, live: LiveRequest, reason: int) -> None:
         """Forget a request; its slot becomes free once the record that reports its end is taken."""
@@ -316,7 +315,6 @@ class Tracker:
         self.run.changed()
         del self.by_id[live.info.request_id]
         del self.by_slot[live.slot]
-        self.loops.forget(live.slot)
         self._count(live.state.phase, -1)
         self._closed_think_tokens += live.take_think_tokens()
         self.before_answer.pop(live, None)

@@ -73,7 +73,7 @@ class Agent:
             phase_numbers=PhaseNumberSender(tracker),
             calm=self.calm,
             outbox=link.outbox,
-            clock=link.lease.clock,
+            lease=link.lease,
             is_async=self.is_async,
         )
         link.outbox.counters = self._counters

@@ -18,7 +18,6 @@ from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import request_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from meridian_agent.engine.calm_steps import CalmSteps
     from meridian_agent.engine.hand_over import HandOverRunner
     from meridian_agent.engine.probe_runner import ProbeRunner
+    from meridian_agent.link.lease import Lease
     from meridian_agent.link.outbox import Outbox
     from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 
@@ -45,8 +45,8 @@ FINISH_REASON = {
 
 
 class StepAccounting:
-    """The accounting of one engine's steps. clock: the link's. is_async: the next step is scheduled before a step is
-    processed."""
+    """The accounting of one engine's steps. lease: has the clock of the steps. is_async: the next step is scheduled
+    before a step is processed."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class StepAccounting:
         phase_numbers: PhaseNumberSender,
         calm: CalmSteps,
         outbox: Outbox,
-        clock: Callable[[], float],
+        lease: Lease,
         is_async: bool,
     ) -> None:
         self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
         self._phase_numbers, self._calm, self._outbox, self._is_async = phase_numbers, calm, outbox, is_async
-        self._clock = clock
+        self._lease = lease
         # The agent's state, a meridian.v1.AgentState; and the times, on the link's clock, at which the newest step's
         # schedule began and at which outputs were processed last.
         self.state = 0
@@ -106,7 +106,7 @@ class StepAccounting:
             return False
         if tracker.loops.enabled:
             tracker.look_for_loops()
-        now_s = self._clock()
+        now_s = self._lease.clock()
         self._phase_numbers.add_to(stats, now_s)
         if self._calm.awaited:
             self._calm.generated(tokens)
@@ -134,7 +134,7 @@ class StepAccounting:
         self._calm.generated(record.text)
         record.told, record.step = told, scheduler.current_step
         record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
-        record.step_time_ms = self._step_time_ms(self._clock())
+        record.step_time_ms = self._step_time_ms(self._lease.clock())
         return record
 
     def send(self) -> None:
@@ -172,7 +172,7 @@ class StepAccounting:
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
         stats = next(filter(None, (group.scheduler_stats for group in outputs.values())), None)
-        self._phase_numbers.add_to(stats, self._clock())
+        self._phase_numbers.add_to(stats, self._lease.clock())
 
     def _without_probes(self, request_ids: list[str]) -> list[str]:
         """Return the ids without the probes at their end; vLLM puts a probe, as a new request, behind the requests that

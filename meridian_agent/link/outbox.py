@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.step_record import StepRecord, TextStep
+from meridian_agent.core.token_cycles import LoopSearch
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
 from meridian_agent.link.messages import mergeable, opened_message, step_report
 from meridian_agent.link.record_queue import RecordQueue
@@ -173,10 +174,11 @@ class Outbox:
         """Yield the messages that gRPC sends. gRPC's own thread waits in here for the engine's records."""
         yield agent_pb2.ConnectRequest(hello=hello())
         held: Message = None
+        search = LoopSearch()
         reported_s = -REST_S
         while True:
             try:
-                item = held if held is not None else self._first(ring)
+                item = held if held is not None else self._first(ring, search)
             except queue.Empty:
                 continue
             held = None
@@ -194,7 +196,7 @@ class Outbox:
             else:
                 if 0 < (rests_s := reported_s + REST_S - self._lease.clock()) <= REST_S:
                     ring.rest(rests_s)
-                batch, held = self._gather(ring, item)
+                batch, held = self._gather(ring, item, search)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 ring.took(sum(record.presses for record in batch))
                 last = batch[-1]
@@ -203,19 +205,19 @@ class Outbox:
                 yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
                 reported_s = self._lease.clock()
 
-    def _first(self, ring: RecordRing) -> Message:
+    def _first(self, ring: RecordRing, search: LoopSearch) -> Message:
         """Return the oldest item that waits, once its report interval is over. Raises queue.Empty if none arrives in
         time."""
         lease = self._lease
-        return _record(ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps))
+        return _record(ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps), search)
 
-    def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
+    def _gather(self, ring: RecordRing, first: StepRecord, search: LoopSearch) -> tuple[list[StepRecord], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits
         fits."""
         batch = [first]
         while len(batch) < max(MERGE_RECORDS, self._lease.report_interval_steps):
             try:
-                item = _record(ring.get_nowait())
+                item = _record(ring.get_nowait(), search)
             except queue.Empty:
                 break
             if item is None:
@@ -227,6 +229,12 @@ class Outbox:
         return batch, None
 
 
-def _record(item: Message | TextStep) -> Message:
-    """Return an item of the ring, the record of a step of text made."""
-    return StepRecord(*item) if isinstance(item, tuple) else item
+def _record(item: Message | TextStep, search: LoopSearch) -> Message:
+    """Return an item of the ring: the record of a step of text is made, and a record's looks for repetition are
+    taken."""
+    if isinstance(item, tuple):
+        return StepRecord(*item)
+    if isinstance(item, StepRecord) and item.looks:
+        item.loops, item.repeats = search.search(item.looks)
+        item.looks = []
+    return item

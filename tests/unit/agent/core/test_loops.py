@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, REPEAT_WINDOW
+from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, REPEAT_WINDOW, LoopSearch
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report as report_of
 from meridian_control.common.errors import InvalidRequest
@@ -33,10 +33,25 @@ LOOP = {"shadow": False, "min_rounds": 3, "min_tokens": 40}
 # ---------------------------------------------------------------------------------------------------------- the agent
 
 
+class Looking(Tracker):
+    """A tracker whose looks are taken at once."""
+
+    def __init__(self, markers: Markers, tokens_per_step: int) -> None:
+        super().__init__(markers, tokens_per_step)
+        self.search = LoopSearch()
+
+    def look(self) -> None:
+        self.look_for_loops()
+        loops, repeats = self.search.search(self.record.looks)
+        self.record.loops += loops
+        self.record.repeats += repeats
+        self.record.looks = []
+
+
 class Writer:
     """One request whose tokens a test writes, with the tracker that accounts them."""
 
-    def __init__(self, tracker: Tracker, name: str) -> None:
+    def __init__(self, tracker: Looking, name: str) -> None:
         self.tracker, self.ref = tracker, SimpleNamespace(output_token_ids=[])
         info = RequestInfo(name, "model", "tenant", "slo", 7, 100_000, None)
         self.live: LiveRequest = tracker.open(info, [START], 0, self.ref)
@@ -44,11 +59,11 @@ class Writer:
     def write(self, *tokens: int) -> None:
         self.ref.output_token_ids += tokens
         self.tracker.feed(self.live, tokens, 0)
-        self.tracker.look_for_loops()
+        self.tracker.look()
 
 
-def tracker(tokens_per_step: int = 1) -> Tracker:
-    made = Tracker(Markers(((START,),), ((END,),)), tokens_per_step)
+def tracker(tokens_per_step: int = 1) -> Looking:
+    made = Looking(Markers(((START,),), ((END,),)), tokens_per_step)
     made.loops.enabled = True
     return made
 
@@ -102,7 +117,7 @@ def test_requests_take_turns_and_slots_are_not_confused(monkeypatch: pytest.Monk
         for writer in writers:
             writer.ref.output_token_ids.append(100)
             shared.feed(writer.live, [100], 0)
-        shared.look_for_loops()
+        shared.look()
     assert {slot for slot, *_ in shared.record.loops} == set(range(40))
     shared.close(writers[5].live, 1)
     shared.take_record()
@@ -263,7 +278,8 @@ def test_repeated_tokens_are_counted_only_if_asked_for_and_only_in_thinking() ->
     write_rounds(writer, 100)
     assert writer.tracker.record.repeats
     writer.tracker.loops.obey(True, 0)
-    assert writer.tracker.loops._repeats == {}
+    write_rounds(writer, LOOK_TOKENS)
+    assert writer.tracker.search._repeats == {}
 
 
 def test_counts_of_a_slot_begin_anew_with_its_next_request(monkeypatch: pytest.MonkeyPatch) -> None:

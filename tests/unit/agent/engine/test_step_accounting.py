@@ -46,7 +46,7 @@ class Engine:
             "outbox": outbox,
             "is_async": False,
         }
-        others["clock"] = lambda: 0.0
+        others["lease"] = SimpleNamespace(clock=lambda: 0.0)
         others["phase_numbers"] = PhaseNumberSender(self.tracker)
         self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over, **others)
 
