@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
@@ -15,17 +16,24 @@ if TYPE_CHECKING:
 def records(agent: Any) -> Iterator[list[Any]]:
     """Yield a list that gets the step records sent inside the block."""
     seen: list[Any] = []
-    send = agent.link.outbox.send
+    outbox = agent.link.outbox
+    send, send_text = outbox.send, outbox.send_text
 
     def watch(record: Any, snapshot: Any) -> None:
         seen.append((record, list(record.opened), list(record.slots), list(record.closed)))
         send(record, snapshot)
 
-    agent.link.outbox.send = watch
+    def watch_text(step: Any) -> bool:
+        if sent := send_text(step):
+            record = StepRecord(*step)
+            seen.append((record, [], record.slots, []))
+        return bool(sent)
+
+    outbox.send, outbox.send_text = watch, watch_text
     try:
         yield seen
     finally:
-        agent.link.outbox.send = send
+        outbox.send, outbox.send_text = send, send_text
 
 
 def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
