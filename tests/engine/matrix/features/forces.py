@@ -168,7 +168,7 @@ def force(engine: Engine, name: str) -> None:
     wanted = [slot for request_id, slot in slots.items() if request_id.split("-")[0] == name]
     forces = [agent_pb2.ForceEnd(slot=slot, reason=agent_pb2.FORCE_REASON_EAT) for slot in wanted]
     step = max([live.opened_step for live in engine.agent.tracker.by_slot.values()], default=0)
-    engine.agent.link.inbox.messages.append(agent_pb2.Directives(step=step, forces=forces))
+    engine.agent.link.inbox.put(agent_pb2.Directives(step=step, forces=forces))
 
 
 @feature("vLLM's own thinking budget: output as stock's, reported as a cap; the smaller of both holds", *ALL)
