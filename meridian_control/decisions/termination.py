@@ -59,6 +59,13 @@ def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
     return [s.entropy for s in sections], [s.scheduler for s in sections]
 
 
+def least_cap(policy: Policy) -> int:
+    """Return the smallest cap, in thinking tokens, that the policy or one of its overrides sets."""
+    _, scheduler = _of_any_request(policy)
+    caps: list[int] = [s.max_think_tokens for s in scheduler if s.max_think_tokens is not None]
+    return min(caps)
+
+
 def needs_signals(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads signals that the workers measure."""
     entropy, scheduler = _of_any_request(policy)

@@ -6,7 +6,7 @@ belongs to one session.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
@@ -102,9 +102,7 @@ def merge_openings(policy: Policy) -> bool:
     """Return whether the agent's report of a new request may wait for further steps: no request may be handed over, and
     no budget, pressure or override gives a request a cap that its first tokens may reach."""
     shortens = policy.budget or policy.pressure or policy.disagg.enabled
-    sections: list[Any] = [policy, *policy.override]
-    caps = [section.scheduler.max_think_tokens for section in sections]
-    return not shortens and min(cap for cap in caps if cap is not None) >= LEAST_LATE_CAP
+    return not shortens and termination.least_cap(policy) >= LEAST_LATE_CAP
 
 
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
