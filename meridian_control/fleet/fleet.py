@@ -21,6 +21,7 @@ from meridian_control.decision_log.log import DecisionLog
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.handover_pool import HandoverPool
+from meridian_control.fleet.policy_delivery import PolicyDelivery
 from meridian_control.fleet.pressure_log import log_changes
 from meridian_control.fleet.recording import (
     Recording,
@@ -37,7 +38,6 @@ from meridian_control.fleet.savings import mark_withdrawn
 from meridian_control.fleet.status_messages import engine_view, request_views, subject_among
 from meridian_control.fleet.store_reads import RETRY_S, read_stored
 from meridian_control.handover.results import Handovers
-from meridian_control.rollout.transitions import revision_of
 from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from meridian_control.session.shadow_comparison import Comparison
 
 logger = logging.getLogger(__name__)
-
-# A changed policy is sent after QUIET_S seconds without a newer change, at most MAX_WAIT_S after the first change.
-QUIET_S, MAX_WAIT_S = 0.1, 2.0
 
 
 class Fleet:
@@ -92,12 +89,7 @@ class Fleet:
         self.departed = Departed()
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
-        self._policy: StoredRevision | None = None
-        # The active rollout and its candidate.
-        self._staged: tuple[Rollout, StoredRevision] | None = None
-        # Timer that sends changed policies to engines, and the latest time at which it runs, in the event loop's time.
-        self._sending: asyncio.TimerHandle | None = None
-        self._send_by = 0.0
+        self._policies = PolicyDelivery(self.connections, self._give_policy)
         self._freezes: tuple[Freeze, ...] = ()
         # Timer that runs when the next freeze ends.
         self._thawing: asyncio.TimerHandle | None = None
@@ -129,11 +121,11 @@ class Fleet:
         freezes = self._freezes_of(session)
         if freezes or session.frozen:
             self._say(connection, session.on_freezes(freezes, now), now)
-        wanted = self._wanted(session)
+        wanted = self._policies.wanted(session)
         if wanted is not None and hello.revision > wanted.revision and refresh is not None:
             self._start(self._catch_up(connection, refresh))
         elif wanted is not None:
-            self._give_policy(connection, wanted, now)
+            self._give_policy(connection, wanted)
         for older in replaced:
             self.connections.discard(older)
             older.close("replaced")
@@ -165,9 +157,9 @@ class Fleet:
                 engine_id = connection.session.hello.engine_id
                 logger.warning("engine %s has a newer policy than this replica: %s", engine_id, error)
                 await asyncio.sleep(RETRY_S)
-        wanted = self._wanted(connection.session)
+        wanted = self._policies.wanted(connection.session)
         if wanted is not None and connection in self.connections and not connection.session.revision:
-            self._give_policy(connection, wanted, self.clock())
+            self._give_policy(connection, wanted)
 
     def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
         """Take in a message of an agent and queue the responses.
@@ -214,8 +206,8 @@ class Fleet:
             self.note(session, policy_record(session, now, revision, stored.policy))
             self._say(connection, session.on_last_good(revision, stored.policy), now)
 
-    def _give_policy(self, connection: Connection, stored: StoredRevision, now: datetime) -> None:
-        session = connection.session
+    def _give_policy(self, connection: Connection, stored: StoredRevision) -> None:
+        session, now = connection.session, self.clock()
         self.note(session, policy_record(session, now, stored.revision, stored.policy))
         self._say(connection, session.on_policy(stored.revision, stored.policy), now)
         self._restore_last_good(connection)
@@ -278,46 +270,14 @@ class Fleet:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
 
     def set_policy(self, stored: StoredRevision) -> None:
-        """Bring a revision to every engine: to connecting engines at once, to others after QUIET_S without a change."""
-        if self._policy is None or stored.revision > self._policy.revision:
-            self._policy = stored
+        """Bring a revision to every engine, if it is newer than the one that the fleet has."""
+        if stored.revision > self.revision:
             self.experiments.of(stored.revision, stored.policy)
-            self._send_soon()
+            self._policies.renew(stored)
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
         """Bring the candidate to the engines of the active rollout's group; both are None without an active rollout."""
-        self._staged = (rollout, candidate) if rollout is not None and candidate is not None else None
-        self._send_soon()
-
-    def _wanted(self, session: Session) -> StoredRevision | None:
-        """Return the policy that an engine should have."""
-        stored, hello = self._policy, session.hello
-        if self._staged is None or stored is None:
-            return stored
-        rollout, candidate = self._staged
-        has = session.revision or hello.revision
-        mine = revision_of(rollout, hello.engine_id, hello.labels, has) == candidate.revision
-        # If a policy newer than the candidate is in force, the rollout has ended although this fleet does not know it
-        # yet.
-        return candidate if mine and candidate.revision > stored.revision else stored
-
-    def _send_soon(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._sending is None:
-            self._send_by = loop.time() + MAX_WAIT_S
-        else:
-            self._sending.cancel()
-        self._sending = loop.call_at(min(loop.time() + QUIET_S, self._send_by), self._send_policies)
-
-    def _send_policies(self) -> None:
-        self._sending, now = None, self.clock()
-        for connection in self.connections:
-            session, wanted = connection.session, self._wanted(connection.session)
-            # `_catch_up` serves an engine that has a newer policy than this replica knows.
-            ahead = wanted is not None and not session.revision and session.hello.revision > wanted.revision
-            # Engines that connected after the change were already sent the policy, and may have refused it.
-            if wanted is not None and wanted.revision > session.revision and not ahead:
-                self._give_policy(connection, wanted, now)
+        self._policies.stage(rollout, candidate)
 
     def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
         """Send each engine its freezes if they have changed, now and when the next freeze ends."""
@@ -356,12 +316,12 @@ class Fleet:
     @property
     def revision(self) -> int:
         """The revision of the policy in force; 0 before the first policy."""
-        return self._policy.revision if self._policy is not None else 0
+        return self.policy.revision if self.policy is not None else 0
 
     @property
     def policy(self) -> StoredRevision | None:
         """The revision that engines outside a rollout's group are given; None before there is one."""
-        return self._policy
+        return self._policies.newest
 
     def counted_sessions(self) -> list[Session]:
         """Return all sessions, also those that a newer stream has replaced, until they end."""
@@ -380,7 +340,7 @@ class Fleet:
         ids = {e.engine_id for e in live}
         now = self.clock()
         gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]
-        mark_withdrawn(live, self._policy)
+        mark_withdrawn(live, self.policy)
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:

@@ -29,7 +29,7 @@ TRACKER, MESSAGES, SHARE = (
     "meridian_agent/engine/queue_order.py",
 )
 SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
-FLEET, HISTORY = "meridian_control/fleet/fleet.py", "meridian_control/decisions/history.py"
+POLICY_DELIVERY, HISTORY = "meridian_control/fleet/policy_delivery.py", "meridian_control/decisions/history.py"
 INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_control/session/settings_delivery.py"
 
 
@@ -505,9 +505,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an old revision sent",
-        FLEET,
-        "            if wanted is not None and wanted.revision > session.revision and not ahead:",
-        "            if wanted is not None and not ahead:",
+        POLICY_DELIVERY,
+        "            is_due = wanted is not None and wanted.revision > session.revision and not ahead\n",
+        "            is_due = wanted is not None and not ahead\n",
     ),
     Mutant(
         "decided by the policy before its ACK",

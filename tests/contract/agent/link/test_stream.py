@@ -329,7 +329,7 @@ async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
         await until(lambda: control.fleet.connections)
         (connection,) = control.fleet.connections
         for revision in range(2, QUEUE_MESSAGES + 10):
-            control.fleet._give_policy(connection, StoredRevision(revision, "", policy(), "", "", utc_now()), utc_now())
+            control.fleet._give_policy(connection, StoredRevision(revision, "", policy(), "", "", utc_now()))
         await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
         await to_the_end(call)
     assert control.fleet.stream_ends == {"overflow": 1}

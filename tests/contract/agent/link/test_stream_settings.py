@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.link.inbox import INBOX_MESSAGES
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.fleet import fleet
+from meridian_control.fleet import fleet, policy_delivery
 from meridian_control.policy.store import StoredRevision
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -44,8 +44,8 @@ async def test_settings_round_trip(control: Control) -> None:
 
 
 async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "QUIET_S", 1.0)
-    monkeypatch.setattr(fleet, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(policy_delivery, "QUIET_S", 1.0)
+    monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 60.0)
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         for lease_ms in range(500, 510):
@@ -56,8 +56,8 @@ async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: p
 
 async def test_changes_without_end_are_sent_all_the_same(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only MAX_WAIT_S ends the wait, however long the pauses between changes are on a busy machine.
-    monkeypatch.setattr(fleet, "QUIET_S", 60.0)
-    monkeypatch.setattr(fleet, "MAX_WAIT_S", 1.0)
+    monkeypatch.setattr(policy_delivery, "QUIET_S", 60.0)
+    monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 1.0)
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         revision = 1
@@ -75,7 +75,7 @@ async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
         stored = await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: control.engine().nack_error)
         control.fleet.set_policy(stored)
-        control.fleet._send_policies()
+        control.fleet._policies.send()
         engine.refusal = ""
         await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: control.engine().acked_revision == 3)
@@ -226,7 +226,7 @@ async def test_who_connects_meanwhile_gets_the_newest_at_once_and_once(control: 
     await control.set_policy(policy(fallback={"lease_ms": 500}))
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 2)
-        await until(lambda: control.fleet._sending is None)
+        await until(lambda: control.fleet._policies._timer is None)
         engine.take_inbox()
         assert [s.revision for s in engine.settings] == [2]
 

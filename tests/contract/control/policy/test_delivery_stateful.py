@@ -226,7 +226,7 @@ class DeliveryMachine(RuleBasedStateMachine):
     def _described(self) -> str:
         lines = [f"{e.engine_id} applied {e.applied}, connected: {e.link.lease.connected}" for e in self.engines]
         for replica in self.replicas:
-            known = replica.fleet._policy.revision if replica.fleet._policy else None
+            known = replica.fleet.revision or None
             lines.append(f"replica {replica.target} knows {known}, follows: {replica.following!r}")
             for session in (connection.session for connection in replica.fleet.connections):
                 has = (session.hello.revision, session.revision, session.acked_revision, session.nack_error)

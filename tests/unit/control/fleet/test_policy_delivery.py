@@ -1,0 +1,44 @@
+"""A changed policy goes to a few engines at a time, so that reports of a large fleet do not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
+from meridian_control.policy.store import StoredRevision
+from tests.fakes.control import utc_now
+from tests.fakes.tables import policy
+from tests.unit.control.handover.engines import hello
+
+ENGINES = 3 * ENGINES_AT_ONCE + 1
+
+
+def stored(revision: int) -> StoredRevision:
+    return StoredRevision(revision, "", policy(), "", "", utc_now())
+
+
+async def test_other_work_comes_between_engines() -> None:
+    fleet = Fleet(utc_now)
+    connections = [fleet.join(hello(f"engine-{n}", {})) for n in range(ENGINES)]
+
+    def given(revision: int) -> int:
+        return sum(connection.session.revision == revision for connection in connections)
+
+    fleet.set_policy(stored(1))
+    fleet._policies.send()
+    assert given(1) == ENGINES_AT_ONCE
+    # A newer policy, and an engine that leaves, while the older policy is still on its way.
+    fleet.set_policy(stored(2))
+    gone = next(connection for connection in connections if not connection.session.revision)
+    fleet.leave(gone, "disconnected")
+    goes = [given(1) + given(2)]
+    while goes[-1] < ENGINES - 1:
+        await asyncio.sleep(0)
+        goes.append(given(1) + given(2))
+        assert goes[-1] - goes[-2] <= ENGINES_AT_ONCE
+    assert (given(1), gone.session.revision) == (ENGINES_AT_ONCE, 0)
+    fleet._policies.send()
+    while given(2) < ENGINES - 1:
+        await asyncio.sleep(0)
+    assert (given(1), gone.session.revision) == (0, 0)
