@@ -30,8 +30,10 @@ class UnverifiedError(Exception):
 def opened(envelope: str, key: bytes) -> str:
     """Return the statement in a DSSE envelope that a public key in PEM format verifies. Raises UnverifiedError."""
     try:
-        found = Envelope.from_dict(json.loads(envelope))
-        # The names that the envelope gives to its keys are only hints.
+        read = json.loads(envelope)
+        # The names that an envelope gives to its keys are only hints, and an envelope need not have them.
+        signatures = [{**one, "keyid": str(number)} for number, one in enumerate(read["signatures"])]
+        found = Envelope.from_dict({**read, "signatures": signatures})
         found.verify([SSlibKey.from_crypto(load_pem_public_key(key), keyid) for keyid in found.signatures], 1)
     except (Error, AttributeError, KeyError, TypeError, ValueError) as error:
         # The parser of envelopes does not check the types of their fields.

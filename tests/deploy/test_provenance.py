@@ -121,6 +121,17 @@ def test_only_the_signature_of_the_given_key_counts() -> None:
             opened(json.dumps(envelopes), public(by))
 
 
+def test_signatures_need_no_names() -> None:
+    key, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    two = [envelope(b"{}", private(by))["signatures"][0] for by in (other, key)]
+    for names in ({}, {"keyid": ""}):
+        signatures = [{"sig": signature["sig"], **names} for signature in two]
+        signed = envelope(b"{}", private(key)) | {"signatures": signatures}
+        assert opened(json.dumps(signed), public(key)) == "{}"
+        with pytest.raises(UnverifiedError, match="no signature by this key"):
+            opened(json.dumps(signed | {"signatures": signatures[:1]}), public(key))
+
+
 @pytest.mark.parametrize(
     "envelope_text",
     ["[]", "null", '"a"', '{"payload": 5, "payloadType": "a", "signatures": []}']
