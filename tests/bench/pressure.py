@@ -276,7 +276,7 @@ def run(options: Options) -> None:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--seconds", type=float, default=40.0, help="time for which requests arrive in a run")
+    add("--seconds", type=float, default=60.0, help="time for which requests arrive in a run")
     add("--repetitions", type=int, default=3, help="runs of each arm at each load, each with its own seed")
     add("--step-ms", type=float, default=20.0, help="least duration of a step, to which the worker stretches it")
     add("--output", type=Path, default=ROOT / "build" / "bench-pressure")
