@@ -63,9 +63,11 @@ class Ending:
 class CountedSteps(Protocol):
     """The part of `text_run.TextRun` that its members read."""
 
-    steps: int
+    def counted(self, row: int) -> int: ...
 
     def newest_boundary(self, row: int) -> int: ...
+
+    def passed(self, row: int, tokens: int, think_tokens: int) -> tuple[int, int] | None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +102,8 @@ class LiveRequest:
     joined_step: int = 0
     # Sentence and paragraph flags of the newest token while thinking, without the counted steps of the run.
     own_boundary: int = 0
-    # Number of thinking tokens at the newest sentence end without a probe, and that token's flags; used if a step
-    # brings several tokens.
+    # Number of thinking tokens at the newest sentence end without a probe, and that token's flags, without the counted
+    # steps of the run; used if a step brings several tokens.
     passed: tuple[int, int] = (0, 0)
     # Number of thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
@@ -124,9 +126,10 @@ class LiveRequest:
     answered: bool = False
     taken_think_tokens: int = 0
     run: CountedSteps | None = None
-    # Row of the request in the run, -1 while it is not a member; and the run's counted steps that `own_state` includes.
+    # Row of the request in the run, -1 while it is not a member; and the tokens counted by the run that `own_state`
+    # includes.
     run_row: int = -1
-    applied_steps: int = 0
+    applied_tokens: int = 0
 
     @property
     def state(self) -> PhaseState:
@@ -139,32 +142,35 @@ class LiveRequest:
         return self.own_state.phase
 
     @property
-    def _counted_steps(self) -> int:
-        """Number of steps of the run that are not yet applied; reading it costs less than `state`."""
-        return self.run.steps - self.applied_steps if self.run is not None and self.run_row >= 0 else 0
+    def _counted_tokens(self) -> int:
+        """Number of tokens counted by the run that are not yet applied; reading it costs less than `state`."""
+        run, row = self.run, self.run_row
+        return run.counted(row) - self.applied_tokens if run is not None and row >= 0 else 0
 
     @property
     def think_tokens(self) -> int:
-        return self.own_state.think_tokens + (self._counted_steps if self.phase is Phase.THINK else 0)
+        return self.own_state.think_tokens + (self._counted_tokens if self.phase is Phase.THINK else 0)
 
     @property
     def text_run(self) -> int:
-        return self.own_state.text_run + self._counted_steps
+        return self.own_state.text_run + self._counted_tokens
 
     @property
     def boundary(self) -> int:
         """Sentence and paragraph flags of the newest token while thinking, and 0 otherwise."""
         run = self.run
-        if self.run_row < 0 or run is None or run.steps == self.applied_steps:
+        if run is None or not self._counted_tokens:
             return self.own_boundary
         return run.newest_boundary(self.run_row) if self.own_state.phase is Phase.THINK else 0
 
-    def join_run(self, row: int, steps: int) -> None:
-        """Note that the request is a member of the run from now on. steps: the run's counted steps so far."""
-        self.run_row, self.applied_steps = row, steps
+    def join_run(self, row: int, tokens: int) -> None:
+        """Note that the request is a member of the run from now on. tokens: those counted in its row so far."""
+        self.run_row, self.applied_tokens = row, tokens
 
     def move_in_run(self, row: int) -> None:
         """Note that the request, a member of the run, has another row."""
+        # The run keeps the tokens of its newest steps by row.
+        self._apply_steps()
         self.run_row = row
 
     def leave_run(self) -> None:
@@ -174,14 +180,15 @@ class LiveRequest:
 
     def _apply_steps(self) -> None:
         """Apply the counted steps of the run, of which the request is a member."""
-        if (steps := self._counted_steps) and self.run is not None:
+        if (tokens := self._counted_tokens) and self.run is not None:
             state, self.own_boundary = self.own_state, self.boundary
-            self.applied_steps = self.run.steps
-            state.text_run += steps
+            self.applied_tokens += tokens
+            state.text_run += tokens
             if state.phase is Phase.THINK:
-                state.think_tokens += steps
+                state.think_tokens += tokens
+                self.passed = self.run.passed(self.run_row, tokens, state.think_tokens) or self.passed
             elif state.phase is Phase.OUTPUT:
-                state.output_tokens += steps
+                state.output_tokens += tokens
 
     # ----------------------------------------------------------------------------------------------- caps and endings
 
@@ -296,6 +303,7 @@ class LiveRequest:
 
     def forget_sentence_end(self) -> None:
         """Forget the newest sentence end without a probe, because a probe is placed there."""
+        self._apply_steps()
         self.passed = 0, 0
 
     def count_same_answer(self, answer: int) -> int:
@@ -329,13 +337,14 @@ class LiveRequest:
         tokens that a step may bring beyond its first one."""
         if self.boundary & flags == flags:
             return 0
+        self._apply_steps()
         at, passed = self.passed
         tokens = self.think_tokens - at
         return tokens if passed & flags == flags and tokens <= most else None
 
-    def text_steps(self) -> int:
-        """Return how many steps with one token of text each may pass before a cap must be checked or a shadowed cap is
-        reached; 0 if that may happen in the next step."""
+    def text_tokens(self) -> int:
+        """Return how many tokens of text may come before a cap must be checked or a shadowed cap is reached; 0 if that
+        may happen with the next token."""
         state, cap = self.state, self.cap
         if state.phase is Phase.PROMPT or self.ending is not None:
             return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.step_signals import SignalBytes
+from meridian_agent.core.step_signals import SignalBytes, first_rows
 
 if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
@@ -32,9 +32,8 @@ COUNTERS = (
     "full_steps",
 )
 
-# The first fields of a StepRecord, in their order: a step that brought each request of the run one token of text and
-# changed nothing else. The engine's thread makes a plain tuple of them in each such step, and the link's thread the
-# record.
+# The first fields of a StepRecord, in their order: a step that brought each request of the run text and changed nothing
+# else. The engine's thread makes a plain tuple of them in each such step, and the link's thread the record.
 TextStep: TypeAlias = tuple[
     int,
     float,
@@ -50,6 +49,7 @@ TextStep: TypeAlias = tuple[
     Sequence[int],
     bytes,
     SignalBytes | None,
+    Sequence[int],
 ]
 
 # Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
@@ -90,7 +90,7 @@ class Report(Protocol):
 @dataclass(slots=True)
 class StepRecord:
     """Everything that happened in one engine step, as plain lists that gRPC's thread turns into a StepReport. The
-    fields up to `told` are those of a TextStep."""
+    fields up to `lengths` are those of a TextStep."""
 
     step: int = 0
     # End of the step, in seconds on the link's clock.
@@ -112,6 +112,9 @@ class StepRecord:
     boundaries: bytes = b""
     # Signals of the step's rows as the worker sent them.
     told: SignalBytes | None = None
+    # With drafts, the number of tokens of each member of the run, whose slot, phase and row in the runner come once
+    # until `spread`; empty if all columns have an element for each token.
+    lengths: Sequence[int] = ()
     flags: list[int] = field(default_factory=list)
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
@@ -151,7 +154,7 @@ class StepRecord:
         return not any((*requests, self.probes, self.loops, self.repeats, self.outcomes))
 
     def tell(self, step: TextStep) -> None:
-        """Take over a step that brought each request of the run one token of text."""
+        """Take over a step that brought each request of the run text and nothing else."""
         (
             self.step,
             self.ended_s,
@@ -167,6 +170,7 @@ class StepRecord:
             self.text,
             self.boundaries,
             self.told,
+            self.lengths,
         ) = step
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
@@ -175,6 +179,22 @@ class StepRecord:
         self.phases.append(phase)
         self.flags.append(flags)
         self.rows.append(row)
+
+    def spread(self) -> None:
+        """Give each token of the run's members an element of `slots`, `phases` and `rows`. A row is then one of the
+        worker's signals, which has a row for each draft token, too."""
+        lengths, (slots, phases, rows) = self.lengths, (self.slots, self.phases, self.rows)
+        if not lengths:
+            return
+        members, self.lengths = len(lengths), ()
+        firsts = rows[:members]
+        if isinstance(self.told, tuple):
+            first_row = first_rows(self.told)
+            firsts = [first_row[row] for row in firsts]
+        self.slots = [slot for slot, n in zip(slots, lengths, strict=False) for _ in range(n)] + slots[members:]
+        self.phases = [phase for phase, n in zip(phases, lengths, strict=False) for _ in range(n)] + phases[members:]
+        spread = [row for first, n in zip(firsts, lengths, strict=True) for row in range(first, first + n)]
+        self.rows = spread + rows[members:]
 
     def row_flags(self) -> list[int]:
         """Return the flags of each row; for a member of the run these are only the ends of sentences and paragraphs of

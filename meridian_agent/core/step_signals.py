@@ -107,6 +107,12 @@ class StepSignals:
         return cls(first, entropy, end_rank.view(np.int32), end_logprob, top_logprob)
 
 
+def first_rows(encoded: tuple[bytes, bytes]) -> list[int]:
+    """Return the first row of each request in these signals, which have a row for each draft token, too."""
+    first: list[int] = np.frombuffer(encoded[1], np.int32).tolist()
+    return first
+
+
 def expected_backend(device_type: str) -> tuple[str, str]:
     """Return the backend (cpu, cuda, torch or none) that is expected on this kind of device, without touching the
     device, and the reason if it is torch or none."""

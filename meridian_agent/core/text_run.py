@@ -1,14 +1,17 @@
-"""Counts the steps of all requests that generate one token of text a step, at a cost that hardly grows with their
-number.
+"""Counts the steps of all requests that generate nothing but text, at a cost that hardly grows with their number.
 
 Nearly all tokens belong to such a run. A counted step is applied to a request when a caller reads the request's state
 or the request leaves the run, at the latest when it comes near its cap. Requests join and leave one by one, so an end
-of one request costs the others nothing. Runs on the engine-core thread only.
+of one request costs the others nothing. With drafts a step may bring each request several tokens. Runs on the
+engine-core thread only.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from itertools import accumulate, chain
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meridian_agent.core.request_info import NEVER
 
@@ -18,27 +21,52 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.live_request import LiveRequest
 
-# The token of a row that has no single new token.
+# The token of a row that has no new tokens, or more than a step may bring.
 NO_TOKEN = -1
 # A character that an id never has if the client has sent it in a header.
 SEPARATOR = "\0"
+
+# A token with its sentence and paragraph flags: the number of thinking tokens up to it, and the flags.
+Passed: TypeAlias = tuple[int, int]
+
+
+class Several(NamedTuple):
+    """The tokens of a step that brought a row several tokens: all of them, and by row their number and the place behind
+    the row's last one."""
+
+    tokens: list[int]
+    lengths: list[int]
+    ends: list[int]
+
+    def of(self, row: int) -> list[int]:
+        return self.tokens[self.ends[row] - self.lengths[row] : self.ends[row]]
+
+
+def several_of(sampled: Sequence[Sequence[int]]) -> Several:
+    """Return the tokens of a step. sampled: the new tokens of each row."""
+    lengths = [len(new) for new in sampled]
+    # The tokens are copied, because the lists also belong to the outputs for the clients.
+    return Several(list(chain.from_iterable(sampled)), lengths, list(accumulate(lengths)))
 
 
 class TextRun:
     """The members of the run of one engine, by the runner's rows; the tracker keeps one object.
 
-    request_ids: ids of the newest step's rows. slots, phases, rows: columns of the members, in the order of the rows;
-    these lists never change once they are made. steps: number of steps counted so far. number: a number that changes
-    whenever a member, its row or the set of live requests changes.
+    tokens_per_step: largest number of tokens that a step may bring a request. request_ids: ids of the newest step's
+    rows. slots, phases, rows: columns of the members, in the order of the rows; lengths: number of tokens that the
+    newest step brought each of them, empty if one each. These lists never change once they are made. steps: number of
+    steps counted so far. number: a number that changes whenever a member, its row or the set of live requests changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_step: int = 1) -> None:
+        self.tokens_per_step = tokens_per_step
         self.request_ids: list[str] = []
         # The ids as one text, None if that text could be another list's, too.
         self._joined: str | None = None
         self.slots: list[int] = []
         self.phases: list[int] = []
         self.rows: list[int] = []
+        self.lengths: Sequence[int] = ()
         # Sentence and paragraph flags by token id.
         self.boundaries = b""
         self.steps = 0
@@ -49,12 +77,17 @@ class TextRun:
         # The member of each row, None for a row whose request is not a member; the newest token of each row.
         self._by_row: list[LiveRequest | None] = []
         self._newest: Sequence[int] = ()
+        # With drafts, the newest counted steps, oldest first, None for one that brought each row one token; and by row
+        # the counted tokens beyond one in each step.
+        self._recent = deque[Several | None](maxlen=tokens_per_step if tokens_per_step > 1 else 0)
+        self._beyond: list[int] = []
         # Slot and phase of each row's member, and whether the columns are older than the members.
         self._slots: list[int] = []
         self._phases: list[int] = []
         self._stale = False
-        # A member may come near a cap, which must be checked, once this many steps are counted.
-        self._steps_until_cap = NEVER
+        # No member has more counted tokens than `_most`; one may come near a cap, which must be checked, with more than
+        # `_most_before_cap`.
+        self._most, self._most_before_cap = 0, NEVER
 
     def changed(self) -> None:
         """Note that something has changed for the live requests."""
@@ -74,12 +107,13 @@ class TextRun:
                 moved[known[row]] = live
         more = len(request_ids) - both
         newest, was = [*self._newest[:both], *[NO_TOKEN] * more], self._newest
+        beyond = [*self._beyond[:both], *[0] * more]
         self._slots, self._phases = [*self._slots[:both], *[0] * more], [*self._phases[:both], *[0] * more]
         by_row: list[LiveRequest | None] = [*self._by_row[:both], *[None] * more]
         for row in (*rows, *range(both, len(request_ids))):
             by_row[row] = live = moved.pop(request_ids[row], None)
             if live is not None:
-                newest[row] = was[live.run_row]
+                newest[row], beyond[row] = was[live.run_row], self._beyond[live.run_row]
                 self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
                 live.move_in_run(row)
         self.members -= len(moved)
@@ -87,20 +121,21 @@ class TextRun:
             live.leave_run()
         # The ids are copied, because the runner may change its own list.
         self.request_ids, self._by_row, self._newest = list(request_ids), by_row, newest
+        self._beyond = beyond
         joined = SEPARATOR.join(request_ids)
         self._joined = joined if joined.count(SEPARATOR) < max(1, len(request_ids)) else None
 
     def join(self, live: LiveRequest, row: int) -> None:
-        """Let a request join that has just generated one token of text, unless it is in its prompt, is being ended, or
-        is near its cap."""
-        if (left := live.text_steps()) <= 0:
+        """Let a request join whose new tokens are read, unless it is in its prompt, is being ended, or is near its
+        cap."""
+        if (left := live.text_tokens()) < self.tokens_per_step:
             return
         self.changed()
         self._by_row[row], self._stale = live, True
         self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
-        self._steps_until_cap = min(self._steps_until_cap, self.steps + left)
-        live.join_run(row, self.steps)
+        self._most_before_cap = min(self._most_before_cap, self._most + left)
+        live.join_run(row, self.counted(row))
 
     def leave(self, live: LiveRequest) -> None:
         """Let a request leave, because something is about to change for it; do nothing if it is not a member."""
@@ -124,7 +159,7 @@ class TextRun:
     def ready(self) -> list[int]:
         """Let the members leave that are near a cap, and bring the columns up to date; return the rows of the newest
         step whose requests are not members."""
-        if self.steps >= self._steps_until_cap:
+        if self._most + self.tokens_per_step > self._most_before_cap:
             self._check_caps()
         if self._stale:
             self.rows = [row for row, live in enumerate(self._by_row) if live is not None]
@@ -136,18 +171,19 @@ class TextRun:
         return [row for row, live in enumerate(self._by_row) if live is None]
 
     def _check_caps(self) -> None:
-        left = {live: live.text_steps() for live in self._by_row if live is not None}
-        for live, steps in left.items():
-            if steps <= 0:
+        left = {live: live.text_tokens() for live in self._by_row if live is not None}
+        for live, tokens in left.items():
+            if tokens < self.tokens_per_step:
                 self.leave(live)
-        self._steps_until_cap = self.steps + min((steps for steps in left.values() if steps > 0), default=NEVER)
+        stay = (tokens for tokens in left.values() if tokens >= self.tokens_per_step)
+        self._most_before_cap = self._most + min(stay, default=NEVER)
 
     def count_all(
         self, request_ids: list[str], sampled: Sequence[Sequence[int]], markers: AbstractSet[int]
     ) -> list[int] | None:
-        """Count a step that brought the live requests of the newest step, in the same rows, one token of text and
-        nothing else, and return these tokens. Return None, and nothing has happened, for any other step, and if one of
-        the requests is not a member or is near a cap.
+        """Count a step that brought the live requests of the newest step, in the same rows, text and nothing else, and
+        return its tokens, row by row. Return None, and nothing has happened, for any other step, and if one of the
+        requests is not a member or is near a cap.
 
         request_ids: ids in the order of the runner's rows. sampled: the new tokens of each row. markers: the tokens
         that are not text.
@@ -156,32 +192,91 @@ class TextRun:
         if not self.whole or self._stale or rows != self.members or rows != len(sampled):
             return None
         # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
-        if self.steps >= self._steps_until_cap or SEPARATOR.join(request_ids) != self._joined:
+        if self._most + self.tokens_per_step > self._most_before_cap or SEPARATOR.join(request_ids) != self._joined:
             return None
         try:
             tokens = [token for (token,) in sampled]
         except ValueError:
-            return None
+            return self._count_all_several(several_of(sampled), markers)
         if not markers.isdisjoint(tokens):
             return None
         self.steps += 1
-        self._newest = tokens
+        self._most += 1
+        self._newest, self.lengths = tokens, ()
+        self._recent.append(None)
         return tokens
 
-    def count(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Count a step; return the members' tokens, in the order of their rows. tokens: by row, one of text for each
-        member. Called only after `ready`."""
+    def _count_all_several(self, several: Several, markers: AbstractSet[int]) -> list[int] | None:
+        tokens, lengths = several.tokens, several.lengths
+        if min(lengths) < 1 or max(lengths) > self.tokens_per_step or not markers.isdisjoint(tokens):
+            return None
+        self._count_several(several, [tokens[end - 1] for end in several.ends])
+        self.lengths = lengths
+        return tokens
+
+    def _count_several(self, several: Several, newest: Sequence[int]) -> None:
         self.steps += 1
-        self._newest = tokens
+        self._most += max(several.lengths)
+        self._newest = newest
+        self._beyond = [tokens - 1 for tokens in map(add, self._beyond, several.lengths)]
+        self._recent.append(several)
+
+    def count(self, tokens: Sequence[int], several: Several | None = None) -> Sequence[int]:
+        """Count a step; return the members' tokens, in the order of their rows. tokens: the newest token of each row,
+        of text for each member. several: all tokens, None if each row has one. Called only after `ready`."""
+        if several is not None:
+            self._count_several(several, tokens)
+            self.lengths = [several.lengths[row] for row in self.rows]
+            return [token for row in self.rows for token in several.of(row)]
+        self.steps += 1
+        self._most += 1
+        self._newest, self.lengths = tokens, ()
+        self._recent.append(None)
         return tokens if self.members == len(tokens) else [tokens[row] for row in self.rows]
 
+    def lengths_of(self, drafted: bool) -> Sequence[int]:
+        """Return the lengths of the newest step for its record. drafted: the worker's signals have a row for each draft
+        token, too, so that the record needs lengths even if each member has one token."""
+        return self.lengths or ([1] * self.members if drafted else ())
+
+    def counted(self, row: int) -> int:
+        """Return the number of tokens that are counted for a member in this row, from a beginning that is the same as
+        long as it is a member."""
+        return self.steps + self._beyond[row]
+
+    def passed(self, row: int, tokens: int, think_tokens: int) -> Passed | None:
+        """Return the newest token with sentence or paragraph flags in those steps that brought the member in this row
+        several tokens; None if there is none in the newest steps. tokens: newest tokens of the request to look at.
+        think_tokens: its thinking tokens, the newest included."""
+        at = think_tokens
+        for several in reversed(self._recent):
+            if think_tokens - at >= tokens:
+                break
+            new = several.of(row) if several is not None else ()
+            for token in reversed(new) if len(new) > 1 else ():
+                if flags := self._flags(token):
+                    return at, flags
+                at -= 1
+            at -= len(new) <= 1
+        return None
+
     def at_boundaries(self, awaited: Mapping[int, int]) -> list[LiveRequest]:
-        """Return the members whose newest counted token has the flags that are awaited in their row."""
+        """Return the members for which the newest counted step brought a token with the flags that are awaited in their
+        row: its last token, or its newest one with any flags."""
         tokens, flags_of, known = self._newest, self.boundaries, len(self.boundaries)
         rows = [row for row, f in awaited.items() if tokens[row] < known and flags_of[tokens[row]] & f == f]
+        if self._recent and (several := self._recent[-1]) is not None:
+            others = awaited.keys() - rows
+            rows += [row for row in others if self._newest_flags(several.of(row)) & awaited[row] == awaited[row]]
         return [live for row in rows if (live := self._by_row[row]) is not None]
+
+    def _newest_flags(self, tokens: Sequence[int]) -> int:
+        """Return the flags of the newest of these tokens that has any; 0 if none has."""
+        return next(filter(None, map(self._flags, reversed(tokens))), 0)
+
+    def _flags(self, token: int) -> int:
+        return self.boundaries[token] if token < len(self.boundaries) else 0
 
     def newest_boundary(self, row: int) -> int:
         """Return the sentence and paragraph flags of the newest counted token in this row."""
-        token = self._newest[row]
-        return self.boundaries[token] if token < len(self.boundaries) else 0
+        return self._flags(self._newest[row])

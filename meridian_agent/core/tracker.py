@@ -1,6 +1,6 @@
 """Tracks the live requests of one engine, and fills the record of each engine step.
 
-The module owns slots, phases and counts; `TextRun` counts the steps of requests that generate one token of text each.
+The module owns slots, phases and counts; `TextRun` counts the steps of requests that generate nothing but text.
 Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
 """
 
@@ -14,7 +14,7 @@ from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.request_info import NEVER, RequestInfo
 from meridian_agent.core.step_record import StepRecord
-from meridian_agent.core.text_run import NO_TOKEN, TextRun
+from meridian_agent.core.text_run import NO_TOKEN, Several, TextRun, several_of
 from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
 from meridian_agent.core.token_cycles import LoopWatch
 
@@ -28,11 +28,12 @@ RESTING_SLOTS = 4
 
 
 class Tracker:
-    """The live requests by id and by slot, and the record of the current step."""
+    """The live requests by id and by slot, and the record of the current step. tokens_per_step: largest number of
+    tokens that a step may bring a request."""
 
     def __init__(self, markers: Markers, tokens_per_step: int = 1) -> None:
         self.markers = markers
-        self.run = TextRun()
+        self.run = TextRun(tokens_per_step)
         self.loops = LoopWatch(tokens_per_step)
         self.supports_think_disable = True
         # Settings.merge_openings.
@@ -65,8 +66,10 @@ class Tracker:
         # Tokens that a request may generate beyond the next one before its limit is checked again, so limits are
         # checked this much earlier.
         self.lookahead = 0
-        # The new token of each row of the step that was noted last; empty if no request may join the run.
+        # The newest token of each row of the step that was noted last, empty if no request may join the run; and all
+        # its tokens, None if each row has one.
         self._tokens: list[int] = []
+        self._several: Several | None = None
         # Free slots as a heap, and the slots that were closed last, oldest first.
         self._free: list[int] = []
         self._resting: deque[int] = deque()
@@ -199,8 +202,8 @@ class Tracker:
         self.run.boundaries = flags
 
     def note(self, request_ids: list[str], sampled: Sequence[Sequence[int]], ended: Iterable[str] = ()) -> list[int]:
-        """Find the members of the run that a step brought one token of text and nothing else; return the other rows,
-        which must be looked at one by one.
+        """Find the members of the run that a step brought text and nothing else; return the other rows, which must be
+        looked at one by one.
 
         request_ids: ids in the order of the runner's rows. sampled: the new tokens of each row. ended: ids of requests
         that may have ended in the step.
@@ -210,13 +213,20 @@ class Tracker:
             return self.note_nothing(request_ids)
         if request_ids != run.request_ids:
             run.arrange(request_ids)
+        starts_and_ends = markers.by_last.keys()
         try:
-            self._tokens = [token for (token,) in sampled]
+            tokens = self._tokens = [token for (token,) in sampled]
+            self._several = None
         except ValueError:
-            self._tokens = [new[0] if len(new) == 1 else NO_TOKEN for new in sampled]
-            run.leave_rows([row for row, token in enumerate(self._tokens) if token == NO_TOKEN])
-        if not markers.by_last.keys().isdisjoint(self._tokens):
-            run.leave_rows([row for row, token in enumerate(self._tokens) if token in markers.by_last])
+            most = run.tokens_per_step
+            tokens = self._tokens = [new[-1] if 0 < len(new) <= most else NO_TOKEN for new in sampled]
+            run.leave_rows([row for row, token in enumerate(tokens) if token == NO_TOKEN])
+            self._several = None
+            if most > 1:
+                self._several = several_of(sampled)
+                tokens = self._several.tokens
+        if not starts_and_ends.isdisjoint(tokens):
+            run.leave_rows([row for row, new in enumerate(sampled) if not starts_and_ends.isdisjoint(new)])
         for request_id in ended:
             if live := self.by_id.get(request_id):
                 run.leave(live)
@@ -225,24 +235,25 @@ class Tracker:
     def note_nothing(self, request_ids: list[str]) -> list[int]:
         """Return all rows of a step in which no request may be or become a member of the run."""
         self.run.end()
-        self._tokens = []
+        self._tokens, self._several = [], None
         return list(range(len(request_ids)))
 
-    def count(self, others: Sequence[int]) -> None:
-        """Count the noted step for the members of the run. others: the rows that are looked at one by one."""
+    def count(self, others: Sequence[int], drafted: bool = False) -> None:
+        """Count the noted step for the members of the run. others: the rows that are looked at one by one. drafted: the
+        worker's signals have a row for each draft token, too."""
         run, record = self.run, self.record
-        # A request that joins the run with its token of this step is a member from then on.
-        text = run.count(self._tokens) if self._tokens else ()
+        # A request that joins the run with its tokens of this step is a member from then on.
+        text = run.count(self._tokens, self._several) if self._tokens else ()
         if run.members:
-            record.text, record.boundaries = text, run.boundaries
+            record.text, record.boundaries, record.lengths = text, run.boundaries, run.lengths_of(drafted)
             record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
             if others:
                 # The lists are copied, because rows will be added.
                 record.slots, record.phases, record.rows = [*run.slots], [*run.phases], [*run.rows]
 
     def looked_at(self, others: Sequence[int]) -> None:
-        """Note that the requests of these rows of the noted step were looked at one by one; those that generated one
-        token of text may join the run."""
+        """Note that the requests of these rows of the noted step were looked at one by one; those that generated tokens
+        may join the run."""
         run, whole = self.run, bool(self._tokens)
         for row in others if whole else ():
             if live := self.by_id.get(run.request_ids[row]):

@@ -52,8 +52,7 @@ class Agent:
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers, 1 + scheduler.num_spec_tokens)
         tracker.boundaries = facts.boundaries
-        # A step may bring draft tokens beyond its first token; under asynchronous scheduling the previous step counts
-        # too.
+        # Draft tokens may follow a step's first token; under asynchronous scheduling the previous step counts, too.
         drafts = scheduler.num_spec_tokens
         tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
         self.directives = directives = Directives(tracker)
@@ -135,8 +134,7 @@ class Agent:
                 self.put_in_force(one.settings, one.markers)
         lapsed, frozen = self.link.lapsed(), self.lease.frozen()
         if not (frozen or self.frozen) and any(one.status.freeze_status.frozen for one in taken):
-            # A freeze began and ended between two steps. The control plane has discarded its decisions, so the agent
-            # does too.
+            # A freeze began and ended between two steps, and the control plane has discarded its decisions.
             self._suspend(scheduler, lapsed, True)
         if taken or lapsed != self._lapsed or frozen != self.frozen:
             self._suspend(scheduler, lapsed, frozen)
@@ -318,10 +316,13 @@ class Agent:
         scheduled, tracker, run = output.num_scheduled_tokens, self.tracker, self.tracker.run
         rows, requests = self.probing.rows, len(scheduled)
         if self._asks_same and self.calm.number == run.number and requests == run.members and not rows:
-            # Since the newest full look nothing has changed for a live request, and each gets one more token of text.
+            # Since the newest full look nothing has changed for a live request, and each gets more text.
             if self._asked is not None:
                 setattr(output, REQUEST, self._asked)
-            self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
+            if output.scheduled_spec_decode_tokens:
+                self.accounts.scheduled(output)
+            else:
+                self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
         if rows:
             self.probing.take_rows(scheduler, output)
@@ -349,11 +350,12 @@ class Agent:
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
         self._outbox.ring.wake()
+        drafted = output.scheduled_spec_decode_tokens
         if self.lease.attention:
             self._take_inbox()
-        elif self.calm.number == self.tracker.run.number:
+        elif self.calm.number == self.tracker.run.number and not drafted:
             return base
-        if self.frozen or not (self.tracker.due or output.scheduled_spec_decode_tokens):
+        if self.frozen or not (self.tracker.due or drafted):
             return base
         if not (self.accounts.settled or output.pending_structured_output_tokens):
             return base

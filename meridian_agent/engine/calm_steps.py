@@ -83,18 +83,18 @@ class CalmSteps:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
         the scheduler's limits that the full look lowers."""
         run, lease = self._run, self._lease
-        if not (run.members and run.whole and self._nothing_due(scheduler, plan) and self._only_awaited_probes()):
+        if not (run.members and run.whole and self._nothing_due(plan) and self._only_awaited_probes(scheduler)):
             return
         if limits and not self._limits_stay(scheduler):
             return
         self._connected = lease.connected
         self.limits, self._until_s, self.number = limits, lease.steady_until(), run.number
 
-    def _nothing_due(self, scheduler: Any, plan: DispatchPlan | None) -> bool:
+    def _nothing_due(self, plan: DispatchPlan | None) -> bool:
         """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves
         requests out."""
         tracker, probing = self._tracker, self._probing
-        if tracker.due or tracker.preempted or probing.placed or probing.held or scheduler.num_spec_tokens:
+        if tracker.due or tracker.preempted or probing.placed or probing.held:
             return False
         if plan is None:
             return True
@@ -102,10 +102,15 @@ class CalmSteps:
         answers = plan.output_per_step is not None and tracker.thinking
         return not (thinks or answers or self._queues.prompts_last)
 
-    def _only_awaited_probes(self) -> bool:
+    def _only_awaited_probes(self, scheduler: Any) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in self._directives.probes}
+        probes, drafts = self._directives.probes, scheduler.num_spec_tokens
+        self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in probes}
         if 0 in awaited.values() or -1 in awaited or self._run.at_boundaries(awaited):
+            self.awaited = {}
+            return False
+        # With drafts the end of a sentence need not be the newest token.
+        if drafts and any(live.since_boundary(flags, drafts) is not None for _, live, flags, _ in probes):
             self.awaited = {}
             return False
         self.needs_places = self._probing.needs_places

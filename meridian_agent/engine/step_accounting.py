@@ -1,9 +1,9 @@
 """Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, takes probes
 out, and completes the step's record.
 
-Most steps bring nearly all requests one token of text and nothing else, and are counted as a whole for these requests.
-If a step brings all of them nothing else, the link's thread makes its record. Runs on the engine-core thread, after
-vLLM has processed the step.
+Most steps bring nearly all requests text and nothing else, one token each or with drafts several, and are counted as a
+whole for these requests. If a step brings all of them nothing else, the link's thread makes its record. Runs on the
+engine-core thread, after vLLM has processed the step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StepAccounting:
         # only.
         prefill = output.total_num_scheduled_tokens - len(tokens)
         if drafted:
-            prefill -= sum(min(len(d), tokens[r] - 1) for r, d in drafted.items())
+            prefill -= sum([min(len(d), tokens[r] - 1) for r, d in drafted.items()])
         self.prefills.append(prefill - (self._probing.row_tokens() if self._probing.computed else 0))
 
     @property
@@ -87,9 +87,9 @@ class StepAccounting:
         return not self._is_async or len(self.prefills) <= 1
 
     def take_text(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> bool:
-        """Process a step that brought each request of the step before one token of text and nothing else, and queue its
-        record. Return False, and nothing has happened, for any other step. outputs: the outputs that vLLM is about to
-        send to the clients."""
+        """Process a step that brought each request of the step before text and nothing else, and queue its record.
+        Return False, and nothing has happened, for any other step. outputs: the outputs that vLLM is about to send to
+        the clients."""
         request_ids, answered, stats = runner_output.req_ids, 0, None
         for group in outputs.values():
             answered += len(group.outputs)
@@ -97,7 +97,7 @@ class StepAccounting:
         told = getattr(runner_output, RESULT, None)
         if scheduler.finished_req_ids or self._probing.placed or answered != len(request_ids):
             return False
-        if not (told is None or isinstance(told, bytes)) or getattr(runner_output, BACKEND, None) is not None:
+        if isinstance(told, str) or getattr(runner_output, BACKEND, None) is not None:
             return False
         tracker = self._tracker
         run = tracker.run
@@ -110,7 +110,8 @@ class StepAccounting:
         self._phase_numbers.add_to(stats, now_s)
         if self._calm.awaited:
             self._calm.generated(tokens)
-        columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told
+        lengths = run.lengths_of(isinstance(told, tuple))
+        columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told, lengths
         gauges = self._gauges(scheduler)
         if tracker.begun is None:
             number = tracker.number(scheduler.current_step)
@@ -158,8 +159,8 @@ class StepAccounting:
         to the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in
         the step."""
         own = self._without_probes(runner_output.req_ids)
-        others, theirs = self._others(runner_output, outputs, told, own, finished)
-        self._tracker.count(others)
+        others, theirs = self._others(runner_output, outputs, own, finished)
+        self._tracker.count(others, isinstance(told, tuple))
         if others or len(own) < len(runner_output.req_ids):
             signals, index = None if told is None else StepSignals.decode(told), runner_output.req_id_to_index
             if self._probing.placed:
@@ -186,15 +187,12 @@ class StepAccounting:
         self,
         runner_output: Any,
         outputs: dict[int, Any],
-        told: SignalBytes | None,
         own: list[str],
         finished: AbstractSet[str],
     ) -> tuple[list[int], list[Any]]:
-        """Return the rows of the requests that the step did not bring one token of text and nothing else, which cannot
-        be counted as a whole, and their outputs, those of probes included. own: the step's ids without its probes."""
+        """Return the rows of the requests that the step did not bring text and nothing else, which cannot be counted as
+        a whole, and their outputs, those of probes included. own: the step's ids without its probes."""
         every = [out for group in outputs.values() for out in group.outputs]
-        if isinstance(told, tuple):
-            return self._tracker.note_nothing(own), every
         sampled, probes = runner_output.sampled_token_ids, len(runner_output.req_ids) - len(own)
         others, theirs = self._tracker.note(own, sampled[: len(own)] if probes else sampled, finished), list[Any]()
         if probes or others:

@@ -7,6 +7,7 @@ engine-core thread, between a step's forward pass and its sampling.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,12 +87,15 @@ class TokenMasks:
     def _drafted_to_think(self, output: Any) -> list[LiveRequest]:
         """Return the requests that do not think now but may begin to think within their draft tokens, where a limit may
         be reached."""
-        found = []
-        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+        found, drafted = list["LiveRequest"](), output.scheduled_spec_decode_tokens
+        starts_and_ends = self._tracker.markers.by_last.keys()
+        if starts_and_ends.isdisjoint(chain.from_iterable(drafted.values())):
+            return found
+        for request_id, drafts in drafted.items():
             live = self._tracker.by_id.get(request_id)
             if live is None or not is_limited(live) or live.phase is Phase.THINK:
                 continue
-            if not self._tracker.markers.by_last.keys().isdisjoint(drafts):
+            if not starts_and_ends.isdisjoint(drafts):
                 found.append(live)
         return found
 

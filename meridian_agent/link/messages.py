@@ -81,6 +81,8 @@ def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> ag
     byte_columns: whether the control plane reads the token rows as bytes.
     """
     last = records[-1]
+    for record in records:
+        record.spread()
     report = agent_pb2.StepReport(
         step=last.step,
         steps=len(records),

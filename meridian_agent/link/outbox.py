@@ -137,7 +137,7 @@ class Outbox:
         self.snapshot_due, self._streaming = False, True
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
         record.handed_over = []
-        record.text = ()
+        record.text = record.lengths = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
         self.ring.lay(SnapshotRecord(record.step, snapshot()), presses=True)

@@ -20,12 +20,14 @@ def records(agent: Any) -> Iterator[list[Any]]:
     send, send_text = outbox.send, outbox.send_text
 
     def watch(record: Any, snapshot: Any) -> None:
+        record.spread()
         seen.append((record, list(record.opened), list(record.slots), list(record.closed)))
         send(record, snapshot)
 
     def watch_text(step: Any) -> bool:
         if sent := send_text(step):
             record = StepRecord(*step)
+            record.spread()
             seen.append((record, [], record.slots, []))
         return bool(sent)
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 def in_slot_order(record: StepRecord) -> StepRecord:
     """Return the record with its rows in the order of their slots; in a record of the agent the members of the run come
     first."""
+    record.spread()
     order = sorted(range(len(record.slots)), key=lambda row: record.slots[row])
     columns = record.slots, record.phases, record.rows, record.row_flags()
     record.slots, record.phases, record.rows, record.flags = ([column[row] for row in order] for column in columns)

@@ -80,7 +80,8 @@ class counted:  # noqa: N801
 @feature("drafts: steps of several tokens across the end of thinking, caps inside drafts", *DRAFTS)
 def across_the_boundary(engine: Engine) -> None:
     """Whole drafts are accepted, the end marker among them; caps fall on each of their places and past the model's
-    end."""
+    end. Steps in which nothing happens are calm, also with accepted drafts."""
+    _check_calm(engine)
     ask, free = drafted(engine)
     end = free.index(engine.end)
     caps = range(1, end + 4)
@@ -97,6 +98,30 @@ def across_the_boundary(engine: Engine) -> None:
     # If only the workers know the drafts, no drafts are made near a cap.
     hidden = engine.build.v2 or engine.build.asynchronous
     assert hidden or inside > 3, "no forced end came with tokens before it in its step"
+
+
+def _check_calm(engine: Engine) -> None:
+    """Check that some of the steps that bring several tokens are calm, and that tokens and signals are right."""
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 80}) for i in range(3)]
+    calm, lengths = engine.agent.calm, list[int]()
+    update = engine.scheduler.update_from_output
+
+    def watch(output: Any, result: Any) -> Any:
+        if calm.number == engine.agent.tracker.run.number:
+            lengths.extend(len(new) for new in result.sampled_token_ids)
+        return update(output, result)
+
+    before, engine.scheduler.update_from_output = calm.calm_steps, watch
+    try:
+        answers, seen = engine.observe(asks)
+    finally:
+        del engine.scheduler.update_from_output
+    assert answers == engine.stock.ask(asks)
+    for ask, (answer,), said in zip(asks, answers, seen, strict=True):
+        engine.check_phases(ask.prompt, answer.tokens, said)
+        engine.check_signals(ask.prompt, answer.tokens, said)
+    assert calm.calm_steps > before
+    assert max(lengths, default=0) > 1, "no calm step accepted a draft"
 
 
 @feature("drafts: a sentence that ends within a step is probed at its end", *DRAFTS)

@@ -317,6 +317,6 @@ def test_a_run_of_text_stops_before_the_reserve(markers: Markers, rows: int) -> 
     tr = engine.open("a", max_tokens=40)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
     free = 40 - 10 - len(markers.ending)
-    assert tr.text_steps() == free - (rows - 1) - 1
+    assert tr.text_tokens() == free - (rows - 1) - 1
     engine.run({"a": TEXT})
-    assert tr.text_steps() == free - (rows - 1) - 2
+    assert tr.text_tokens() == free - (rows - 1) - 2

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report
 from tests.fakes.records import in_slot_order
@@ -24,8 +26,9 @@ MARKERS = Markers(((START,),), ((END,),))
 BOUNDARIES = bytes([0, 0, 0, 0, 32])
 
 
-def tracker_of(markers: Markers = MARKERS) -> Tracker:
-    tracker = Tracker(markers)
+def tracker_of(markers: Markers = MARKERS, drafts: int = 0) -> Tracker:
+    tracker = Tracker(markers, 1 + drafts)
+    tracker.lookahead = drafts
     tracker.boundaries = BOUNDARIES
     return tracker
 
@@ -38,16 +41,24 @@ def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap
 def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = ()) -> str:
     """Account a step as the agent does; return the ids that were looked at one by one. ended: ids of requests that end
     in the step."""
-    names = list(tokens)
+    names, told, rows = list(tokens), None, [*range(len(tokens))]
     run, enders = tracker.run, tracker.markers.by_last.keys()
+    if run.tokens_per_step > 1:
+        # The signals' entropies are the numbers of their rows.
+        rows = [row * run.tokens_per_step for row in rows]
+        entropies = np.arange(len(rows) * run.tokens_per_step, dtype=np.float32)
+        ranks, first = entropies.astype(np.int32), np.array(rows, np.int32)
+        told = StepSignals(first, entropies, ranks, entropies, entropies).encode()
     if not ended and (text := run.count_all(names, list(tokens.values()), enders)) is not None:
-        tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, run.slots, run.phases, run.rows, text, run.boundaries, None))
+        columns = run.slots, run.phases, run.rows, text, run.boundaries, told, run.lengths_of(told is not None)
+        tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, *columns))
         return ""
     others = tracker.note(names, list(tokens.values()), ended)
-    tracker.count(others)
+    tracker.record.told = told
+    tracker.count(others, told is not None)
     for row in others:
         if (live := tracker.by_id.get(names[row])) and tokens[names[row]]:
-            tracker.feed(live, tokens[names[row]], row)
+            tracker.feed(live, tokens[names[row]], rows[row])
     for name in ended:
         tracker.close(tracker.by_id[name], 1)
     tracker.looked_at(others)
@@ -198,16 +209,30 @@ def test_reports_do_not_tell_how_a_step_was_accounted() -> None:
 
 
 def state(live: LiveRequest) -> tuple[Any, ...]:
+    boundary, since = live.boundary, live.since_boundary(32, 2)
     s = live.state
-    return live.info.request_id, s.phase, s.think_tokens, s.output_tokens, s.text_run, live.boundary
+    return live.info.request_id, s.phase, s.think_tokens, s.output_tokens, s.text_run, boundary, since
 
 
+def drawn(rng: random.Random, names: list[str], drafts: int) -> dict[str, list[int]]:
+    """Draw the new tokens of each request."""
+    draw = rng.choices((TEXT, STOP, START, END), (80, 20, 1, 2), k=len(names))
+    tokens = {name: [token] for name, token in zip(names, draw, strict=True)}
+    if drafts and rng.random() < 0.7:
+        more = {name: rng.choices((TEXT, STOP, START, END), (80, 20, 1, 1), k=drafts) for name in names}
+        tokens = {name: [*new, *more[name][: rng.randint(0, drafts)]] for name, new in tokens.items()}
+    if names and rng.random() < 0.03:
+        tokens[rng.choice(names)] = rng.choice(([], [TEXT, STOP]))
+    return tokens
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("seed", range(12))
-def test_counted_as_a_whole_or_one_by_one(seed: int) -> None:
+def test_counted_as_a_whole_or_one_by_one(seed: int, drafts: int) -> None:
     """The same workload is counted in both ways, and no reader can tell the two apart at any time."""
     rng = random.Random(seed)
-    whole, singly = tracker_of(), tracker_of()
-    count, looked_at, tokens_in_all = 0, 0, 0
+    whole, singly = tracker_of(drafts=drafts), tracker_of(drafts=drafts)
+    count, looked_at, rows_in_all = 0, 0, 0
     for _ in range(300):
         chance = rng.random()
         # The runner moves the last row into a row that has become free.
@@ -222,30 +247,29 @@ def test_counted_as_a_whole_or_one_by_one(seed: int) -> None:
             name = rng.choice(names)
             for tracker in (whole, singly):
                 tracker.close(tracker.by_id[name], 1)
-        elif chance < 0.08 and names:
+        elif chance < 0.1 and names:
             name = rng.choice(names)
             for tracker in (whole, singly):
-                tracker.watch_limit(tracker.by_id[name])
+                if chance < 0.08:
+                    tracker.watch_limit(tracker.by_id[name])
+                tracker.by_id[name].forget_sentence_end()
         elif names:
             if chance < 0.12:
                 rng.shuffle(names)
             elif chance < 0.16:
                 names = names[:-1]
-            draw = rng.choices((TEXT, STOP, START, END), (80, 20, 1, 2), k=len(names))
-            tokens = {name: [token] for name, token in zip(names, draw, strict=True)}
-            if chance > 0.97 and names:
-                tokens[rng.choice(names)] = rng.choice(([], [TEXT, STOP]))
+            tokens = drawn(rng, names, drafts)
             ended = [rng.choice(names)] if 0.16 < chance < 0.2 else []
             looked_at += len(step(whole, tokens, ended))
-            tokens_in_all += len(tokens)
+            rows_in_all += len(tokens)
             step(singly, tokens, ended)
             singly.run.end()
         assert {t.info.request_id for t in whole.due} == {t.info.request_id for t in singly.due}
         assert (whole.thinking, whole.answering) == (singly.thinking, singly.answering)
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 or 0.08 < chance < 0.1:
             assert [state(t) for t in whole.by_id.values()] == [state(t) for t in singly.by_id.values()]
         reports = [step_report([in_slot_order(t.take_record())]) for t in (whole, singly)]
         assert reports[0] == reports[1]
     assert [state(t) for t in whole.by_id.values()] == [state(t) for t in singly.by_id.values()]
-    assert tokens_in_all > 100
-    assert looked_at < tokens_in_all / 2
+    assert rows_in_all > 50
+    assert looked_at < rows_in_all / 2

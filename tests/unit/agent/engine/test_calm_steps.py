@@ -32,13 +32,13 @@ IDS = ["a", "b"]
 class Engine:
     """The calm steps of an engine with two thinking requests in a run of text steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: int = 0) -> None:
         self.now_s = 100.0
         lease = Lease(lambda: self.now_s)
         inbox = Inbox(lease)
         self.link: Any
         self.link = SimpleNamespace(lease=lease, inbox=inbox, mailbox=Mailbox(lease, inbox, lambda _: None))
-        self.tracker = Tracker(Markers(((START,),), ((END,),)))
+        self.tracker = Tracker(Markers(((START,),), ((END,),)), 1 + drafts)
         # The token STOP ends a sentence.
         self.tracker.boundaries = bytes([0, 0, 0, 0, FLAG_SENTENCE])
         self.directives = Directives(self.tracker)
@@ -47,14 +47,14 @@ class Engine:
         self.queues = SimpleNamespace(prompts_last=False)
         self.waiting: deque[str] = deque()
         self.scheduler = SimpleNamespace(
-            num_spec_tokens=0, current_step=7, get_request_counts=lambda: (2, len(self.waiting))
+            num_spec_tokens=drafts, current_step=7, get_request_counts=lambda: (2, len(self.waiting))
         )
         self.calm = CalmSteps(self.tracker, self.directives, self.probing, self.queues, self.link)
         lease.begins()
         lease.found()
         for name in IDS:
             self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, SimpleNamespace())
-        self.counted(TEXT, TEXT)
+        self.counted([TEXT], [TEXT])
         assert self.tracker.run.whole
 
     def look(self, plan: Any = None, limits: list[Limit] | None = None) -> bool:
@@ -71,18 +71,18 @@ class Engine:
         probe = agent_pb2.EatProbe(decision_id=1, slot=0, placement=placement)
         self.directives.probes.add(probe, self.tracker.by_id["a"])
 
-    def counted(self, *tokens: int) -> list[int]:
+    def counted(self, *tokens: list[int]) -> list[int]:
         """Account a step; return the rows that were looked at one by one."""
-        others = self.tracker.note(IDS, [[token] for token in tokens])
+        others = self.tracker.note(IDS, tokens)
         self.tracker.count(others)
         for row in others:
-            self.tracker.feed(self.tracker.by_id[IDS[row]], [tokens[row]], row)
+            self.tracker.feed(self.tracker.by_id[IDS[row]], tokens[row], row)
         self.tracker.looked_at(others)
         return others
 
-    def step(self, *tokens: int) -> None:
+    def step(self, *tokens: list[int]) -> None:
         assert not self.counted(*tokens)
-        self.calm.generated(tokens)
+        self.calm.generated([token for new in tokens for token in new])
 
 
 def settings_arrive(engine: Engine) -> None:
@@ -118,7 +118,7 @@ def test_steps_stay_calm_while_nothing_happens() -> None:
     assert engine.look()
     for _ in range(20):
         engine.now_s += 0.1
-        engine.step(TEXT, STOP)
+        engine.step([TEXT], [STOP])
         engine.calm.scheduled(2)
         assert engine.holds()
         assert engine.calm.go_on(engine.scheduler)
@@ -138,14 +138,27 @@ def test_an_awaited_token_ends_the_calm() -> None:
     engine = Engine()
     engine.ask(agent_pb2.PLACEMENT_SENTENCE)
     assert engine.look()
-    engine.step(TEXT, STOP)
+    engine.step([TEXT], [STOP])
     assert engine.holds(), "another request's sentence has ended"
     engine.calm.go_on(engine.scheduler)
     engine.scheduler.get_request_counts = lambda: (2, 1)
     assert engine.probing._keep_places_until > engine.scheduler.current_step
-    engine.step(STOP, TEXT)
+    engine.step([STOP], [TEXT])
     assert not engine.holds()
     assert not engine.look(), "the probe can be placed now"
+
+
+def test_a_sentence_that_ends_among_drafts_ends_the_calm() -> None:
+    engine = Engine(drafts=2)
+    engine.ask(agent_pb2.PLACEMENT_SENTENCE)
+    assert engine.look()
+    engine.step([TEXT, TEXT], [TEXT, STOP, TEXT])
+    assert engine.holds(), "another request's sentence has ended"
+    engine.step([STOP, TEXT, TEXT], [TEXT])
+    assert not engine.holds()
+    assert not engine.look(), "the probe can be placed behind the sentence"
+    engine.step([TEXT], [TEXT])
+    assert engine.look(), "the end of the sentence is too far back"
 
 
 SHARE = SimpleNamespace(think_per_step=None, output_per_step=1)
@@ -166,7 +179,6 @@ NOT_CALM: list[Callable[[Engine], Any]] = [
     lambda engine: engine.tracker.preempt(engine.tracker.by_id["a"]),
     lambda engine: engine.probing.held.update({engine.tracker.by_id["a"]: 9}),
     lambda engine: engine.probing.placed.update(p=Placed(1, engine.tracker.by_id["a"], 0, 0)),
-    lambda engine: vars(engine.scheduler).update(num_spec_tokens=1),
     lambda engine: engine.ask(agent_pb2.PLACEMENT_UNSPECIFIED),
     lambda engine: engine.tracker.run.end(),
 ]

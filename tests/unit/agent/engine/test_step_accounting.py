@@ -27,10 +27,12 @@ START, END, TEXT, STOP = 1, 2, 3, 4
 
 
 class Engine:
-    """The accounting of one engine. singly: account each step request by request."""
+    """The accounting of one engine. singly: account each step request by request. drafts: drafts of each request in
+    each step."""
 
-    def __init__(self, singly: bool = False) -> None:
-        self.tracker, self.singly, self.whole = Tracker(Markers(((START,),), ((END,),))), singly, 0
+    def __init__(self, singly: bool = False, drafts: int = 0) -> None:
+        self.tracker, self.singly, self.whole = Tracker(Markers(((START,),), ((END,),)), 1 + drafts), singly, 0
+        self.rows = 1 + drafts
         # The token STOP ends a sentence.
         self.tracker.boundaries = bytes([0, 0, 0, 0, 32])
         directives = Directives(self.tracker)
@@ -66,23 +68,24 @@ class Engine:
         self.probing.placed[f"{PREFIX}{number}"] = probe
         return f"{PREFIX}{number}"
 
-    def step(self, tokens: dict[str, int], entropies: list[float], finished: set[str]) -> tuple[bytes, list[str]]:
+    def step(self, tokens: dict[str, list[int]], entropies: list[float], finished: set[str]) -> tuple[bytes, list[str]]:
         """Account a step; return its report, and the ids of the outputs that the clients get.
 
-        tokens: the new token of each request and probe, in the order of the rows. finished: ids that end in the step.
+        tokens: the new tokens of each request and probe, in the order of the rows. finished: ids that end in the step.
         """
         outputs = [
-            SimpleNamespace(request_id=name, new_token_ids=[token], finish_reason="stop" if name in finished else None)
-            for name, token in tokens.items()
+            SimpleNamespace(request_id=name, new_token_ids=new, finish_reason="stop" if name in finished else None)
+            for name, new in tokens.items()
         ]
         group = SimpleNamespace(outputs=outputs, finished_requests=set(finished), scheduler_stats=None)
         runner_output = SimpleNamespace(
             req_ids=list(tokens),
-            sampled_token_ids=[[token] for token in tokens.values()],
+            sampled_token_ids=list(tokens.values()),
             req_id_to_index={name: row for row, name in enumerate(tokens)},
         )
         column = np.array(entropies, np.float32)
-        told = StepSignals(None, column, np.ones(len(column), np.int32), -column, -column).encode()
+        first = np.arange(len(tokens), dtype=np.int32) * self.rows if self.rows > 1 else None
+        told = StepSignals(first, column, np.ones(len(column), np.int32), -column, -column).encode()
         setattr(runner_output, RESULT, told)
         usage = SimpleNamespace(usage=0.5)
         scheduler = SimpleNamespace(
@@ -105,9 +108,10 @@ def states(engine: Engine) -> list[tuple[Any, ...]]:
     return [(r.state.phase, r.state.think_tokens, r.state.output_tokens, r.boundary, r.same_answer) for r in live]
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int) -> None:
-    rng, engines = random.Random(seed), (Engine(), Engine(singly=True))
+def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int, drafts: int) -> None:
+    rng, engines = random.Random(seed), (Engine(drafts=drafts), Engine(singly=True, drafts=drafts))
     opened, probes, with_probes = 0, 0, 0
     for _ in range(200):
         names = list(engines[0].tracker.by_id)
@@ -123,9 +127,10 @@ def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int) -> None:
             probes += 1
             placed = [*placed, *{engine.probe(probes, parent) for engine in engines}]
         ids = [*placed, *names] if rng.random() < 0.1 else [*names, *placed]
-        tokens = {name: rng.choices((TEXT, STOP, START, END), (80, 20, 1, 1))[0] for name in ids}
+        accepted = {name: rng.randint(0, drafts) if name in names else 0 for name in ids}
+        tokens = {name: rng.choices((TEXT, STOP, START, END), (80, 20, 1, 1), k=1 + accepted[name]) for name in ids}
         finished = set(placed) | {name for name in names if rng.random() < 0.01}
-        entropies, before = [rng.random() for _ in ids], engines[0].whole
+        entropies, before = [rng.random() for _ in range(len(ids) * (1 + drafts))], engines[0].whole
         told = [engine.step(tokens, entropies, finished) for engine in engines]
         assert told[0] == told[1]
         assert states(engines[0]) == states(engines[1])
