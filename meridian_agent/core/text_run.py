@@ -8,10 +8,12 @@ engine-core thread only.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from meridian_agent.core.request_info import NEVER
 
@@ -30,13 +32,17 @@ SEPARATOR = "\0"
 Passed: TypeAlias = tuple[int, int]
 
 
-class Several(NamedTuple):
+@dataclass(slots=True)
+class Several:
     """The tokens of a step that brought a row several tokens: all of them, and by row their number and the place behind
     the row's last one."""
 
     tokens: list[int]
     lengths: list[int]
     ends: list[int]
+    # By row that has a token with sentence or paragraph flags, the number of tokens after the newest one and its flags;
+    # None until somebody asks.
+    flagged: dict[int, tuple[int, int]] | None = None
 
     def of(self, row: int) -> list[int]:
         return self.tokens[self.ends[row] - self.lengths[row] : self.ends[row]]
@@ -252,31 +258,37 @@ class TextRun:
         for several in reversed(self._recent):
             if think_tokens - at >= tokens:
                 break
-            new = several.of(row) if several is not None else ()
-            for token in reversed(new) if len(new) > 1 else ():
-                if flags := self._flags(token):
-                    return at, flags
-                at -= 1
-            at -= len(new) <= 1
+            length = 1 if several is None else several.lengths[row]
+            if several is not None and length > 1 and (found := self._flagged(several).get(row)) is not None:
+                return at - found[0], found[1]
+            at -= length
         return None
 
+    def _flagged(self, several: Several) -> dict[int, tuple[int, int]]:
+        if several.flagged is None:
+            tokens, ends, flags_of, known = several.tokens, several.ends, self.boundaries, len(self.boundaries)
+            several.flagged = {}
+            for at in [at for at, token in enumerate(tokens) if token < known and flags_of[token]]:
+                row = bisect_right(ends, at)
+                several.flagged[row] = ends[row] - 1 - at, flags_of[tokens[at]]
+        return several.flagged
+
+    def flagged_rows(self) -> set[int]:
+        """Return the rows with sentence or paragraph flags in those of the newest steps that brought several tokens."""
+        return {row for several in self._recent if several is not None for row in self._flagged(several)}
+
     def at_boundaries(self, awaited: Mapping[int, int]) -> list[LiveRequest]:
-        """Return the members for which the newest counted step brought a token with the flags that are awaited in their
-        row: its last token, or its newest one with any flags."""
-        tokens, flags_of, known = self._newest, self.boundaries, len(self.boundaries)
-        rows = [row for row, f in awaited.items() if tokens[row] < known and flags_of[tokens[row]] & f == f]
+        """Return the members for which the newest counted step's newest token with any flags has those that are awaited
+        in their row."""
         if self._recent and (several := self._recent[-1]) is not None:
-            others = awaited.keys() - rows
-            rows += [row for row in others if self._newest_flags(several.of(row)) & awaited[row] == awaited[row]]
+            flagged = self._flagged(several)
+            rows = [row for row, f in awaited.items() if row in flagged and flagged[row][1] & f == f]
+        else:
+            tokens, flags_of, known = self._newest, self.boundaries, len(self.boundaries)
+            rows = [row for row, f in awaited.items() if tokens[row] < known and flags_of[tokens[row]] & f == f]
         return [live for row in rows if (live := self._by_row[row]) is not None]
-
-    def _newest_flags(self, tokens: Sequence[int]) -> int:
-        """Return the flags of the newest of these tokens that has any; 0 if none has."""
-        return next(filter(None, map(self._flags, reversed(tokens))), 0)
-
-    def _flags(self, token: int) -> int:
-        return self.boundaries[token] if token < len(self.boundaries) else 0
 
     def newest_boundary(self, row: int) -> int:
         """Return the sentence and paragraph flags of the newest counted token in this row."""
-        return self._flags(self._newest[row])
+        token = self._newest[row]
+        return self.boundaries[token] if token < len(self.boundaries) else 0

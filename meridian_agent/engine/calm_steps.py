@@ -109,10 +109,13 @@ class CalmSteps:
         if 0 in awaited.values() or -1 in awaited or self._run.at_boundaries(awaited):
             self.awaited = {}
             return False
-        # With drafts the end of a sentence need not be the newest token.
-        if drafts and any(live.since_boundary(flags, drafts) is not None for _, live, flags, _ in probes):
-            self.awaited = {}
-            return False
+        if drafts:
+            # The end of a sentence need not be the newest token.
+            waits = self._probing.waiting(probes)
+            near = ((live, flags) for _, live, flags, _ in probes if live not in waits)
+            if any(live.since_boundary(flags, drafts) is not None for live, flags in near):
+                self.awaited = {}
+                return False
         self.needs_places = self._probing.needs_places
         return True
 

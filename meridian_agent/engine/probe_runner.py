@@ -99,7 +99,7 @@ class ProbeRunner:
         """Take the probes whose place in the text has come, each with the number of tokens after that place, and those
         of requests that do not think any more; the others go on waiting."""
         here, markers, probes = list[tuple["Asked", int | None]](), self._tracker.markers, self._directives.probes
-        waits = self._waiting(probes) if not scheduler.num_spec_tokens else ()
+        waits = self.waiting(probes)
         for each in [each for each in probes if each[1] not in waits]:
             _, live, flags, _ = each
             # If a step brings several tokens, the end of a sentence need not be the last of them.
@@ -110,12 +110,16 @@ class ProbeRunner:
                 here.append((each, past))
         return here
 
-    def _waiting(self, probes: Iterable[Asked]) -> AbstractSet[LiveRequest]:
-        """Return thinking requests whose newest token is not the end of a sentence for which their probe waits."""
+    def waiting(self, probes: Iterable[Asked]) -> AbstractSet[LiveRequest]:
+        """Return thinking requests whose newest tokens have no end of a sentence for which their probe waits."""
+        run = self._tracker.run
         # No member of the run is being ended, and a member's phase is the one that it had when its probe was accepted.
-        waiting = {live: flags for _, live, flags, _ in probes if flags and live.run_row >= 0}
-        at = self._tracker.run.at_boundaries({live.run_row: flags for live, flags in waiting.items()})
-        return waiting.keys() - at
+        awaited = {live: flags for _, live, flags, _ in probes if flags and live.run_row >= 0}
+        waiting = awaited.keys() - run.at_boundaries({live.run_row: flags for live, flags in awaited.items()})
+        if (most := run.tokens_per_step - 1) == 0:
+            return waiting
+        near = run.flagged_rows()
+        return {live for live in waiting if live.run_row not in near and live.think_tokens - live.passed[0] > most}
 
     def _place_row(self, scheduler: Any, decision_id: int, live: LiveRequest, past: int | None, hold_ms: int) -> bool:
         """Compute a probe as a row of its request in the coming step; return False if that cannot be. A request that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ class Engine:
         self.calm = CalmSteps(self.tracker, self.directives, self.probing, self.queues, self.link)
         lease.begins()
         lease.found()
+        # The ids in the order of the runner's rows.
+        self.ids = IDS
         for name in IDS:
             self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, SimpleNamespace())
         self.counted([TEXT], [TEXT])
@@ -73,10 +76,10 @@ class Engine:
 
     def counted(self, *tokens: list[int]) -> list[int]:
         """Account a step; return the rows that were looked at one by one."""
-        others = self.tracker.note(IDS, tokens)
+        others = self.tracker.note(self.ids, tokens)
         self.tracker.count(others)
         for row in others:
-            self.tracker.feed(self.tracker.by_id[IDS[row]], tokens[row], row)
+            self.tracker.feed(self.tracker.by_id[self.ids[row]], tokens[row], row)
         self.tracker.looked_at(others)
         return others
 
@@ -159,6 +162,26 @@ def test_a_sentence_that_ends_among_drafts_ends_the_calm() -> None:
     assert not engine.look(), "the probe can be placed behind the sentence"
     engine.step([TEXT], [TEXT])
     assert engine.look(), "the end of the sentence is too far back"
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_probe_that_waits_has_no_place_in_the_newest_tokens(drafts: int) -> None:
+    rng, engine, waiting, placed = random.Random(drafts), Engine(drafts), 0, 0
+    live = engine.tracker.by_id["a"]
+    engine.ask(agent_pb2.PLACEMENT_SENTENCE)
+    for _ in range(300):
+        if rng.random() < 0.1:
+            engine.tracker.run.end()
+        if rng.random() < 0.3:
+            engine.ids = engine.ids[::-1]
+        engine.counted(*(rng.choices((TEXT, STOP), (90, 10), k=rng.randint(1, 1 + drafts)) for _ in IDS))
+        waits = live in engine.probing.waiting(engine.directives.probes)
+        since = live.since_boundary(FLAG_SENTENCE, drafts)
+        assert not waits or since is None
+        waiting, placed = waiting + waits, placed + (since is not None)
+        if since is not None and rng.random() < 0.5:
+            live.forget_sentence_end()
+    assert min(waiting, placed) > 20
 
 
 SHARE = SimpleNamespace(think_per_step=None, output_per_step=1)
