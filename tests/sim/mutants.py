@@ -23,6 +23,7 @@ ACCOUNTS, BLOCKS = "meridian_agent/engine/step_accounting.py", "meridian_agent/e
 OUTBOX, LIVE = "meridian_agent/link/outbox.py", "meridian_agent/core/live_request.py"
 INFO = "meridian_agent/core/request_info.py"
 LIMIT, PHASES = "meridian_agent/core/think_limit.py", "meridian_agent/core/phases.py"
+RUN = "meridian_agent/core/text_run.py"
 TRACKER, MESSAGES, SHARE = (
     "meridian_agent/core/tracker.py",
     "meridian_agent/link/messages.py",
@@ -329,6 +330,18 @@ MUTANTS: tuple[Mutant, ...] = (
         MASKS,
         "        for live in [*self._tracker.due, *self._drafted_to_think(output)]:",
         "        for live in [*self._tracker.due]:",
+    ),
+    Mutant(
+        "drafts of a calm step not looked at",
+        AGENT,
+        "self.calm.number == self.tracker.run.number and not drafted:",
+        "self.calm.number == self.tracker.run.number:",
+    ),
+    Mutant(
+        "a cap passed by a step of several tokens",
+        RUN,
+        "        self._most += max(several.lengths)\n",
+        "        self._most += 1\n",
     ),
     Mutant(
         "ending of two tokens cut by one",
