@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.step_signals import SignalBytes
 
 # The token of a row that has no new tokens, or more than a step may bring.
 NO_TOKEN = -1
@@ -91,9 +92,9 @@ class TextRun:
         self._slots: list[int] = []
         self._phases: list[int] = []
         self._stale = False
-        # No member has more counted tokens than `_most`; one may come near a cap, which must be checked, with more than
-        # `_most_before_cap`.
-        self._most, self._most_before_cap = 0, NEVER
+        # A member may come near a cap, which must be checked, once this many steps are counted; less as soon as a step
+        # has brought several tokens.
+        self._steps_until_cap = NEVER
 
     def changed(self) -> None:
         """Note that something has changed for the live requests."""
@@ -140,7 +141,7 @@ class TextRun:
         self._by_row[row], self._stale = live, True
         self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
-        self._most_before_cap = min(self._most_before_cap, self._most + left)
+        self._steps_until_cap = min(self._steps_until_cap, self.steps + left - (self.tokens_per_step - 1))
         live.join_run(row, self.counted(row))
 
     def leave(self, live: LiveRequest) -> None:
@@ -165,7 +166,7 @@ class TextRun:
     def ready(self) -> list[int]:
         """Let the members leave that are near a cap, and bring the columns up to date; return the rows of the newest
         step whose requests are not members."""
-        if self._most + self.tokens_per_step > self._most_before_cap:
+        if self.steps >= self._steps_until_cap:
             self._check_caps()
         if self._stale:
             self.rows = [row for row, live in enumerate(self._by_row) if live is not None]
@@ -182,7 +183,7 @@ class TextRun:
             if tokens < self.tokens_per_step:
                 self.leave(live)
         stay = (tokens for tokens in left.values() if tokens >= self.tokens_per_step)
-        self._most_before_cap = self._most + min(stay, default=NEVER)
+        self._steps_until_cap = self.steps + min(stay, default=NEVER) - (self.tokens_per_step - 1)
 
     def count_all(
         self, request_ids: list[str], sampled: Sequence[Sequence[int]], markers: AbstractSet[int]
@@ -198,7 +199,7 @@ class TextRun:
         if not self.whole or self._stale or rows != self.members or rows != len(sampled):
             return None
         # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
-        if self._most + self.tokens_per_step > self._most_before_cap or SEPARATOR.join(request_ids) != self._joined:
+        if self.steps >= self._steps_until_cap or SEPARATOR.join(request_ids) != self._joined:
             return None
         try:
             tokens = [token for (token,) in sampled]
@@ -207,10 +208,14 @@ class TextRun:
         if not markers.isdisjoint(tokens):
             return None
         self.steps += 1
-        self._most += 1
-        self._newest, self.lengths = tokens, ()
-        self._recent.append(None)
+        self._newest = tokens
+        if self.tokens_per_step > 1:
+            self._note_one_each()
         return tokens
+
+    def _note_one_each(self) -> None:
+        self.lengths = ()
+        self._recent.append(None)
 
     def _count_all_several(self, several: Several, markers: AbstractSet[int]) -> list[int] | None:
         tokens, lengths = several.tokens, several.lengths
@@ -222,7 +227,7 @@ class TextRun:
 
     def _count_several(self, several: Several, newest: Sequence[int]) -> None:
         self.steps += 1
-        self._most += max(several.lengths)
+        self._steps_until_cap -= max(several.lengths) - 1
         self._newest = newest
         self._beyond = [tokens - 1 for tokens in map(add, self._beyond, several.lengths)]
         self._recent.append(several)
@@ -235,15 +240,15 @@ class TextRun:
             self.lengths = [several.lengths[row] for row in self.rows]
             return [token for row in self.rows for token in several.of(row)]
         self.steps += 1
-        self._most += 1
-        self._newest, self.lengths = tokens, ()
-        self._recent.append(None)
+        self._newest = tokens
+        if self.tokens_per_step > 1:
+            self._note_one_each()
         return tokens if self.members == len(tokens) else [tokens[row] for row in self.rows]
 
-    def lengths_of(self, drafted: bool) -> Sequence[int]:
-        """Return the lengths of the newest step for its record. drafted: the worker's signals have a row for each draft
-        token, too, so that the record needs lengths even if each member has one token."""
-        return self.lengths or ([1] * self.members if drafted else ())
+    def lengths_for(self, told: SignalBytes | None) -> Sequence[int]:
+        """Return the lengths of the newest step for its record. told: the worker's signals; if they have a row for each
+        draft token, too, the record needs lengths even if each member has one token."""
+        return self.lengths or ([1] * self.members if isinstance(told, tuple) else ())
 
     def counted(self, row: int) -> int:
         """Return the number of tokens that are counted for a member in this row, from a beginning that is the same as

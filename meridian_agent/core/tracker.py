@@ -21,6 +21,8 @@ from meridian_agent.core.token_cycles import LoopWatch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from meridian_agent.core.step_signals import SignalBytes
+
 
 # Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
 # with the step that closed it, so an early use would cut one report into two.
@@ -238,14 +240,14 @@ class Tracker:
         self._tokens, self._several = [], None
         return list(range(len(request_ids)))
 
-    def count(self, others: Sequence[int], drafted: bool = False) -> None:
-        """Count the noted step for the members of the run. others: the rows that are looked at one by one. drafted: the
-        worker's signals have a row for each draft token, too."""
+    def count(self, others: Sequence[int], told: SignalBytes | None = None) -> None:
+        """Count the noted step for the members of the run. others: the rows that are looked at one by one. told:
+        signals of the step's rows."""
         run, record = self.run, self.record
         # A request that joins the run with its tokens of this step is a member from then on.
         text = run.count(self._tokens, self._several) if self._tokens else ()
         if run.members:
-            record.text, record.boundaries, record.lengths = text, run.boundaries, run.lengths_of(drafted)
+            record.text, record.boundaries, record.lengths = text, run.boundaries, run.lengths_for(told)
             record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
             if others:
                 # The lists are copied, because rows will be added.

@@ -110,7 +110,7 @@ class StepAccounting:
         self._phase_numbers.add_to(stats, now_s)
         if self._calm.awaited:
             self._calm.generated(tokens)
-        lengths = run.lengths_of(isinstance(told, tuple))
+        lengths = run.lengths_for(told) if run.tokens_per_step > 1 else ()
         columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told, lengths
         gauges = self._gauges(scheduler)
         if tracker.begun is None:
@@ -160,7 +160,7 @@ class StepAccounting:
         the step."""
         own = self._without_probes(runner_output.req_ids)
         others, theirs = self._others(runner_output, outputs, own, finished)
-        self._tracker.count(others, isinstance(told, tuple))
+        self._tracker.count(others, told)
         if others or len(own) < len(runner_output.req_ids):
             signals, index = None if told is None else StepSignals.decode(told), runner_output.req_id_to_index
             if self._probing.placed:

@@ -340,8 +340,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a cap passed by a step of several tokens",
         RUN,
-        "        self._most += max(several.lengths)\n",
-        "        self._most += 1\n",
+        "        self._steps_until_cap -= max(several.lengths) - 1\n",
+        "",
     ),
     Mutant(
         "ending of two tokens cut by one",

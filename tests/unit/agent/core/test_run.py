@@ -50,12 +50,12 @@ def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = 
         ranks, first = entropies.astype(np.int32), np.array(rows, np.int32)
         told = StepSignals(first, entropies, ranks, entropies, entropies).encode()
     if not ended and (text := run.count_all(names, list(tokens.values()), enders)) is not None:
-        columns = run.slots, run.phases, run.rows, text, run.boundaries, told, run.lengths_of(told is not None)
+        columns = run.slots, run.phases, run.rows, text, run.boundaries, told, run.lengths_for(told)
         tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, *columns))
         return ""
     others = tracker.note(names, list(tokens.values()), ended)
     tracker.record.told = told
-    tracker.count(others, told is not None)
+    tracker.count(others, told)
     for row in others:
         if (live := tracker.by_id.get(names[row])) and tokens[names[row]]:
             tracker.feed(live, tokens[names[row]], rows[row])
