@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -208,9 +207,11 @@ class Life:
     close_time: datetime | None = None
     think_tokens: int = 0
     output_tokens: int = 0
-    events: deque[LifeEvent | Decision] = field(default_factory=lambda: deque(maxlen=LIFE_EVENTS))
-    probes: deque[LifeEvent | Decision] = field(default_factory=lambda: deque(maxlen=LIFE_PROBES))
+    events: list[LifeEvent | Decision] = field(default_factory=list)
+    probes: list[LifeEvent | Decision] = field(default_factory=list)
     left_out: int = 0
+    # Whether the log adds events to the life: the request lives, and the log has not dropped the life.
+    is_live: bool = False
     key: Key = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,4 +21,4 @@ def is_called(own: str, request_id: str) -> bool:
 def sampled(request_id: str, ratio: float) -> bool:
     """Return whether a request is in the sample of the share `ratio`, 0 to 1. A larger sample contains each smaller
     one."""
-    return crc32(request_id.encode()) < ratio * (1 << 32)
+    return ratio >= 1 or crc32(request_id.encode()) < ratio * (1 << 32)

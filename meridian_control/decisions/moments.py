@@ -18,21 +18,12 @@ from meridian_control.decisions.history import (
     SENTENCE_ENDS,
     THINK,
     THINK_TOKENS,
+    HeldMoments,
     SentenceEnds,
     kept,
 )
-from meridian_control.decisions.table_columns import (
-    END_WORDS,
-    MARGINS,
-    PROBE_COLUMNS,
-    PROBE_WORDS,
-    RANKS,
-    RPDI,
-    SIGNAL_ROW,
-    place_of,
-    words_of,
-)
-from meridian_control.decisions.token_rows import ENCODED_SIGNALS, FLAG_END, differs
+from meridian_control.decisions.table_columns import MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
+from meridian_control.decisions.token_rows import FLAG_END, NEWEST_COLUMNS, differs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,31 +72,37 @@ class Moments:
     def __len__(self) -> int:
         return len(self.slot)
 
-    def packed_row(self, index: int) -> bytes:
-        """Return a moment's values of the signals, as SIGNAL_ROW has them."""
-        return self._packed[index * PACKED_BYTES : (index + 1) * PACKED_BYTES]
-
     @kept
-    def _packed(self) -> bytes:
-        """The rows of all moments as SIGNAL_ROW has them, one after another."""
-        words, later = self._table.packed(self.slot), self._later
-        np.subtract(counts := words[:, COUNTS], later.T, out=counts)
-        words[:, REPETITIONS] = 0
-        np.subtract(sums := words.view(np.float64)[:, SUMS], self._later_entropies.T, out=sums)
-        words.view(np.uint8)[:, PHASE] = self.phase
-        self._pack_newest(words.view(np.uint32))
-        if any_in(later[SENTENCE_ENDS] > 0):
-            (here, begin, end), ends = self._ends_seen, self._history.ends
-            late, early = (here > begin).nonzero()[0], ((end > begin) & (here == begin)).nonzero()[0]
-            words[late, END_WORDS], words[early, END_WORDS] = ends.newest[here[late] - 1], ends.before[begin[early]]
-        if len(earlier := self._earlier):
-            words[earlier, PROBE_WORDS] = self._history.unsampled_of(self.slot[earlier]).words
-        return words.tobytes()
+    def held(self) -> HeldMoments:
+        """The values of the moments, as far as they must be copied before the next report."""
+        history, words, (here, over) = self._history, self._table.packed(self.slot), self._counts_seen
+        sums = history.entropy_sums
+        if not history.sampled.keys().isdisjoint(self.slot.tolist()) and len(earlier := self._earlier):
+            words[earlier, PROBE_WORDS] = history.unsampled_of(self.slot[earlier]).words
+        of = sums.take(here[ENTROPIES], axis=1), sums.take(over[ENTROPIES], axis=1)
+        ends = self._ends_before(here[SENTENCE_ENDS], over[SENTENCE_ENDS]) if len(history.ends.row) else []
+        return HeldMoments(words, here, over, *of, self._newest_row, ends)
 
-    def _pack_newest(self, words: NDArray[np.uint32]) -> None:
-        """Set the signals of the newest row. words: rows of SIGNAL_ROW in words of 4 bytes, [moments, words]."""
-        words.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
-        words[:, END_RANK] = self.end_rank
+    @property
+    def _newest_row(self) -> NDArray[np.uint32]:
+        """NEWEST_COLUMNS of the newest row, without those that no rule reads."""
+        newest = np.zeros((5, len(self.slot)), np.uint32)
+        newest[0], newest[2], newest.view(np.float32)[3] = self.phase, self.end_rank, self.entropy_nats
+        return newest
+
+    def _ends_before(self, here: NDArray[Any], over: NDArray[Any]) -> list[tuple[int, NDArray[np.int64], int]]:
+        """Return `ends` of HeldMoments. here, over: numbers of the report's sentence ends before the moments, and
+        before the places after the slots' last rows, [moments]."""
+        ends, of_row, found = self._history.ends, self._history.rows.slot, []
+        for index, (number, last) in enumerate(zip(here.tolist(), over.tolist(), strict=True)):
+            if number == last:
+                continue
+            # The sentence end before the moment may be another slot's.
+            if number and of_row.item(ends.row.item(number - 1)) == self.slot.item(index):
+                found.append((index, ends.newest, number - 1))
+            else:
+                found.append((index, ends.before, number))
+        return found
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
@@ -284,8 +281,9 @@ class RowMoments(Moments):
     def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
         return column.take(self.row)
 
-    def _pack_newest(self, words: NDArray[np.uint32]) -> None:
-        words[:, NEWEST_SIGNALS] = self._history.rows.encoded[ENCODED_SIGNALS].take(self.row, axis=1).T
+    @property
+    def _newest_row(self) -> NDArray[np.uint32]:
+        return self._history.rows.encoded[NEWEST_COLUMNS].take(self.row, axis=1)
 
     @kept
     def _row_step(self) -> NDArray[np.int64]:
@@ -305,19 +303,14 @@ class RowMoments(Moments):
         return self._span[1]
 
     @kept
+    def _counts_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows, counts = self._history.rows, self._history.counts
+        over = rows.edges[1:].take(rows.owner.take(self.row))
+        return counts.take(self.place, axis=1), counts.take(over, axis=1)
+
+    @kept
     def think_tokens(self) -> NDArray[np.int64]:
         return self._history.think_tokens.take(self.row)
-
-
-PACKED_BYTES = SIGNAL_ROW.itemsize
-# Places in a row of SIGNAL_ROW, in numbers of each column's own size: the rows of `History.counts`; cycles and repeated
-# tokens, which are known only at the end of a report; the rows of `History.entropy_sums`; and the columns that have
-# their values in the newest row.
-COUNTS = slice(4)
-REPETITIONS = words_of("loop_period", "repeated_tokens")
-SUMS = words_of("entropy_sum", "entropy_window_sum")
-PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
-NEWEST_SIGNALS = slice(END_RANK, END_RANK + 3)
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:

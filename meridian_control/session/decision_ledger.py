@@ -16,8 +16,6 @@ from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
@@ -73,7 +71,7 @@ class Ledger:
         made = self._new(kind, reason, slot, cap_tokens)
         if slot is not None:
             table, index = seen or (self._table, slot)
-            self._log(slot, [(made, index)], shadow, table)
+            self._log([made], [index], shadow, table)
         if slot is not None:
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:
@@ -81,14 +79,14 @@ class Ledger:
         self._totals.decisions[made.counted_as] += 1
         return made.decision_id
 
-    def make_probes(self, reason: str, slots: list[int], seen: Seen, indices: Iterable[int]) -> list[int]:
+    def make_probes(self, reason: str, slots: list[int], seen: Seen, indices: list[int]) -> list[int]:
         """Decide to probe requests that have the same policy; return the ids of the decisions.
 
         indices: the index of each request in `seen`, the table or moments on which the decision is based.
         """
         made = [self._new("probe", reason, slot) for slot in slots]
         if made:
-            self._log(slots[0], zip(made, indices, strict=True), False, seen)
+            self._log(made, indices, False, seen)
             self._totals.decisions["probe"] += len(made)
         return [decision.decision_id for decision in made]
 
@@ -99,13 +97,12 @@ class Ledger:
         self.open[self.made] = made
         return made
 
-    def _log(self, slot: int, decisions: Iterable[tuple[Decision, int]], shadow: bool, seen: Seen) -> None:
-        """Log decisions about requests that have the same policy as the request in a slot."""
-        if self._journal is not None:
-            groups = self._groups
-            by, change = groups.shortening(slot), groups.level_change(slot)
-            told = decisions, shadow, seen, groups.of(slot), groups.revision
-            self._journal.decided(*told, shortening=by, level_change=change)
+    def _log(self, decisions: list[Decision], indices: list[int], shadow: bool, seen: Seen) -> None:
+        """Log decisions about requests that have the same policy."""
+        slot = decisions[0].slot
+        if self._journal is not None and slot is not None:
+            revision, behind = self._groups.revision, self._groups.behind(slot)
+            self._journal.decided(decisions, indices, seen, shadow=shadow, revision=revision, behind=behind)
 
     def concerns(self, decision: Decision) -> bool:
         """Whether the request that the decision is about still lives in its slot."""
@@ -158,7 +155,7 @@ class Ledger:
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
     ) -> None:
         decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
-        if self._journal is not None and decision.is_logged:
+        if self._journal is not None:
             self._journal.settled(decision)
         name, totals, kind = outcome_name(outcome), self._totals, decision.kind
         totals.outcomes[name] += 1

@@ -265,11 +265,13 @@ class Groups:
         """Return the entry that shortens the request in a slot, None if none does."""
         return self._shortenings[int(self._table.group[slot])]
 
-    def level_change(self, slot: int) -> LevelChange | None:
-        """Return the newest change of level of the pressure entry that shortens the request in a slot, None if none
-        does."""
-        by = self.shortening(slot)
-        return self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
+    def behind(self, slot: int) -> tuple[Policy, Shortening | None, LevelChange | None]:
+        """Return the policy that holds for the request in a slot, the entry that shortens it, and the newest change of
+        level of that entry; None for no entry, and None for no pressure entry."""
+        group = int(self._table.group[slot])
+        by = self._shortenings[group]
+        change = self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
+        return self._policies[group], by, change
 
     def in_use(self) -> Iterator[tuple[Policy, Among]]:
         """Yield each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""

@@ -382,6 +382,25 @@ def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
     assert sum(map(len, kept)) == made.log.events
 
 
+def test_few_writes_wait_and_none_once_somebody_reads() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    for number in range(20):
+        made.open(f"r{number}", think=30, answer=1)
+    waited = []
+    for _ in range(40):
+        made.step()
+        waited.append(len(made.log._waiting))
+    assert 0 < max(waited) < decision_log.MAX_WAITING
+    assert kinds(life(made, "r7"))[-1] == "closed stop"
+    assert not made.log._waiting
+    ended = list[str]()
+    made = Stream(log=DecisionLog(ended=lambda over: ended.append(over.opened.request_id)))
+    made.apply(policy(scheduler=EARLY))
+    made.open("a", think=2, answer=1)
+    made.step(6)
+    assert ended == ["a"], "traces need not wait for a reader"
+
+
 def test_live_requests_go_too_where_there_is_no_other_room() -> None:
     made = Stream(log=DecisionLog(max_events=20))
     made.apply(policy(scheduler=EARLY))
