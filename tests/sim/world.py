@@ -263,7 +263,8 @@ class World:
             return
         fleet.budgets.stages = {name: rng.choice(BudgetStage.values()[1:]) for name in BUDGETS}
         self.invariants.note(f"budgets are in stages {fleet.budgets.stages} at tick {self.tick}")
-        for session in fleet.counted_sessions():
+        # The fleet keeps its sessions in a set, whose order would make a run differ from its repetition.
+        for session in sorted(fleet.counted_sessions(), key=lambda one: (one.hello.engine_id, one.connected_at)):
             session.on_budget_stages(fleet.budgets.stages)
             fleet.note(session, stages_record(session, self.timeline.utc_now()))
             if session.pressure.entries:
