@@ -76,12 +76,10 @@ class Moments:
     def held(self) -> HeldMoments:
         """The values of the moments, as far as they must be copied before the next report."""
         history, words, (here, over) = self._history, self._table.packed(self.slot), self._counts_seen
-        sums = history.entropy_sums
-        if not history.sampled.keys().isdisjoint(self.slot.tolist()) and len(earlier := self._earlier):
+        if len(earlier := self._earlier):
             words[earlier, PROBE_WORDS] = history.unsampled_of(self.slot[earlier]).words
-        of = sums.take(here[ENTROPIES], axis=1), sums.take(over[ENTROPIES], axis=1)
         ends = self._ends_before(here[SENTENCE_ENDS], over[SENTENCE_ENDS]) if len(history.ends.row) else []
-        return HeldMoments(words, here, over, *of, self._newest_row, ends)
+        return HeldMoments(words, here, over, *self._sums_seen, self._newest_row, ends)
 
     @property
     def _newest_row(self) -> NDArray[np.uint32]:
@@ -204,9 +202,14 @@ class Moments:
     @kept
     def _later_entropies(self) -> NDArray[np.float64]:
         """The entropies that the rows after each moment add to the sums of entropies, [2, moments]."""
+        here, over = self._sums_seen
+        return over - here
+
+    @kept
+    def _sums_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The running sums of entropies at each moment, and after the slot's last row, [2, moments]."""
         (here, over), sums = self._counts_seen, self._history.entropy_sums
-        later: NDArray[np.float64] = sums.take(over[ENTROPIES], axis=1) - sums.take(here[ENTROPIES], axis=1)
-        return later
+        return sums.take(here[ENTROPIES], axis=1), sums.take(over[ENTROPIES], axis=1)
 
     @kept
     def _over(self) -> NDArray[np.intp]:
@@ -300,13 +303,8 @@ class RowMoments(Moments):
 
     @kept
     def _over(self) -> NDArray[np.intp]:
-        return self._span[1]
-
-    @kept
-    def _counts_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows, counts = self._history.rows, self._history.counts
-        over = rows.edges[1:].take(rows.owner.take(self.row))
-        return counts.take(self.place, axis=1), counts.take(over, axis=1)
+        rows = self._history.rows
+        return rows.edges[1:].take(rows.owner.take(self.row))
 
     @kept
     def think_tokens(self) -> NDArray[np.int64]:

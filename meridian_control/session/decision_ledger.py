@@ -71,8 +71,7 @@ class Ledger:
         made = self._new(kind, reason, slot, cap_tokens)
         if slot is not None:
             table, index = seen or (self._table, slot)
-            self._log([made], [index], shadow, table)
-        if slot is not None:
+            self._log(slot, [made], [index], shadow, table)
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:
             self.forces[slot] = made
@@ -86,7 +85,7 @@ class Ledger:
         """
         made = [self._new("probe", reason, slot) for slot in slots]
         if made:
-            self._log(made, indices, False, seen)
+            self._log(slots[0], made, indices, False, seen)
             self._totals.decisions["probe"] += len(made)
         return [decision.decision_id for decision in made]
 
@@ -97,10 +96,9 @@ class Ledger:
         self.open[self.made] = made
         return made
 
-    def _log(self, decisions: list[Decision], indices: list[int], shadow: bool, seen: Seen) -> None:
-        """Log decisions about requests that have the same policy."""
-        slot = decisions[0].slot
-        if self._journal is not None and slot is not None:
+    def _log(self, slot: int, decisions: list[Decision], indices: list[int], shadow: bool, seen: Seen) -> None:
+        """Log decisions about requests that have the same policy as the request in a slot."""
+        if self._journal is not None:
             revision, behind = self._groups.revision, self._groups.behind(slot)
             self._journal.decided(decisions, indices, seen, shadow=shadow, revision=revision, behind=behind)
 
