@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
 # with the step that closed it, so an early use would cut one report into two.
-RESTING_SLOTS = 4
+RESTING_SLOTS = 8
 
 
 class Tracker:
@@ -40,6 +40,8 @@ class Tracker:
         self.supports_think_disable = True
         # Settings.merge_openings.
         self.merge_openings = False
+        # Settings.merge_answers.
+        self.merge_answers = False
         # Cap and answer reserve (0 for none) of new requests.
         self.default_cap: int | None = None
         self.default_reserve = 0
@@ -79,10 +81,16 @@ class Tracker:
         # Number of the newest record.
         self.newest = 0
 
-    def use(self, markers: Markers, supports_think_disable: bool = True, merge_openings: bool = False) -> None:
+    def use(
+        self,
+        markers: Markers,
+        supports_think_disable: bool = True,
+        merge_openings: bool = False,
+        merge_answers: bool = False,
+    ) -> None:
         """Read the coming tokens with these markers. The limits of live requests may depend on the markers' length."""
         self.markers, self.supports_think_disable = markers, supports_think_disable
-        self.merge_openings = merge_openings
+        self.merge_openings, self.merge_answers = merge_openings, merge_answers
         for live in self.by_id.values():
             self.watch_limit(live)
 
@@ -286,7 +294,8 @@ class Tracker:
                 self._count(state.phase, 1)
                 live.enter_phase(self.newest + 1)
                 self.reorder = True
-                if not self.merge_openings or (state.phase is Phase.OUTPUT and self.thinking):
+                answers = state.phase is Phase.OUTPUT and self.thinking and not self.merge_answers
+                if answers or not self.merge_openings:
                     record.urgent = True
                 ended = ended or before is Phase.THINK
         live.expected.clear()

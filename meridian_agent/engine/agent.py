@@ -97,7 +97,7 @@ class Agent:
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey these settings from now on."""
         was_known = self.tracker.markers.known
-        self.tracker.use(markers, settings.supports_think_disable, settings.merge_openings)
+        self.tracker.use(markers, settings.supports_think_disable, settings.merge_openings, settings.merge_answers)
         has_cap = settings.HasField("max_think_tokens")
         self.default_cap = settings.max_think_tokens if has_cap else None
         self.default_reserve = settings.answer_reserve_tokens

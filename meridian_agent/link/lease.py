@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.meridian")
 # Longest time in seconds, and largest part of the shortest lease, that a record waits for other records of its report
 # interval: the answer to the report must arrive within the lease. The record of an engine that falls idle never waits
 # for others.
-MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.25, 0.25
+MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.5, 0.25
 
 
 class Lease:

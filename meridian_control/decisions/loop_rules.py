@@ -32,6 +32,11 @@ def finds_loops(policy: Policy) -> bool:
     return any(loop.enabled for loop in _of_any_request(policy))
 
 
+def in_force(policy: Policy) -> bool:
+    """Return whether a loop may end the thinking of any request."""
+    return finds_loops(policy) and any(loop.shadow is False for loop in _of_any_request(policy))
+
+
 def repeats_from_tokens(policy: Policy) -> int:
     """Return the smallest number of repeated tokens at which the thinking of any request may end as a near-loop.
 

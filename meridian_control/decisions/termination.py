@@ -80,6 +80,14 @@ def may_shorten(policy: Policy) -> bool:
     return not all(shadows)
 
 
+def in_force(policy: Policy) -> bool:
+    """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
+    entropy, scheduler = _of_any_request(policy)
+    ends = any(e.enabled for e in entropy) and any(e.shadow is False for e in entropy)
+    extends = policy.scheduler.enabled and any(s.empty_answer_extension_tokens for s in scheduler)
+    return ends or extends or may_shorten(policy)
+
+
 def reads_sentence_ends(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends.
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from meridian_control.session.counters import Totals
 
 
-# Steps merged into a report if the policy sets no number. A report costs the machine several times as much as the steps
-# in it.
-USUAL_INTERVAL_STEPS = 8
+# Steps merged into a report if the policy sets no number: if no rule in force reads reports, and if one does. A report
+# costs the machine several times as much as the steps in it, but the ends that a rule decides come later.
+USUAL_INTERVAL_STEPS, RULED_INTERVAL_STEPS = 16, 8
 # Smallest cap, in thinking tokens, that may arrive as late as other decisions and still be exact.
-LEAST_LATE_CAP = 64
+LEAST_LATE_CAP = 128
 
 
 class Delivery:
@@ -91,11 +91,16 @@ def report_interval_steps(policy: Policy) -> int:
 
     If the policy sets no number, the result is 1 for deadline scheduling, which needs the time of the newest tokens,
     for rules that read sentence ends, which should end thinking at the sentence end, and for dense probes, which wait
-    for the previous probe's outcome; otherwise the result is USUAL_INTERVAL_STEPS.
+    for the previous probe's outcome. Otherwise the result is RULED_INTERVAL_STEPS if a rule in force may end thinking
+    or change a cap by a report, and USUAL_INTERVAL_STEPS if none may.
     """
-    reads = termination.reads_sentence_ends(policy) or termination.probes_within(policy, USUAL_INTERVAL_STEPS)
-    every_step = policy.scheduler.strategy == "deadline" or reads
-    return policy.telemetry.report_interval_steps or (1 if every_step else USUAL_INTERVAL_STEPS)
+    if policy.telemetry.report_interval_steps:
+        return policy.telemetry.report_interval_steps
+    reads = termination.reads_sentence_ends(policy) or termination.probes_within(policy, RULED_INTERVAL_STEPS)
+    if policy.scheduler.strategy == "deadline" or reads:
+        return 1
+    ruled = termination.in_force(policy) or loop_rules.in_force(policy)
+    return RULED_INTERVAL_STEPS if ruled else USUAL_INTERVAL_STEPS
 
 
 def merge_openings(policy: Policy) -> bool:
@@ -103,6 +108,18 @@ def merge_openings(policy: Policy) -> bool:
     no budget, pressure or override gives a request a cap that its first tokens may reach."""
     shortens = policy.budget or policy.pressure or policy.disagg.enabled
     return not shortens and termination.least_cap(policy) >= LEAST_LATE_CAP
+
+
+def merge_answers(policy: Policy) -> bool:
+    """Return whether the agent's report of an answer that begins may wait for further steps: the agent itself puts
+    answers first, and without budgets that the policy sets the share of a step does not depend on who answers."""
+    scheduler = policy.scheduler
+    sets_budgets = scheduler.output_tpot_budget_ms or scheduler.think_tpot_budget_ms
+    return (
+        not scheduler.enabled
+        or scheduler.strategy == "stock"
+        or (scheduler.strategy == "output_first" and not sets_budgets)
+    )
 
 
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
@@ -125,6 +142,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         kv_memory_lease_ms=policy.kv_memory.lease_ms,
         find_loops=loop_rules.finds_loops(policy) and hello.capabilities.force_end,
         merge_openings=merge_openings(policy),
+        merge_answers=merge_answers(policy),
     )
     if limits := policy.engine_limits(hello.labels):
         made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))

@@ -135,7 +135,7 @@ class _Engine:
         flags[SENTENCE[0]], flags[PARAGRAPH[0]] = SENTENCE[1], PARAGRAPH[1]
         self._engine.tracker.boundaries = bytes(flags)
         # As under the default policy.
-        self._engine.tracker.merge_openings = True
+        self._engine.tracker.merge_openings = self._engine.tracker.merge_answers = True
         self._signals, self._opened = signals(requests, seed), 0
         # Thinking tokens and answer tokens of each live request, and its number, by name.
         self._lengths: dict[str, tuple[int, int]] = {}

@@ -113,7 +113,10 @@ class Control:
         """Make one engine step that takes `seconds`, and wait until its report has arrived."""
         self.now += timedelta(seconds=seconds)
         engine.take_inbox()
-        engine.send(engine.engine.run(wanted))
+        record = engine.engine.run(wanted)
+        # The report does not wait for further steps.
+        record.urgent = True
+        engine.send(record)
         await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
 
     def knows(self, engine_id: str, revision: int) -> bool:

@@ -85,6 +85,7 @@ class LinkedEngine:
     def _keep(self, settings: agent_pb2.Settings) -> None:
         self.kept.append(settings.revision)
         self.engine.tracker.merge_openings = settings.merge_openings
+        self.engine.tracker.merge_answers = settings.merge_answers
 
     def __enter__(self) -> LinkedEngine:
         self.link.start()

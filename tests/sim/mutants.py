@@ -395,8 +395,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "order not made anew",
         TRACKER,
-        "                self.reorder = True\n                if not self.merge_openings",
-        "                if not self.merge_openings",
+        "                self.reorder = True\n                answers = ",
+        "                answers = ",
     ),
     Mutant(
         "prompts not held back",

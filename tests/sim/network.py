@@ -9,6 +9,8 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1 import agent_pb2
+
 from meridian_agent.link import control_stream as link_module
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.record_queue import RecordQueue
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
     from datetime import datetime
-
-    from meridian.v1 import agent_pb2
 
     from meridian_control.fleet.connection import Connection
     from meridian_control.policy.store import StoredRevision
@@ -187,7 +187,10 @@ class SteppedLink(Link):
             return
         if self._first_waits_s is None:
             self._first_waits_s = now
-        is_short = self.outbox.ring.qsize() < self.lease.report_interval_steps and not self.outbox.ring.presses
+        ring = self.outbox.ring
+        # A message that is no record was put on the ring by `put`, which wakes the sender.
+        wakes = ring.presses or any(isinstance(item, agent_pb2.ConnectRequest) for item in ring._items)
+        is_short = ring.qsize() < self.lease.report_interval_steps and not wakes
         if is_short and now - self._first_waits_s < self.lease.merge_s:
             return
         self._first_waits_s = None

@@ -183,7 +183,7 @@ async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control:
         second.cancel()
 
 
-@pytest.mark.parametrize(("lease_ms", "wait_s"), [(0, 0.25), (2000, 0.25), (400, 0.1)])
+@pytest.mark.parametrize(("lease_ms", "wait_s"), [(0, 0.5), (2000, 0.5), (400, 0.1)])
 def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s: float) -> None:
     """An interval of many steps does not delay a report until a section's lease is over."""
     engine = LinkedEngine(["nobody"])

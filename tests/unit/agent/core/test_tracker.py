@@ -136,6 +136,11 @@ def test_merged_openings_press_only_if_a_decision_is_urgent() -> None:
     assert not tracker.take_record().presses
     tracker.feed(b, [END], 0)
     assert tracker.take_record().presses, "an answer begins while others think"
+    tracker.merge_answers = True
+    tracker.feed(b, [START], 0)
+    tracker.feed(b, [END], 0)
+    assert not tracker.take_record().presses
+    tracker.merge_answers = False
     tracker.close(c, 1)
     tracker.close(d, 1)
     tracker.feed(a, [END], 0)

@@ -66,24 +66,35 @@ DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
 @pytest.mark.parametrize(
     ("sections", "steps"),
     [
-        ({}, 8),
-        ({"scheduler": {"strategy": "stock"}}, 8),
+        ({}, 16),
+        ({"scheduler": {"strategy": "stock"}}, 16),
         ({"scheduler": {"strategy": "deadline"}}, 1),
         ({"scheduler": {"strategy": "deadline"}, "telemetry": {"report_interval_steps": 5}}, 5),
         ({"scheduler": {"soft_think_tokens": 9}}, 1),
-        ({"scheduler": {"soft_think_tokens": 9, "enabled": False}}, 8),
+        ({"scheduler": {"soft_think_tokens": 9, "enabled": False}}, 16),
         ({"entropy": {"eat_probe_max_rank": 3}}, 1),
         ({"entropy": {"eat_probe_max_margin_nats": 0.5}}, 1),
         ({"entropy": {"margin_threshold_nats": 0.5}}, 1),
         ({"entropy": RANKED}, 1),
-        ({"entropy": RANKED | {"enabled": False}}, 8),
+        ({"entropy": RANKED | {"enabled": False}}, 16),
         ({"override": [{"tenant": "t", "entropy": RANKED}]}, 1),
         ({"entropy": DENSE}, 1),
-        ({"entropy": DENSE | {"enabled": False}}, 8),
-        ({"entropy": DENSE | {"eat_probe_interval_tokens": 8}}, 8),
+        ({"entropy": DENSE | {"enabled": False}}, 16),
+        ({"entropy": DENSE | {"eat_probe_interval_tokens": 8}}, 16),
         ({"entropy": DENSE | {"shadow": False}}, 8),
         ({"entropy": DENSE | {"shadow": False, "eat_hold_ms": 0}}, 1),
         ({"override": [{"tenant": "t", "entropy": DENSE}]}, 1),
+        ({"entropy": {"shadow": False}}, 8),
+        ({"entropy": {"shadow": False, "enabled": False}}, 16),
+        ({"override": [{"tenant": "t", "entropy": {"shadow": False}}]}, 8),
+        ({"override": [{"tenant": "t", "entropy": {"eat_warmup_samples": 9}}]}, 16),
+        ({"loop": {"shadow": False}}, 8),
+        ({"loop": {"shadow": False, "enabled": False}}, 16),
+        ({"override": [{"tenant": "t", "loop": {"shadow": False}}]}, 8),
+        ({"scheduler": {"empty_answer_extension_tokens": 9}}, 8),
+        ({"budget": [{"name": "b", "tokens_per_day": 10, "shadow": False}]}, 8),
+        ({"budget": [{"name": "b", "tokens_per_day": 10, "shadow": True}]}, 16),
+        ({"pressure": [{"name": "p", "ttot_p99_ms": 10, "shadow": False}]}, 8),
     ],
 )
 def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) -> None:
@@ -96,11 +107,11 @@ def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) ->
     ("sections", "merged"),
     [
         ({}, True),
-        ({"scheduler": {"max_think_tokens": 64}}, True),
-        ({"scheduler": {"max_think_tokens": 63}}, False),
+        ({"scheduler": {"max_think_tokens": 128}}, True),
+        ({"scheduler": {"max_think_tokens": 127}}, False),
         ({"override": [{"tenant": "t", "entropy": {"enabled": False}}]}, True),
-        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 64}}]}, True),
-        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 63}}]}, False),
+        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 128}}]}, True),
+        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 127}}]}, False),
         ({"budget": [{"name": "b", "tokens_per_day": 10}]}, False),
         ({"pressure": [{"name": "p", "ttot_p99_ms": 10}]}, False),
         ({"disagg": {"enabled": True}}, False),
@@ -109,6 +120,23 @@ def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) ->
 def test_whether_openings_wait_for_further_steps(sections: dict[str, Any], merged: bool) -> None:
     (response,) = Stream().session.on_policy(1, policy(**sections))
     assert response.settings.merge_openings is merged
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "merged"),
+    [
+        ({}, True),
+        ({"strategy": "stock", "output_tpot_budget_ms": 9}, True),
+        ({"enabled": False, "strategy": "reasoning_first"}, True),
+        ({"output_tpot_budget_ms": 9}, False),
+        ({"think_tpot_budget_ms": 9}, False),
+        ({"strategy": "reasoning_first"}, False),
+        ({"strategy": "deadline"}, False),
+    ],
+)
+def test_whether_the_beginning_of_an_answer_waits_for_further_steps(scheduler: dict[str, Any], merged: bool) -> None:
+    (response,) = Stream().session.on_policy(1, policy(scheduler=scheduler))
+    assert response.settings.merge_answers is merged
 
 
 def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
