@@ -72,10 +72,11 @@ LIMITS = tuple(field.name for field in fields(Share))
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Milliseconds from one token to the next."""
+    """Milliseconds from one token to the next. holds_prompts: whether prompts are held back to keep `output_ms`."""
 
     output_ms: float
     think_ms: float
+    holds_prompts: bool
 
 
 class StepCost:
@@ -124,15 +125,20 @@ class StepCost:
         return max(a, 0.0), max(b / self.SEQUENCES, 0.0), max(c / self.PREFILL_TOKENS, 0.0)
 
 
-def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Budgets:
-    """Return the policy's budgets, or budgets from the measured step cost if the policy sets none."""
+def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost, has_thought: bool) -> Budgets:
+    """Return the policy's budgets, or budgets from the measured step cost if the policy sets none.
+
+    has_thought: whether a request of the engine has thought. If none has and the policy sets neither an output budget
+    nor a minimum of prompt tokens, prompts are not held back: an engine without thinking computes them as stock does.
+    """
+    holds_prompts = bool(has_thought or policy.output_tpot_budget_ms or policy.min_prefill_tokens)
     output_ms = policy.output_tpot_budget_ms
     if not output_ms and policy.strategy == "reasoning_first":
         output_ms = READING_MS
     elif not output_ms:
         a, b, _ = cost.coefficients
         output_ms = STRETCH * (a + b * sum(_running(table))) if cost.steps >= WARM_STEPS else USUAL_MS
-    return Budgets(output_ms, policy.think_tpot_budget_ms or THINK_BUDGETS * output_ms)
+    return Budgets(output_ms, policy.think_tpot_budget_ms or THINK_BUDGETS * output_ms, holds_prompts)
 
 
 def _running(table: RequestTable) -> tuple[int, int]:
@@ -200,7 +206,7 @@ def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: S
             max_skip = max(0, _whole(budget.think_ms / (a + b * (answering + joining))) - 1)
     spare = budget.output_ms - a - b * (answering + joining)
     prefill = None
-    if c * MAX_PREFILL_TOKENS > max(spare, NEXT_TO_NOTHING_MS):
+    if budget.holds_prompts and c * MAX_PREFILL_TOKENS > max(spare, NEXT_TO_NOTHING_MS):
         least = policy.min_prefill_tokens or max(LEAST_PREFILL_TOKENS, -_whole(-HEADROOM * cost.prefill_tokens))
         prefill = _settled(max(least, math.floor(spare / c)), in_force.prefill_tokens_per_step)
     return Share(limit, None, max_skip, prefill)

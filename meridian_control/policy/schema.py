@@ -55,7 +55,7 @@ class SchedulerPolicy(Section):
         ge=0,
         description="Target for the step time in milliseconds while answers stream; thinking sequences are left out "
         "only if steps exceed it. 0 means 1.75 times the duration of a step of all running sequences, so that only "
-        "prompts are held back.",
+        "prompts are held back, and these only on engines whose requests think.",
         json_schema_extra=advice(
             "Set it to the gap between answer tokens that you promise; a short gap costs throughput."
         ),

@@ -56,6 +56,8 @@ class Decider:
         self._kv_tokens = hello.num_blocks * hello.block_size_tokens
         self.cost = dispatch.StepCost()
         self._share, self._hold = dispatch.Share(), False
+        # Whether a request of the engine has thought since the stream began.
+        self._has_thought = False
         self.review = self.review_caps = self._reported = False
 
     def learn(self, report: agent_pb2.StepReport) -> None:
@@ -228,7 +230,8 @@ class Decider:
         if not stock:
             if review:
                 table.forget_ranks()
-            budgets = dispatch.budgets(scheduler, table, self.cost)
+            self._has_thought = self._has_thought or bool(table.think_tokens.any())
+            budgets = dispatch.budgets(scheduler, table, self.cost, self._has_thought)
             slots, ranks = dispatch.changed_ranks(scheduler, table, budgets, now_ms)
             table.set_ranks(slots, ranks)
             share = dispatch.share(scheduler, table, budgets, self.cost, self._share)

@@ -595,7 +595,8 @@ class SchedulerPolicy(_message.Message):
     """
     output_tpot_budget_ms: _builtins.float
     """Target for the step time in milliseconds while answers stream; thinking sequences are left out only if steps exceed
-    it. 0 means 1.75 times the duration of a step of all running sequences, so that only prompts are held back.
+    it. 0 means 1.75 times the duration of a step of all running sequences, so that only prompts are held back,
+    and these only on engines whose requests think.
     """
     think_batch_multiplier: _builtins.float
     """Thinking sequences per answering sequence that may join a step while answers stream and steps exceed the output

@@ -57,7 +57,7 @@ def cost(a: float, b: float, c: float, steps: int = 400, noise: float = 0.0) -> 
 
 
 def stated(policy: SchedulerPolicy) -> Budgets:
-    return Budgets(policy.output_tpot_budget_ms, policy.think_tpot_budget_ms)
+    return Budgets(policy.output_tpot_budget_ms, policy.think_tpot_budget_ms, True)
 
 
 def order(policy: SchedulerPolicy, *rows: dict[str, Any], now_ms: float = 0.0) -> list[int]:
@@ -146,7 +146,7 @@ SLOW = cost(5.0, 1.0, 0.05)
 
 
 def joins(policy: SchedulerPolicy, made: RequestTable, steps: StepCost, in_force: Share) -> Share:
-    return share(policy, made, budgets(policy, made, steps), steps, in_force)
+    return share(policy, made, budgets(policy, made, steps, True), steps, in_force)
 
 
 TEN = table(answering(), answering(), *[thinking()] * 18)
@@ -184,6 +184,17 @@ def test_prompts_get_what_is_left_but_never_less_than_their_least() -> None:
     )
     least = scheduler(output_tpot_budget_ms=7.5, min_prefill_tokens=70)
     assert joins(least, few, SLOW, Share()).prefill_tokens_per_step == 70
+
+
+@pytest.mark.parametrize(
+    ("fields", "held_back"),
+    [({}, False), ({"output_tpot_budget_ms": 20.0}, True), ({"min_prefill_tokens": 9}, True)],
+)
+def test_an_engine_without_thinking_computes_prompts_as_stock_does(fields: dict[str, Any], held_back: bool) -> None:
+    policy, made = SchedulerPolicy(**fields), table(answering(), answering())
+    for has_thought in (False, True):
+        found = share(policy, made, budgets(policy, made, SLOW, has_thought), SLOW, Share())
+        assert (found.prefill_tokens_per_step is not None) is (held_back or has_thought)
 
 
 def test_prompts_that_cost_next_to_nothing_are_not_limited() -> None:
@@ -267,20 +278,20 @@ FOLLOW = SchedulerPolicy()
 
 def test_budgets_follow_what_steps_take() -> None:
     """20 sequences take 25 ms; sequences that are preempted or have no token yet take no time."""
-    found = budgets(FOLLOW, TEN, SLOW)
+    found = budgets(FOLLOW, TEN, SLOW, True)
     assert found.output_ms == pytest.approx(STRETCH * 25.0, rel=0.01)
     assert found.think_ms == pytest.approx(THINK_BUDGETS * found.output_ms)
     more = table(answering(), answering(), *[thinking()] * 18, thinking(preempted=True), {"phase": PROMPT})
-    assert budgets(FOLLOW, more, SLOW) == found
-    assert budgets(scheduler(), TEN, SLOW) == Budgets(20.0, 80.0)
-    assert budgets(scheduler(think_tpot_budget_ms=0.0), TEN, SLOW) == Budgets(20.0, 20.0 * THINK_BUDGETS)
+    assert budgets(FOLLOW, more, SLOW, True) == found
+    assert budgets(scheduler(), TEN, SLOW, True) == Budgets(20.0, 80.0, True)
+    assert budgets(scheduler(think_tpot_budget_ms=0.0), TEN, SLOW, True) == Budgets(20.0, 20.0 * THINK_BUDGETS, True)
 
 
 def test_budgets_before_the_cost_is_known_and_for_readers() -> None:
     unknown = cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1)
-    assert budgets(FOLLOW, TEN, unknown) == Budgets(USUAL_MS, USUAL_MS * THINK_BUDGETS)
+    assert budgets(FOLLOW, TEN, unknown, True) == Budgets(USUAL_MS, USUAL_MS * THINK_BUDGETS, True)
     reading = FOLLOW.model_copy(update={"strategy": "reasoning_first"})
-    assert budgets(reading, TEN, SLOW).output_ms == READING_MS
+    assert budgets(reading, TEN, SLOW, True).output_ms == READING_MS
 
 
 @given(st.integers(1, 30), st.integers(0, 60), st.floats(0.1, 100), st.floats(0, 5), st.floats(0.001, 1))
