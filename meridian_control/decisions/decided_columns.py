@@ -23,13 +23,18 @@ class DecidedColumns(Columns):
 
     has_new: bool
 
-    def set_ranks(self, slots: NDArray[np.intp], ranks: NDArray[np.int64]) -> None:
-        """Note the ranks that are sent to the agent. slots, ranks: [changed]."""
-        self.rank[slots] = ranks
+    def set_ranks(self, ranks: NDArray[np.int64]) -> None:
+        """Note the ranks of all requests, which are in force on the agent once it has the plan. ranks: [slots]."""
+        self.rank[:], self.ranked_phase[:] = ranks, self.phase
+
+    def ranks_by_slot(self) -> dict[int, int]:
+        """Return the ranks of the live requests that have one, also those that plans leave out."""
+        slots = (self.live & (self.rank != UNTOLD)).nonzero()[0]
+        return dict(zip(slots.tolist(), self.rank[slots].tolist(), strict=True))
 
     def forget_ranks(self) -> None:
-        """Forget the ranks that were sent, so that all ranks are sent again."""
-        self.rank[:] = UNTOLD
+        """Forget the ranks that are in force on the agent, so that all ranks are sent again."""
+        self.rank[:], self.ranked_phase[:] = UNTOLD, self.phase
 
     def set_tier(self, slots: NDArray[np.intp], tier: agent_pb2.EvictionTier.ValueType) -> None:
         """Note the eviction tier that is sent to the agent for these slots."""

@@ -1,7 +1,7 @@
 """Decides the order of requests and their share of a step. All functions are pure.
 
-A lower rank is more urgent: vLLM schedules requests in the order of their ranks and preempts the last one first.
-Between two plans the agent ranks requests by phase alone, on the same scale.
+A lower rank is more urgent: vLLM schedules requests in the order of their ranks and preempts the last one first. The
+agent ranks a request by its phase alone, on the same scale, until a plan has another rank for the request in its phase.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.schema import SchedulerPolicy
 
-# Ranks by phase. A thinking request moves up one rank each time its computed tokens double, so that the requests with
-# the most computed tokens are preempted last.
+# Ranks by phase, as the agent gives them by itself. A thinking request moves up one rank each time its computed tokens
+# double, so that the requests with the most computed tokens are preempted last.
 OUTPUT_RANK, PROMPT_RANK = agent_pb2.PHASE_RANK_UNSPECIFIED, agent_pb2.PHASE_RANK_PROMPT
 THINK_RANK, SUNK_RANKS = agent_pb2.PHASE_RANK_THINK_FIRST, agent_pb2.PHASE_RANK_THINK - agent_pb2.PHASE_RANK_THINK_FIRST
 SUNK_TOKENS = 64
@@ -170,12 +170,15 @@ def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms:
 def changed_ranks(
     policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float
 ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Return the slots whose rank differs from the rank sent last, and their new ranks, [changed]."""
-    if policy.strategy == "stock":
-        return np.zeros(0, np.intp), np.zeros(0, np.int64)
+    """Return the slots whose rank differs from the one that is in force on the agent, and the ranks of all slots,
+    [slots]. The strategy is not "stock".
+
+    A request that has begun or has changed its phase since the newest plan has the rank of its phase on the agent: the
+    agent drops the rank of the earlier phase, and ignores ranks that were decided from a report before the change.
+    """
     rank = ranks(policy, table, budget, now_ms)
-    slots = (table.live & (rank != table.rank)).nonzero()[0]
-    return slots, rank[slots]
+    in_force = np.where(table.phase == table.ranked_phase, table.rank, RANK_BY_PHASE[table.phase])
+    return (table.live & (rank != in_force)).nonzero()[0], rank
 
 
 def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: StepCost, in_force: Share) -> Share:

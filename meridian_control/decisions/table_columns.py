@@ -18,9 +18,10 @@ NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 # How the thinking of a request first ended: not yet, by the model itself, by an entropy rule, by anything else.
 NO_END, NATURAL_END, RULE_END, OTHER_END = range(4)
 
-# Values of `max_think_tokens` and `rank` without a number: nothing was sent to the agent yet, or the request has no
-# cap.
+# Values of `max_think_tokens` and `rank` without a number: nothing was decided yet, or the request has no cap.
 UNTOLD, NO_CAP = -1, -2
+# Value of `ranked_phase` before the first rank is decided: the agent ranks the request by its phase.
+UNRANKED = 255
 
 # Number of newest sentence ends, and of newest EAT samples, at which the table keeps what a rule compares: the most
 # that entropy.confirm_sentence_ends may ask for.
@@ -84,8 +85,11 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "repeated_tokens": (np.int64, 0),
     # Whether the newest report closes the request.
     "closing": (bool, False),
-    # Decisions that were sent to the agent last.
+    # Newest decisions that are in force on the agent. Of ranks, the agent is sent only those that differ from the one
+    # that it gives the request's phase by itself.
     "rank": (np.int64, UNTOLD),
+    # Phase of the request when `rank` was decided. The agent drops a rank when the phase changes.
+    "ranked_phase": (np.uint8, UNRANKED),
     "tier": (np.uint8, 0),
     "max_think_tokens": (np.int64, UNTOLD),
     "cap_shadow": (bool, False),
@@ -231,6 +235,7 @@ class Columns:
     repeated_tokens: NDArray[np.int64]
     closing: NDArray[np.bool_]
     rank: NDArray[np.int64]
+    ranked_phase: NDArray[np.uint8]
     tier: NDArray[np.uint8]
     max_think_tokens: NDArray[np.int64]
     cap_shadow: NDArray[np.bool_]

@@ -206,7 +206,7 @@ class SessionReplay:
             status.settings_status.nonce = self._nonces.get(event.up.settings_status.nonce, self._nonce)
             responses = self.session.on_message(status, _time(event))
         elif kind == "snapshot":
-            for state in (self._asked, self._flags, self._think, self._equal, self.fates, self.ranks):
+            for state in (self._asked, self._flags, self._think, self._equal, self.fates):
                 state.clear()
             for opened in event.up.snapshot.requests:
                 self._open(opened)
@@ -214,6 +214,8 @@ class SessionReplay:
         else:
             responses = self.session.on_message(self._translated(event.up), _time(event))
         self._pair(_decisions(responses), _decisions(said))
+        ranks = self.session.table.ranks_by_slot()
+        self.changed, self.ranks = self.changed or ranks != self.ranks, ranks
 
     def _give(
         self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]
@@ -254,7 +256,6 @@ class SessionReplay:
                 settled.decision_id = same
                 came.add(step, settled)
         for closed in report.closed:
-            self.ranks.pop(closed.slot, None)
             self.changed = True
             if (ask := self._asked.pop(closed.slot, None)) is not None:
                 gone = agent_pb2.OUTCOME_REQUEST_GONE
@@ -266,7 +267,6 @@ class SessionReplay:
         slot = opened.slot
         self._asked.pop(slot, None)
         self._equal.pop(slot, None)
-        self.ranks.pop(slot, None)
         self._flags[slot], self._think[slot], self.fates[slot] = {}, opened.think_tokens, ReplayResult()
         self.changed = True
 
@@ -343,7 +343,6 @@ class SessionReplay:
         message = made.message
         self.decisions[made.kind] += 1
         if made.kind == "plan":
-            self.ranks |= dict(zip(message.slot, message.rank, strict=True))
             self.orders = not (message.shadow or message.stock)
             self.share = _share(message)
             self.changed = True

@@ -225,7 +225,7 @@ class Decider:
     def _plan(self, policy: Policy, out: Out, review: bool, now_ms: float) -> None:
         scheduler, memory, table = policy.scheduler, policy.kv_memory, self._table
         hold = eviction.hold_admission(memory, table, self._kv_tokens) and not memory.shadow
-        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), np.zeros(0, np.int64)
+        share, slots, ranks = dispatch.Share(), NOBODY, table.rank
         stock = not scheduler.enabled or scheduler.strategy == "stock"
         if not stock:
             if review:
@@ -233,7 +233,7 @@ class Decider:
             self._has_thought = self._has_thought or bool(table.think_tokens.any())
             budgets = dispatch.budgets(scheduler, table, self.cost, self._has_thought)
             slots, ranks = dispatch.changed_ranks(scheduler, table, budgets, now_ms)
-            table.set_ranks(slots, ranks)
+            table.set_ranks(ranks)
             share = dispatch.share(scheduler, table, budgets, self.cost, self._share)
         if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
             return
@@ -241,7 +241,7 @@ class Decider:
         plan = out.plan
         plan.decision_id = self._ledger.make("plan", "stock" if stock else scheduler.strategy)
         plan.slot.extend(slots.tolist())
-        plan.rank.extend(ranks.tolist())
+        plan.rank.extend(ranks[slots].tolist())
         for name in dispatch.LIMITS:
             if (limit := getattr(share, name)) is not None:
                 setattr(plan, name, limit)

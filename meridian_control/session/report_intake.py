@@ -60,6 +60,8 @@ class Intake:
         self._table.clear()
         for opened in snapshot.requests:
             self._table.open(opened, now_ms)
+        # The agent may hold ranks that were decided before the snapshot.
+        self._table.forget_ranks()
         self._charges.resume(charged)
         self._shadow.new_stream()
         if self._journal is not None:

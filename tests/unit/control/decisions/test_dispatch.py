@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
 
+from meridian_agent.core.live_request import PHASE_RANK
+from meridian_agent.core.phases import Phase
 from meridian_control.decisions.dispatch import (
     DEADBAND,
     HEADROOM,
     MAX_SLACK_MS,
     READING_MS,
     STRETCH,
+    SUNK_TOKENS,
     THINK_BUDGETS,
     USUAL_MS,
     WARM_STEPS,
@@ -88,26 +92,56 @@ def test_reasoning_first_demotes_long_thinkers() -> None:
     assert order(policy, *rows) == [3, 1, 0, 2]
 
 
-def test_stock_has_no_order() -> None:
-    slots, told = changed_ranks(scheduler(strategy="stock"), table(thinking(), answering()), stated(POLICY), 0.0)
-    assert (slots.tolist(), told.tolist()) == ([], [])
+def told(made: RequestTable, policy: SchedulerPolicy = POLICY) -> dict[int, int]:
+    """Return the ranks that a plan has by slot, and note the ranks of all requests."""
+    slots, ranked = changed_ranks(policy, made, stated(policy), 0.0)
+    made.set_ranks(ranked)
+    return dict(zip(slots.tolist(), ranked[slots].tolist(), strict=True))
 
 
 def test_only_changes_are_told() -> None:
     made = table(thinking(), answering(), thinking())
-    slots, told = changed_ranks(POLICY, made, stated(POLICY), 0.0)
-    assert slots.tolist() == [0, 1, 2]
-    assert made.rank[slots].tolist() == [UNTOLD] * 3
-    made.set_ranks(slots, told)
-    assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == []
-    made.phase[2] = OUTPUT
-    made.phase[1] = THINK
-    made.close(1)
-    slots, told = changed_ranks(POLICY, made, stated(POLICY), 0.0)
-    assert (slots.tolist(), told.tolist()) == ([2], [0])
-    made.set_ranks(slots, told)
     made.forget_ranks()
-    assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == [0, 2]
+    assert (made.rank[:3] == UNTOLD).all()
+    assert told(made) == {0: 544, 1: 0, 2: 544}
+    assert told(made) == {}
+    made.think_tokens[0] = 2 * SUNK_TOKENS
+    made.close(1)
+    assert told(made) == {0: 543}
+    made.forget_ranks()
+    assert told(made) == {0: 543, 2: 544}
+
+
+def test_the_ranks_of_phases_are_told_only_in_place_of_other_ranks() -> None:
+    """The agent ranks a request by its phase, from its beginning and from each change of its phase on."""
+    made = table({"phase": PROMPT}, thinking(), thinking(think_tokens=2 * SUNK_TOKENS))
+    assert told(made) == {2: 543}
+    made.phase[:3] = THINK, OUTPUT, OUTPUT
+    assert told(made) == {}
+    assert made.rank[:3].tolist() == [544, 0, 0]
+    made.phase[2], made.think_tokens[2] = THINK, 2 * SUNK_TOKENS
+    assert told(made) == {2: 543}, "the agent has dropped the rank of the earlier thinking"
+    made.prompt_tokens[2] = made.think_tokens[2] = 0
+    assert told(made) == {2: 544}, "the agent holds another rank"
+
+
+@pytest.mark.parametrize("strategy", ["output_first", "reasoning_first", "deadline"])
+def test_an_agent_that_is_told_changes_only_has_every_rank(strategy: str) -> None:
+    rng, policy = random.Random(7), scheduler(strategy=strategy, long_think_tokens=200)
+    made, agent = table(*[{"phase": PROMPT}] * 8), dict[int, int]()
+    for _ in range(300):
+        for slot in rng.sample(range(8), 3):
+            phase = rng.choice([PROMPT, THINK, THINK, OUTPUT])
+            if rng.random() < 0.1:
+                made.open(agent_pb2.RequestOpened(slot=slot, phase=phase))
+                agent.pop(slot, None)
+            elif phase != made.phase[slot]:
+                made.phase[slot] = phase
+                agent.pop(slot, None)
+            made.think_tokens[slot], made.token_ms[slot] = rng.randint(0, 400), rng.randint(0, 30)
+        agent |= told(made, policy)
+        in_force = [agent.get(slot, PHASE_RANK[Phase(int(made.phase[slot]))]) for slot in range(8)]
+        assert in_force == ranks(policy, made, stated(policy), 0.0)[:8].tolist()
 
 
 # -------------------------------------------------------------------------------------------------------- step cost

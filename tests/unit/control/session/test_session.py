@@ -17,7 +17,7 @@ from meridian_control.session.counters import Totals
 from meridian_control.session.session import ACK_INTERVAL_S
 from meridian_control.session.think_ends import LONG_ANSWER, MIN_ANSWERS
 from tests.fakes.agent import Script
-from tests.fakes.engine import TEXT
+from tests.fakes.engine import START, TEXT
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
 
@@ -204,7 +204,7 @@ def test_a_request_is_told_what_concerns_it_once() -> None:
     first = made.step()
     assert [(c.slot, c.max_think_tokens, c.shadow) for c in first.caps] == [(0, 32768, False)]
     assert [(t.slot, t.tier, t.shadow) for t in first.tiers] == [(0, agent_pb2.EVICTION_TIER_UNREACHABLE, False)]
-    assert (list(first.plan.slot), list(first.plan.rank)) == ([0], [544])
+    assert not first.HasField("plan"), "the agent ranks the request by its phase"
     assert first.step == made.agent.engine.records[-1].step
     asked = made.step(20)
     assert {name.name for name, _ in asked.ListFields()} == {"step"}, "the directives only answer the probe's result"
@@ -310,6 +310,8 @@ def test_thinking_that_was_aborted_or_never_began_is_not_counted() -> None:
     assert made.session.totals.think_tokens.counts.sum() == 0
 
 
+# A request with this prompt has another rank than the agent gives each request that thinks.
+LONG_PROMPT = (*[TEXT] * 127, START)
 CAPABILITIES = ("force_end", "eat_probe", "dispatch", "reclaim", "template_strips_think")
 
 
@@ -319,7 +321,7 @@ def test_what_an_engine_cannot_do_is_never_asked(missing: str) -> None:
     # If the section were in force, the engine would refuse the policy, because it cannot do what the section needs.
     entropy = CALIBRATED | {"shadow": missing in {"force_end", "eat_probe"}}
     made = stream(policy(scheduler=EARLY, entropy=entropy), capabilities=can)
-    made.open("a")
+    made.open("a", prompt=LONG_PROMPT)
     asked = made.step(20)
     kinds = {f.name for f, _ in asked.ListFields()} - {"step"}
     never = {"force_end": {"caps", "forces"}, "eat_probe": {"probes", "forces"}, "dispatch": {"plan"}}
@@ -340,7 +342,7 @@ def test_from_shadow_to_enforced() -> None:
     shadow = {"max_think_tokens": 6, "min_think_tokens": 0, "shadow": True}
     entropy = CALIBRATED | {"shadow": True}
     made = stream(policy(scheduler=shadow, entropy=entropy, kv_memory={"shadow": True}))
-    made.open("a", answer=1)
+    made.open("a", answer=1, prompt=LONG_PROMPT)
     directives = made.step()
     assert [(c.shadow, t.shadow) for c, t in zip(directives.caps, directives.tiers, strict=True)] == [(True, True)]
     assert directives.plan.shadow
