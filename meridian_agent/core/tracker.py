@@ -190,7 +190,11 @@ class Tracker:
         return closed + sum(live.take_think_tokens() for live in self.by_id.values())
 
     def watch_limit(self, live: LiveRequest) -> None:
-        """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise."""
+        """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise. Any other
+        request stays in the run, because no limit concerns it until it thinks."""
+        if live.own_state.phase is not Phase.THINK and live.ending is None:
+            self.due.pop(live, None)
+            return
         self.run.leave(live)
         limit = limit_in(live, live.state, self.markers)
         early = self.lookahead if limit is None else self.lookahead + may_lengthen(self.markers, limit)

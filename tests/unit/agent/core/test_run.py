@@ -93,6 +93,24 @@ def test_a_request_that_a_step_leaves_out_joins_again() -> None:
     assert (a.state.think_tokens, b.state.think_tokens) == (7, 6)
 
 
+def test_a_limit_concerns_the_run_only_while_its_request_thinks() -> None:
+    tracker = tracker_of()
+    a, b = opened(tracker, "a", prompt=[TEXT]), opened(tracker, "b")
+    batch = {"a": [TEXT], "b": [TEXT]}
+    stepped(tracker, batch)
+    number = tracker.run.number
+    a.set_cap(Cap(1, 2, False))
+    tracker.watch_limit(a)
+    assert tracker.run.number == number, "the request answers"
+    assert step(tracker, {**batch, "a": [START]}) == "a"
+    assert stepped(tracker, batch) == ["", "a", "a"], "it thinks, and comes near its cap"
+    assert list(tracker.due) == [a]
+    number = tracker.run.number
+    b.set_cap(Cap(2, 100, False))
+    tracker.watch_limit(b)
+    assert tracker.run.number != number, "the request thinks"
+
+
 def test_the_number_changes_with_the_members_and_the_live_requests() -> None:
     tracker, numbers = tracker_of(), []
     a, b = (opened(tracker, name) for name in "ab")
