@@ -109,8 +109,7 @@ class Agent:
             self._read_anew()
 
     def _read_anew(self) -> None:
-        """Read the live requests again, over the coming steps, because the markers have become known or are no longer
-        known."""
+        """Read the live requests again, over the coming steps, because it has changed whether the markers are known."""
         if not self.tracker.markers.known:
             self.directives.lose_markers()
             for live in self.tracker.by_id.values():
@@ -146,8 +145,7 @@ class Agent:
     def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
         """Drop the decisions that a freeze or the end of a lease puts out of force.
 
-        A freeze puts everything out of force, also a request's own cap, so that the agent can have no part in a
-        problem.
+        A freeze puts a request's own cap out of force, too, so that the agent can have no part in a problem.
         """
         if ended := lapsed & ~self._lapsed:
             self.directives.drop(ended)
@@ -253,6 +251,8 @@ class Agent:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         calm = self.calm
         self.accounts.began_s = began_s = self.lease.clock()
+        if self.lease.attention and calm.only_decisions_wait(began_s):
+            self._take_inbox()
         if calm.hold(began_s) and (not (calm.due or calm.needs_places) or calm.go_on(scheduler)):
             calm.calm_steps += 1
             return calm.limits
@@ -293,7 +293,7 @@ class Agent:
                 # The link's thread has just cleared the inbox for a new stream.
                 return
             taken += size
-            self.calm.end()
+            self.calm.took(message)
             if message is None:
                 self.directives.new_stream()
                 self.probing.new_stream()

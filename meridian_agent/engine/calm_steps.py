@@ -13,6 +13,8 @@ from meridian_agent.vllm_adapter import scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from meridian.v1 import agent_pb2
+
     from meridian_agent.core.directives import Directives, DispatchPlan
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
@@ -29,7 +31,7 @@ class CalmSteps:
         self, tracker: Tracker, directives: Directives, probing: ProbeRunner, queues: QueueOrder, link: Link
     ) -> None:
         self._tracker, self._directives, self._probing, self._queues = tracker, directives, probing, queues
-        self._run, self._lease = tracker.run, link.lease
+        self._run, self._lease, self._mailbox = tracker.run, link.lease, link.mailbox
         # Numbers of steps so far with and without a full look.
         self.full_steps = self.calm_steps = 0
         # Number of the run with which steps are calm; 0 if the coming step needs a full look.
@@ -55,15 +57,31 @@ class CalmSteps:
         self.number, self.due = 0, []
         self._lease.attention = False
 
+    def took(self, message: agent_pb2.Directives | None) -> None:
+        """End the calm if a message, which is None for the mark of a new stream, has decisions that act before vLLM
+        schedules the coming step. A cap acts there only by taking a request that thinks out of the run, and a tier acts
+        when vLLM frees the request's blocks."""
+        if message is None or message.forces or message.probes or message.hand_overs or message.HasField("plan"):
+            self.number = 0
+
+    def only_decisions_wait(self, now_s: float) -> bool:
+        """Return whether the coming step would be calm, if no decisions waited for the engine. now_s: the time on the
+        lease's clock. The caller then takes the decisions in."""
+        if not self._steady(now_s):
+            return False
+        self._lease.attention = False
+        if self._mailbox.arrived:
+            self._lease.attention = True
+        return not self._lease.attention
+
     def hold(self, now_s: float) -> bool:
         """Return whether the coming step is calm. now_s: the time on the lease's clock."""
+        return not self._lease.attention and self._steady(now_s)
+
+    def _steady(self, now_s: float) -> bool:
         number, lease = self.number, self._lease
         return (
-            number != 0
-            and number == self._run.number
-            and not lease.attention
-            and lease.connected is self._connected
-            and now_s < self._until_s
+            number != 0 and number == self._run.number and lease.connected is self._connected and now_s < self._until_s
         )
 
     def go_on(self, scheduler: Any) -> bool:

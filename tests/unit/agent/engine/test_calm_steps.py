@@ -137,6 +137,41 @@ def test_what_happens_ends_the_calm(happens: Callable[[Engine], Any]) -> None:
     assert not engine.holds()
 
 
+ACTS_LATER: list[agent_pb2.Directives] = [
+    agent_pb2.Directives(caps=[agent_pb2.ThinkCap(decision_id=1, slot=2)]),
+    agent_pb2.Directives(tiers=[agent_pb2.TierChange(decision_id=1, slot=0)]),
+]
+ACTS_NOW: list[agent_pb2.Directives] = [
+    agent_pb2.Directives(plan=agent_pb2.DispatchPlan(decision_id=1)),
+    agent_pb2.Directives(forces=[agent_pb2.ForceEnd(decision_id=1, slot=0)]),
+    agent_pb2.Directives(probes=[agent_pb2.EatProbe(decision_id=1, slot=0)]),
+    agent_pb2.Directives(hand_overs=[agent_pb2.HandOver(decision_id=1, slot=0)]),
+]
+
+
+@pytest.mark.parametrize("message", ACTS_LATER + ACTS_NOW)
+def test_decisions_end_the_calm_if_they_act_before_the_step(message: agent_pb2.Directives) -> None:
+    engine = Engine()
+    assert engine.look()
+    engine.link.inbox.put(message)
+    assert not engine.holds()
+    assert engine.calm.only_decisions_wait(engine.now_s)
+    taken, _ = engine.link.inbox.take()
+    engine.calm.took(taken)
+    assert engine.holds() == (message in ACTS_LATER)
+
+
+def test_settings_and_a_new_stream_need_a_full_look() -> None:
+    engine = Engine()
+    assert engine.look()
+    engine.link.inbox.put(ACTS_LATER[0])
+    settings_arrive(engine)
+    assert not engine.calm.only_decisions_wait(engine.now_s)
+    assert engine.link.lease.attention, "the full look takes them in"
+    engine.calm.took(None)
+    assert engine.calm.number == 0
+
+
 def test_an_awaited_token_ends_the_calm() -> None:
     engine = Engine()
     engine.ask(agent_pb2.PLACEMENT_SENTENCE)
