@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.token_cycles import Look
 
+# A plain number, because the members of an enumeration take longer to compare with.
+THINK = int(Phase.THINK)
+
 # Names of the fields of meridian.v1.AgentCounters, in the order of `StepRecord.counters`.
 COUNTERS = (
     "preempted_think",
@@ -150,8 +153,13 @@ class StepRecord:
     @property
     def is_empty(self) -> bool:
         """Whether the step changed no request and no decision."""
-        requests = (self.opened, self.slots, self.preempted, self.resumed, self.closed)
-        return not any((*requests, self.probes, self.loops, self.repeats, self.outcomes))
+        return self.is_text and not self.slots
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the report of the step has nothing but token rows and gauges."""
+        requests = self.opened or self.preempted or self.resumed or self.closed or self.continued
+        return not (requests or self.probes or self.loops or self.repeats or self.outcomes)
 
     def tell(self, step: TextStep) -> None:
         """Take over a step that brought each request of the run text and nothing else."""
@@ -201,6 +209,8 @@ class StepRecord:
         thinking."""
         if not self.text:
             return self.flags
+        if THINK not in self.phases:
+            return [0] * len(self.text) + self.flags
         known, flags = len(self.boundaries), self.boundaries
         rows = zip(self.text, self.phases, strict=False)
-        return [flags[token] if phase == Phase.THINK and token < known else 0 for token, phase in rows] + self.flags
+        return [flags[token] if phase == THINK and token < known else 0 for token, phase in rows] + self.flags

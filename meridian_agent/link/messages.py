@@ -4,6 +4,7 @@ threads."""
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +100,8 @@ def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> ag
     if len(records) > 1:
         _add_steps(report.merged, records)
     for record in records:
-        _add(report, record)
+        if not record.is_text:
+            _add(report, record)
         if record.slots and not byte_columns:
             _add_tokens(report.tokens, record)
     if byte_columns and (encoded := _byte_columns(records)):
@@ -109,12 +111,14 @@ def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> ag
 
 def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) -> None:
     last_s = records[-1].ended_s
-    columns.rows.extend(len(record.slots) for record in records)
-    columns.step_time_ms.extend(record.step_time_ms for record in records)
-    columns.prefill_tokens.extend(record.prefill_tokens for record in records)
-    columns.age_ms.extend((last_s - record.ended_s) * 1e3 for record in records)
-    for name in ("probes", "preempted", "resumed", "outcomes"):
-        getattr(columns, name).extend(len(getattr(record, name)) for record in records)
+    columns.rows.extend([len(record.slots) for record in records])
+    columns.step_time_ms.extend([record.step_time_ms for record in records])
+    columns.prefill_tokens.extend([record.prefill_tokens for record in records])
+    columns.age_ms.extend([(last_s - record.ended_s) * 1e3 for record in records])
+    columns.probes.extend([len(record.probes) for record in records])
+    columns.preempted.extend([len(record.preempted) for record in records])
+    columns.resumed.extend([len(record.resumed) for record in records])
+    columns.outcomes.extend([len(record.outcomes) for record in records])
 
 
 def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
@@ -144,17 +148,18 @@ def _byte_columns(records: Sequence[StepRecord]) -> bytes:
     """Return the token rows of the records as TokenColumns.byte_columns has them."""
     # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
     told = [record for record in records if record.slots]
-    table = np.empty((7, sum(len(record.slots) for record in told)), "<u4")
+    table = np.empty((7, sum([len(record.slots) for record in told])), "<u4")
     measured, end = table[4:].view("<f4"), 0
+    columns = [r.slots for r in told], [r.phases for r in told], [r.row_flags() for r in told]
+    for row, parts in enumerate(columns):
+        # NumPy reads an array of numbers faster than a list.
+        table[row] = array("I", [*chain.from_iterable(parts)])
+    table[3], measured[:] = 0, np.nan
     for record in told:
         begin, end = end, end + len(record.slots)
-        rows = slice(begin, end)
-        for row, column in enumerate((record.slots, record.phases, record.row_flags())):
-            # NumPy reads an array of numbers faster than a list.
-            table[row, rows] = array("I", column)
         if record.told is None:
-            table[3, rows], measured[:, rows] = 0, np.nan
             continue
+        rows = slice(begin, end)
         at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.decode(record.told)
         table[3, rows], measured[0, rows] = signals.end_rank[at], signals.entropy_nats[at]
         measured[1, rows], measured[2, rows] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
