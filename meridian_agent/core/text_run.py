@@ -169,13 +169,19 @@ class TextRun:
         if self.steps >= self._steps_until_cap:
             self._check_caps()
         if self._stale:
-            self.rows = [row for row, live in enumerate(self._by_row) if live is not None]
-            self.slots = [self._slots[row] for row in self.rows]
-            self.phases = [self._phases[row] for row in self.rows]
-            self._stale = False
+            self._renew_columns()
         if self.members == len(self._by_row):
             return []
         return [row for row, live in enumerate(self._by_row) if live is None]
+
+    def _renew_columns(self) -> None:
+        self._stale = False
+        if self.members == len(self._by_row):
+            self.rows, self.slots, self.phases = [*range(self.members)], [*self._slots], [*self._phases]
+            return
+        self.rows = [row for row, live in enumerate(self._by_row) if live is not None]
+        self.slots = [self._slots[row] for row in self.rows]
+        self.phases = [self._phases[row] for row in self.rows]
 
     def _check_caps(self) -> None:
         left = {live: live.text_tokens() for live in self._by_row if live is not None}
@@ -196,7 +202,7 @@ class TextRun:
         that are not text.
         """
         rows = len(request_ids)
-        if not self.whole or self._stale or rows != self.members or rows != len(sampled):
+        if not self.whole or rows != self.members or rows != len(sampled):
             return None
         # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
         if self.steps >= self._steps_until_cap or SEPARATOR.join(request_ids) != self._joined:
@@ -207,6 +213,8 @@ class TextRun:
             return self._count_all_several(several_of(sampled), markers)
         if not markers.isdisjoint(tokens):
             return None
+        if self._stale:
+            self._renew_columns()
         self.steps += 1
         self._newest = tokens
         if self.tokens_per_step > 1:
@@ -221,6 +229,8 @@ class TextRun:
         tokens, lengths = several.tokens, several.lengths
         if min(lengths) < 1 or max(lengths) > self.tokens_per_step or not markers.isdisjoint(tokens):
             return None
+        if self._stale:
+            self._renew_columns()
         self._count_several(several, [tokens[end - 1] for end in several.ends])
         self.lengths = lengths
         return tokens

@@ -83,6 +83,17 @@ def test_a_request_joins_after_its_first_step() -> None:
     assert [live.state.think_tokens for live in tracker.by_id.values()] == [13, 7]
 
 
+def test_the_step_after_a_request_joined_is_counted_as_a_whole() -> None:
+    tracker, text = tracker_of(), [[TEXT], [TEXT]]
+    for name in "ab":
+        opened(tracker, name)
+    stepped(tracker, {"a": [TEXT]}, 2)
+    assert tracker.run.count_all(["a", "b"], text, {START, END}) is None, "a request is not a member yet"
+    assert step(tracker, {"a": [TEXT], "b": [TEXT]}) == "b"
+    assert tracker.run.count_all(["a", "b"], text, {START, END}) == [TEXT, TEXT]
+    assert (tracker.run.rows, tracker.run.slots) == ([0, 1], [0, 1]), "the columns have the new member"
+
+
 def test_a_request_that_a_step_leaves_out_joins_again() -> None:
     tracker = tracker_of()
     a, b = (opened(tracker, name) for name in "ab")
