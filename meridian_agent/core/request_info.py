@@ -79,6 +79,9 @@ class Overrides(NamedTuple):
     complaint: str
 
 
+NOTHING_SET = Overrides("", "", "", None, None, MAX_TOKENS, "")
+
+
 def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
     adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector."""
@@ -97,7 +100,7 @@ def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> Reque
         max_tokens=min(request.max_tokens, MAX_TOKENS),
         min_think_tokens=own.min_think_tokens,
         max_think_tokens=min((cap for cap in caps if cap is not None), default=None),
-        traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
+        traceparent=clean(request.trace_headers.get("traceparent", "")) if request.trace_headers else "",
         context_tokens=scheduler.max_model_len - request.num_prompt_tokens,
         remote_decode=scheduler.connector is not None and _is_remote_decode(request.kv_transfer_params),
         hand_over_candidate=_extra(request, CANDIDATE) == 1,
@@ -118,13 +121,16 @@ def _extra(request: Any, name: str) -> object:
 def handed_over_ref(request: Any) -> str:
     """Return the reference of the decision that a request continues, from its `vllm_xargs`; empty for every other
     request."""
-    return clean(_extra(request, HAND_OVER))
+    value = _extra(request, HAND_OVER)
+    return clean(value) if value != "" else ""
 
 
 def read(extra_args: Mapping[str, object] | None) -> Overrides:
     """Read the values that a request sets for itself. A value that cannot be used is ignored and named in `complaint`;
     nothing is raised."""
-    extra = extra_args or {}
+    if not extra_args:
+        return NOTHING_SET
+    extra = extra_args
     complaints: list[str] = []
     tenant, slo_class, effort = (clean(extra.get(f"meridian_{name}", "")) for name in ("tenant", "slo_class", "effort"))
     floor = _tokens(extra, "meridian_min_think_tokens", complaints)
