@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine
     from tests.engine.matrix.stock import Stock
 
-EXAMPLE = ("example", "example-async", "example-v2-async")
+EXAMPLE = ("example", "example-async", "example-v2", "example-v2-async")
 NIXL = ("nixl", "nixl-async")
 # Calls that report the course of a single request, each made once for each request.
 OF_ONE = ("on_new_request", "request_finished", "request_finished_all_groups")

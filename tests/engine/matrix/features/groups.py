@@ -22,6 +22,7 @@ CHECKED = 3
     "several KV cache groups: output as stock's beside EAT probes, their value, caps",
     "windows-v1",
     "windows",
+    "windows-v2",
     "windows-v2-async",
 )
 def groups(engine: Engine) -> None:
