@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def refusal(scheduler: Any) -> str:
     """Return why no probe can be a row of its request on this engine; empty if probes can."""
-    if lacking := unfit_probe_rows():
+    if lacking := unfit_probe_rows(bool(scheduler.use_v2_model_runner)):
         return lacking
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -28,7 +28,6 @@ def refusal(scheduler: Any) -> str:
     obstacles = (
         # The step would already compute the token after the one where the probe belongs.
         (scheduler_api.is_async(scheduler), "asynchronous scheduling"),
-        (scheduler.use_v2_model_runner, "Model Runner V2"),
         (scheduler.num_spec_tokens, "draft tokens"),
         (config.parallel_config.world_size > 1, "several ranks"),
         (config.lora_config is not None, "LoRA"),

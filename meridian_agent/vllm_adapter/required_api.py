@@ -270,19 +270,25 @@ V1_RUNNER: Table = {
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids",),
     _OUTPUT: ("get_output()",),
 }
-# The API that the engine core and Model Runner V1 need to compute an EAT probe as a row of the probed request. Without
-# this API, or before the first release with which it was tried, each probe is a request of its own.
+# The API that the engine core, and each of vLLM's model runners, needs to compute an EAT probe as a row of the probed
+# request. Without this API, or before the first release with which it was tried, each probe is a request of its own.
 PROBE_ROWS_FROM = (0, 32)
 PROBE_ROWS: Table = {
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_prepare_inputs(_, _)",),
-    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("sample_hidden_states",),
-    "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_tokens_no_spec", "req_id_to_index", "token_ids_cpu"),
     "vllm.v1.core.sched.scheduler:Scheduler": ("connector", "use_v2_model_runner"),
     "vllm.v1.request:Request": ("mm_features", "spec_token_ids", "structured_output_request"),
     "vllm.v1.kv_cache_interface:AttentionSpec": (),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("kv_cache_spec",),
     "vllm.config.cache:CacheConfig": ("kv_sharing_fast_prefill",),
     "vllm.config.model:ModelConfig": ("enable_prompt_embeds",),
+}
+V1_PROBE_ROWS: Table = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_prepare_inputs(_, _)",),
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("sample_hidden_states",),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_tokens_no_spec", "req_id_to_index", "token_ids_cpu"),
+}
+V2_PROBE_ROWS: Table = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("prepare_inputs(_, **_)", "sample(_, **_)"),
+    "vllm.v1.worker.gpu.input_batch:InputBatch": ("input_ids", "logits_indices", "query_start_loc_np", "seq_lens"),
 }
 V2_RUNNER: Table = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (

@@ -39,12 +39,14 @@ def unfit_worker(v2_runner: bool) -> str:
     return _lacks(required_api.V2_RUNNER if v2_runner else required_api.V1_RUNNER)
 
 
-def unfit_probe_rows() -> str:
-    """Return what this vLLM lacks for EAT probes that are rows of the probed requests; empty if nothing is missing."""
+def unfit_probe_rows(v2_runner: bool) -> str:
+    """Return what this vLLM lacks for EAT probes that are rows of the probed requests; empty if nothing is missing.
+    v2_runner: the worker uses Model Runner V2 instead of V1."""
     first = required_api.PROBE_ROWS_FROM
     if minor() < first:
         return f"vLLM {vllm_version()} is older than {first[0]}.{first[1]}"
-    return _lacks(required_api.PROBE_ROWS)
+    runner = required_api.V2_PROBE_ROWS if v2_runner else required_api.V1_PROBE_ROWS
+    return _lacks(required_api.PROBE_ROWS | runner)
 
 
 def unfit_limit(name: str) -> str:

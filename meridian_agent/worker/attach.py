@@ -12,7 +12,7 @@ from meridian_kernels import EntropyProbe, KernelError
 
 from meridian_agent.core.step_signals import expected_backend
 from meridian_agent.worker.observer import Observer
-from meridian_agent.worker.probe_rows import ProbeRows
+from meridian_agent.worker.probe_rows import ProbeRows, ProbeRowsV2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,12 +56,13 @@ def probe_for(worker: Any) -> EntropyProbe:
         return EntropyProbe(backend="cuda", strict=True, device=device.index or 0, max_rows=rows)
 
 
-def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[], str]) -> None:
+def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[bool], str]) -> None:
     """Wrap the methods of one worker's model runner, on the instance. Tensor-parallel ranks past the first are not
     wrapped, because vLLM drops their output.
 
     unfit: returns what the model runner (V2 if its argument is true) lacks for measuring; empty if nothing is missing.
-    no_probe_rows: returns what this vLLM lacks for probes that are rows of their requests; empty if nothing is missing.
+    no_probe_rows: returns what this vLLM and model runner lack for probes that are rows of their requests; empty if
+    nothing is missing.
     """
     if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
         return
@@ -86,8 +87,8 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[]
         logger.warning("meridian: this worker does not measure entropy: %s", error)
         observer.guard.switch_off(f"{type(error).__name__}: {error}")
     drafting = worker.vllm_config.speculative_config is not None
-    if not (v2_runner or drafting or observer.guard.fault or no_probe_rows()):
-        observer.probe_rows = ProbeRows(runner)
+    if not (drafting or observer.guard.fault or no_probe_rows(v2_runner)):
+        observer.probe_rows = ProbeRowsV2(runner) if v2_runner else ProbeRows(runner)
     probe_rows = observer.probe_rows
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
@@ -100,7 +101,7 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[]
 
     @functools.wraps(sample_tokens)
     def observed_sample(*args: Any, **kwargs: Any) -> Any:
-        if probe_rows is not None:
+        if isinstance(probe_rows, ProbeRows):
             probe_rows.split()
         observer.guard.run(observer.before_sampling)
         output = sample_tokens(*args, **kwargs)

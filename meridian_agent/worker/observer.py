@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_agent.core.step_signals import SignalBytes
-    from meridian_agent.worker.probe_rows import ProbeRows
+    from meridian_agent.worker.probe_rows import ProbeRows, ProbeRowsV2
 
 
 # Indices of the columns of StepSignals, in their order, among the columns that a probe measures; and the place of the
@@ -138,7 +138,7 @@ class Observer:
         self._wanted: tuple[int, Set[str]] | None = None
         self._measurement: Measurement | None = None
         # The probes that steps compute as rows of their requests; None if this runner cannot.
-        self.probe_rows: ProbeRows | None = None
+        self.probe_rows: ProbeRows | ProbeRowsV2 | None = None
         # With Model Runner V2: the batch for which the runner computes logits next.
         self._awaited: Any = None
         # Whether the next signals carry the backend's name. A new agent does not know the name, and it first sends its
@@ -173,8 +173,7 @@ class Observer:
             req_ids = self._runner.input_batch.req_ids
             # If draft tokens are made on the GPU, only the runner's own scheduler output knows how many there were.
             drafts = state.scheduler_output.scheduled_spec_decode_tokens
-            probed = None if self.probe_rows is None else self.probe_rows.logits
-            self._measure(state.logits, req_ids, first_rows(req_ids, drafts), probed)
+            self._measure(state.logits, req_ids, first_rows(req_ids, drafts))
 
     def on_logits(self, logits: Any) -> None:
         """Begin to measure the logits of Model Runner V2. The first logits computed inside `sample_tokens` are the ones
@@ -185,13 +184,12 @@ class Observer:
             drafts = len(logits) != len(batch.req_ids)
             self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1] if drafts else None)
 
-    def _measure(
-        self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None, probed: Any = None
-    ) -> None:
-        """Begin to measure the rows of the requests. probed: these rows, followed by those of probes; None without
-        probes."""
+    def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
+        """Begin to measure the rows of the requests, and those of the step's probes."""
         assert self._wanted is not None
         end, excluded_ids = self._wanted
+        # The rows of the requests, followed by those of the probes; None without probes.
+        probed = None if self.probe_rows is None else self.probe_rows.logits
         rows = self._which.rows(req_ids, excluded_ids, first_row, len(logits)) if excluded_ids else None
         chosen = None if rows is None else rows.chosen
         if probed is None:

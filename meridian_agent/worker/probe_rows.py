@@ -1,4 +1,4 @@
-"""Computes EAT probes as further rows of logits in Model Runner V1, behind the rows that vLLM samples from.
+"""Computes EAT probes as further rows of logits in a model runner, behind the rows that vLLM samples from.
 
 vLLM never sees these rows: it samples from the same rows, in the same order, as without probes. Runs on the worker's
 thread.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ProbeRows:
-    """The probe rows of one model runner, whose `_prepare_inputs` it wraps."""
+    """The probe rows of one Model Runner V1, whose `_prepare_inputs` it wraps."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -65,3 +65,72 @@ class ProbeRows:
         self.logits, own = state.logits, len(state.logits) - count
         hidden = state.sample_hidden_states[:own]
         self._runner.execute_model_state = state._replace(logits=self.logits[:own], sample_hidden_states=hidden)
+
+
+class ProbeRowsV2:
+    """The probe rows of one Model Runner V2, whose `prepare_inputs` and `sample` it wraps, and its model's
+    `compute_logits`.
+
+    V2 knows of no draft tokens, so it takes a request's last place in the step for the place of its newest token, and
+    all places for computed. `prepare_inputs` gets the places right, and `sample` says that the probes' tokens are
+    rejected, so that the worker's count of computed tokens stays the engine core's.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        # All rows of the newest logits, those of the step's probes at the end; None if there are no such rows.
+        self.logits: Any = None
+        # The step's probes: the index of each one's hidden state, and the number of appended tokens of each request of
+        # the batch; None without probes. The hidden states are there while vLLM samples.
+        self._step: tuple[Any, Any] | None = None
+        self._hidden: Any = None
+        prepare_inputs, sample, compute_logits = runner.prepare_inputs, runner.sample, runner.model.compute_logits
+
+        @functools.wraps(prepare_inputs)
+        def prepare_with_probes(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = prepare_inputs(scheduler_output, *args, **kwargs)
+            probes = getattr(scheduler_output, PROBE_ROWS, None)
+            self._step = self._append(batch, probes) if probes else None
+            return batch
+
+        @functools.wraps(sample)
+        def sample_without_probes(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            step, self._step = self._step, None
+            if step is None:
+                return sample(hidden_states, *args, **kwargs)
+            places, appended = step
+            self._hidden = hidden_states[places]
+            output, sampled, rejected = sample(hidden_states, *args, **kwargs)
+            return output, sampled, rejected + appended
+
+        @functools.wraps(compute_logits)
+        def compute_with_probes(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            hidden, self._hidden, self.logits = self._hidden, None, None
+            if hidden is None:
+                return compute_logits(hidden_states, *args, **kwargs)
+            own = len(hidden_states)
+            both = hidden_states.new_empty(own + len(hidden), hidden_states.shape[-1])
+            both[:own], both[own:] = hidden_states, hidden
+            self.logits = compute_logits(both, *args, **kwargs)
+            return self.logits[:own]
+
+        runner.prepare_inputs, runner.sample = prepare_with_probes, sample_without_probes
+        runner.model.compute_logits = compute_with_probes
+
+    @staticmethod
+    def _append(batch: Any, probes: Mapping[str, Sequence[int]]) -> tuple[Any, Any]:
+        """Write the tokens of each probe behind the newest token of its request, and let vLLM sample from the latter's
+        row. Return the index of each probe's hidden state, and the number of appended tokens of each request."""
+        row_of = {request_id: row for row, request_id in enumerate(batch.req_ids)}
+        rows, counts = [row_of[request_id] for request_id in probes], [len(tokens) for tokens in probes.values()]
+        ends = [int(batch.query_start_loc_np[row + 1]) for row in rows]
+        newest = [end - count - 1 for end, count in zip(ends, counts, strict=True)]
+        own, ids = batch.logits_indices, batch.input_ids
+        last, first, of = own.new_tensor([end - 1 for end in ends]), own.new_tensor(newest), own.new_tensor(rows)
+        # V2 has written the newest token to the last place.
+        ids[first] = ids[last]
+        places = [start + i for start, count in zip(newest, counts, strict=True) for i in range(1, count + 1)]
+        ids[own.new_tensor(places)] = ids.new_tensor([token for tokens in probes.values() for token in tokens])
+        own[of] = first
+        appended = batch.seq_lens.new_zeros(len(batch.req_ids))
+        appended[of] = appended.new_tensor(counts)
+        return last, appended

@@ -29,6 +29,7 @@ CHOSEN = {
         "aborts",
     ),
     "ngram": (*SIGNALS_AND_CAPS, "drafts"),
+    "v2": ("EAT probes", "sampled with a seed"),
     "v2-async": SIGNALS_AND_CAPS,
     "marked-async": ("markers",),
     "example": ("ExampleConnector", "steps of nothing", "blocks that a connector keeps"),

@@ -22,7 +22,9 @@ from meridian_agent.vllm_adapter.required_api import (
     LIMITS,
     METRICS,
     PROBE_ROWS,
+    V1_PROBE_ROWS,
     V1_RUNNER,
+    V2_PROBE_ROWS,
     V2_RUNNER,
     Imported,
     missing,
@@ -61,7 +63,8 @@ def test_both_ways_to_look_find_everything() -> None:
     assert sources.version() == version.vllm_version().split("+")[0]
     assert missing(sources, ALL) == []
     assert missing(Imported(), ALL) == []
-    assert missing(sources, PROBE_ROWS) == missing(Imported(), PROBE_ROWS) == []
+    for table in (PROBE_ROWS, V1_PROBE_ROWS, V2_PROBE_ROWS):
+        assert missing(sources, table) == missing(Imported(), table) == []
     assert version.unfit() == version.unfit_worker(False) == ""
     for name, table in LIMITS.items():
         assert missing(sources, table) == []

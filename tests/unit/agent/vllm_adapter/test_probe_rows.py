@@ -18,7 +18,7 @@ from meridian_agent.core.step_signals import PROBE_ROWS, PROBED
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import probe_rows
-from meridian_agent.worker.probe_rows import ProbeRows
+from meridian_agent.worker.probe_rows import ProbeRows, ProbeRowsV2
 
 BLOCK = 16
 
@@ -134,6 +134,47 @@ def test_a_step_without_probes_is_left_alone() -> None:
     rows.split()
     assert rows.logits is None
     assert runner.execute_model_state is state
+
+
+class RunnerV2:
+    """A Model Runner V2 that puts each request's newest token in its last place of the step and samples from there."""
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(compute_logits=lambda hidden: 10 * hidden)
+        self.sampled: Any = None
+
+    def prepare_inputs(self, output: Any, tokens: dict[str, int]) -> Any:
+        ends = torch.tensor([0, *tokens.values()]).cumsum(0)
+        last, ids = ends[1:] - 1, torch.zeros(8, dtype=torch.int32)
+        ids[last] = torch.tensor([100 + row for row in range(len(tokens))], dtype=torch.int32)
+        lengths = torch.tensor(list(tokens.values()), dtype=torch.int32)
+        return SimpleNamespace(
+            req_ids=list(tokens), query_start_loc_np=ends.numpy(), logits_indices=last, input_ids=ids, seq_lens=lengths
+        )
+
+    def sample(self, hidden: Any, batch: Any) -> Any:
+        self.sampled = self.model.compute_logits(hidden[batch.logits_indices])
+        return "output", torch.ones(3), torch.zeros(3, dtype=torch.int32)
+
+
+def test_runner_v2_samples_from_the_newest_token_and_rejects_the_probes() -> None:
+    runner: Any = RunnerV2()
+    rows = ProbeRowsV2(runner)
+    hidden = torch.arange(6.0).reshape(6, 1)
+    output = SimpleNamespace(**{PROBE_ROWS: {"c": [7, 8], "a": [9]}})
+    # V2 orders requests by their tokens: b's newest token; a's and 9; c's, 7 and 8.
+    batch = runner.prepare_inputs(output, {"b": 1, "a": 2, "c": 3})
+    assert batch.input_ids.tolist() == [100, 101, 9, 102, 7, 8, 0, 0]
+    assert batch.logits_indices.tolist() == [0, 1, 3]
+    said, sampled, rejected = runner.sample(hidden, batch)
+    assert (said, sampled.tolist(), rejected.tolist()) == ("output", [1, 1, 1], [0, 1, 2])
+    assert runner.sampled.flatten().tolist() == [0, 10, 30]
+    assert rows.logits.flatten().tolist() == [0, 10, 30, 50, 20], "the probes' rows come in the engine core's order"
+    # The next step has no probes.
+    batch = runner.prepare_inputs(SimpleNamespace(), {"b": 1, "a": 1, "c": 1})
+    assert batch.logits_indices.tolist() == [0, 1, 2]
+    assert runner.sample(hidden, batch)[2].tolist() == [0, 0, 0]
+    assert rows.logits is None
 
 
 def test_a_probe_whose_request_is_left_out_of_the_step_waits_for_it() -> None:
