@@ -49,7 +49,8 @@ def probe_for(worker: Any) -> EntropyProbe:
         raise KernelError(expected_backend(str(device.type))[1])
     config = worker.vllm_config
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
-    rows = config.scheduler_config.max_num_seqs * (1 + drafts)
+    # A request has a row for its next token, and one for each of its drafts, or one for its probe.
+    rows = config.scheduler_config.max_num_seqs * (1 + max(drafts, 1))
     with warnings.catch_warnings():
         # `attach` logs the probe's fallback, so the warning would only repeat it.
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -190,12 +190,19 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
     gives torch's operations the CPU as their device."""
     operations = torch_ops.TorchOps
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(torch_ops, "TorchOps", lambda device, max_rows: operations("cpu", max_rows, 1000))
+    rows = list[int]()
+
+    def on_the_cpu(device: str, max_rows: int) -> Any:
+        rows.append(max_rows)
+        return operations("cpu", max_rows, 1000)
+
+    monkeypatch.setattr(torch_ops, "TorchOps", on_the_cpu)
     caplog.set_level(logging.INFO, "vllm.meridian")
     monkeypatch.setattr(logging.getLogger("vllm.meridian"), "propagate", True)
     own = worker("cuda", later=later, v2=v2)
     attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
     assert "slower than the CUDA kernel: ModuleNotFoundError" in caplog.text
+    assert rows == [2 * own.vllm_config.scheduler_config.max_num_seqs], "each request may have a probe as a row"
     batch = torch.randn(2, 50)
     output = step(own, asked(batch, frozenset("b")))
     output = output.get_output() if later else output
