@@ -116,17 +116,21 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     order = encoded[0].astype(np.uint16).argsort(kind="stable")
     rows = encoded.take(order, axis=1)
     whole = rows[:4].astype(np.int64)
-    if len(order) and not _all_live(whole[0], live):
+    edges = _slot_edges(whole[0])
+    s = whole[0].take(edges[:-1])
+    if len(s) and not _all_live(s, live):
         is_live = live.take(whole[0], mode="clip") & (whole[0] < len(live))
         order, rows, whole = order[is_live], rows[:, is_live], whole[:, is_live]
+        edges = _slot_edges(whole[0])
+        s = whole[0].take(edges[:-1])
     slot, phase, flags, end_rank = whole
-    _keep_known_phases(phase)
-    edges = _slot_edges(slot)
+    phases_seen, seen = np.bitwise_or.reduce(whole[1:3], axis=1).tolist()
+    _keep_known_phases(phase, phases_seen)
     first, last = edges[:-1], edges[1:] - 1
     if len(slot) > MAX_ROWS_PER_SLOT and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
         raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
-    seen, thinks = int(np.bitwise_or.reduce(flags)), phase == agent_pb2.PHASE_THINK
-    thinking, answering = thinks, phase == agent_pb2.PHASE_OUTPUT
+    thinking = thinks = phase == agent_pb2.PHASE_THINK
+    answering = phase == agent_pb2.PHASE_OUTPUT
     if seen & FLAG_MARKER:
         text = (flags & FLAG_MARKER) == 0
         thinking, answering = thinks & text, answering & text
@@ -146,7 +150,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         first=first,
         last=last,
         edges=edges,
-        s=slot.take(first),
+        s=s,
         flags_seen=seen,
         end_logprob_nats=end_logprob_nats,
         top_logprob_nats=top_logprob_nats,
@@ -155,9 +159,9 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     )
 
 
-def _all_live(slot: NDArray[np.int64], live: NDArray[np.bool_]) -> bool:
-    """Whether all rows belong to live slots. slot: [rows]. live: [slots]."""
-    return all_in(live.take(slot, mode="clip")) and all_in(slot < len(live))
+def _all_live(s: NDArray[np.int64], live: NDArray[np.bool_]) -> bool:
+    """Whether all slots of a report are live. s: the report's slots, ascending. live: [slots of the table]."""
+    return s.item(-1) < len(live) and all_in(live.take(s))
 
 
 def _slot_edges(slot: NDArray[np.int64]) -> NDArray[np.intp]:
@@ -250,7 +254,7 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
     """
     encoded = _encoded(columns)
     whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
-    _keep_known_phases(whole[1])
+    _keep_known_phases(whole[1], int(np.bitwise_or.reduce(whole[1])))
     return whole, measured
 
 
@@ -263,10 +267,10 @@ def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
 
 
-def _keep_known_phases(phase: NDArray[np.int64]) -> None:
-    """Replace phases that are not known by PHASE_UNSPECIFIED."""
+def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
+    """Replace phases that are not known by PHASE_UNSPECIFIED. seen: the bits that any phase has."""
     # All bits of PHASE_OUTPUT are set, so no phase is out of range unless the bits of all phases together are.
-    if int(np.bitwise_or.reduce(phase)) not in range(agent_pb2.PHASE_OUTPUT + 1):
+    if not 0 <= seen <= agent_pb2.PHASE_OUTPUT:
         phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
 
 
