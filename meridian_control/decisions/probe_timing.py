@@ -99,13 +99,15 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
             row = is_due.take(history.rows.slot).nonzero()[0]
     if not (len(row) or len(due)):
         return None
-    row = row[history.thinks[row] & (history.think_tokens[row] >= since[history.rows.slot[row]])]
+    slot = history.rows.slot.take(row)
+    passed = history.thinks.take(row) & (history.think_tokens.take(row) >= since.take(slot))
     # If the outcome of the previous probe came in this report, the next probe is due after that outcome.
-    if history.probed:
+    if not history.probed.keys().isdisjoint(due.tolist() or slot.tolist()):
         free_in = np.full(len(waits), -1)
         free_in[list(history.probed)] = list(history.probed.values())
-        row = row[history.step[row] >= free_in[history.rows.slot[row]]]
-    row = row[differs(history.rows.slot[row])]
+        passed &= history.step.take(row) >= free_in.take(slot)
+    row = row[passed]
+    row = row[differs(slot[passed])]
     return at_rows_or_end(table, row, due)
 
 
