@@ -23,6 +23,7 @@ from meridian_control.decisions.table_columns import (
     RPDI,
     SIGNAL_ROW,
     place_of,
+    places_of,
     words_of,
 )
 from meridian_control.decisions.token_rows import FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT, rows_of
@@ -41,6 +42,8 @@ THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
 ENTROPY_SUM, ENTROPY_WINDOW_SUM = map(place_of, ("entropy_sum", "entropy_window_sum"))
 ENTROPY_SUMS = words_of("entropy_sum", "entropy_window_sum")
+# Type and place, in numbers of that type, of each column that a probe's result changes.
+PROBE_PLACES = {name: (SIGNAL_ROW[name].base, places_of(name)) for name in PROBE_COLUMNS}
 # For each word with a value at a sentence end, the word that had the value at the sentence end before; the newest
 # values are written afterwards.
 SHIFTED = np.maximum(np.arange(RPDI.stop) - 1, 0)
@@ -83,9 +86,10 @@ class Unsampled:
         self._words = words
 
     def __getattr__(self, name: str) -> Any:
-        if name not in PROBE_COLUMNS:
+        if name not in PROBE_PLACES:
             raise AttributeError(name)
-        column = self._words.view(SIGNAL_ROW)[:, 0][name]
+        kind, place = PROBE_PLACES[name]
+        column = self._words.view(kind)[:, place]
         setattr(self, name, column)
         return column
 
@@ -368,8 +372,9 @@ def values_at_ends(
     newest = before.take(SHIFTED, axis=1)
     newest[:, 0] = rows.end_rank.take(known)
     values = newest.view(np.float64)
-    values[:, MARGINS.start] = rows.margin_nats(known)
-    values[:, RPDI.start] = ratio_of_means(width, held[:, ENTROPIES] - over[ENTROPIES], total, newest_sum)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values[:, MARGINS.start] = rows.margin_nats(known)
+        values[:, RPDI.start] = ratio_of_means(width, held[:, ENTROPIES] - over[ENTROPIES], total, newest_sum)
     if any_in(owner[1:] == owner[:-1]):
         index = np.arange(len(known))
         _put_earlier_ends(newest, before, index - counts[SENTENCE_ENDS].take(rows.first).take(owner))
@@ -393,7 +398,5 @@ def ratio_of_means(
     width: int, count: NDArray[np.int64], total: NDArray[np.float64], newest_sum: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return RPDI: the mean of the newest `width` entropies divided by the mean of all `count`; NaN while there are
-    fewer."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = (newest_sum / width) / (total / count)
-    return np.where(count >= width, ratio, np.nan)
+    fewer. Call it with NumPy's warnings about divisions off, because a count or a total may be 0."""
+    return np.where(count >= width, (newest_sum / width) / (total / count), np.nan)

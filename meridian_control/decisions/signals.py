@@ -44,4 +44,6 @@ def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:
     known = table.live & (count >= width)
     if not known.any():
         return np.full(len(known), np.nan)
-    return np.where(known, ratio_of_means(width, count, table.entropy_sum, table.entropy_window_sum), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = ratio_of_means(width, count, table.entropy_sum, table.entropy_window_sum)
+    return np.where(known, ratio, np.nan)

@@ -174,6 +174,12 @@ def place_of(name: str) -> int:
     return int(offset) // column.base.itemsize
 
 
+def places_of(name: str) -> int | slice:
+    """Return the place of a signal column in a row, or its places if it has several values, as `place_of` does."""
+    place, shape = place_of(name), SIGNAL_ROW[name].shape
+    return slice(place, place + shape[0]) if shape else place
+
+
 def words_of(first: str, last: str) -> slice:
     """Return the words of a row that hold the signal columns from `first` to `last`."""
     (_, begin, *_), (column, end, *_) = (SIGNAL_ROW.fields[name] for name in (first, last))  # type: ignore[index]

@@ -98,11 +98,10 @@ class TokenRows(NamedTuple):
 
     def margin_nats(self, row: NDArray[np.intp]) -> NDArray[np.float64]:
         """Return the log-probability of the likeliest token minus that of the end marker in these rows, NaN if either
-        was not measured."""
+        was not measured. Call it with NumPy's warnings about invalid values off, because both may be infinite."""
         # The difference is taken in double precision, so that a rule compares the same number that `explain` shows.
-        likeliest = self.top_logprob_nats[row].astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            margin: NDArray[np.float64] = likeliest - self.end_logprob_nats[row]
+        margin: NDArray[np.float64] = self.top_logprob_nats.take(row).astype(np.float64)
+        margin -= self.end_logprob_nats.take(row)
         return margin
 
 
@@ -214,21 +213,26 @@ def intervals(rows: TokenRows, newest: NDArray[np.uint8], newest_ms: NDArray[np.
     answer = rows.answering.nonzero()[0]
     if not len(answer):
         return NO_INTERVALS
-    # First row and number of the rows that share the slot and the time of each answer token.
-    first, count = answer, np.ones(1, np.int64)
+    owner = rows.owner.take(answer)
+    begin, held = rows.first.take(owner), newest.take(owner)
+    begins = begin == answer
+    previous = np.where(begins, held, token_kinds(rows, answer - 1))
     shares = rows.at_ms[1:] == rows.at_ms[:-1]
     shares[rows.first[1:] - 1] = False
+    # First row and number of the rows that share the slot and the time of each answer token.
+    first, count = answer, None
     if any_in(shares):
         edges = np.concatenate([rows.first[:1], (~shares).nonzero()[0] + 1, rows.edges[-1:]])
         group = edges.searchsorted(answer, side="right")
         first, count = edges.take(group - 1), edges.take(group) - edges.take(group - 1)
-    owner = rows.owner.take(answer)
-    begin, held = rows.first.take(owner), newest.take(owner)
-    begins, previous = begin == first, np.where(begin == answer, held, token_kinds(rows, answer - 1))
+        begins = begin == first
     interval_ms = rows.at_ms.take(first) - np.where(begins, newest_ms.take(owner), rows.at_ms.take(first - 1))
     # A report that was delayed in transit gives its rows times that may lie before the previous report's times.
-    interval_ms = np.maximum(interval_ms, 0.0) / count
-    if not all_in(known := ~(begins & (held == NO_TOKEN))):
+    np.maximum(interval_ms, 0.0, out=interval_ms)
+    if count is not None:
+        interval_ms /= count
+    if any_in(unknown := begins & (held == NO_TOKEN)):
+        known = ~unknown
         answer, interval_ms, previous = answer[known], interval_ms[known], previous[known]
     return Intervals(answer, interval_ms, previous)
 
