@@ -220,7 +220,9 @@ class Decider:
         numbers = slots.tolist()
         made = self._ledger.make_probes(reason, numbers, seen[0], seen[1].tolist())
         for decision_id, slot in zip(made, numbers, strict=True):
-            out.probes.add(decision_id=decision_id, slot=slot, placement=where, hold_ms=hold_ms)
+            # Setting the fields takes half of the time of passing them as arguments.
+            probe = out.probes.add()
+            probe.decision_id, probe.slot, probe.placement, probe.hold_ms = decision_id, slot, where, hold_ms
 
     def _plan(self, policy: Policy, out: Out, review: bool, now_ms: float) -> None:
         scheduler, memory, table = policy.scheduler, policy.kv_memory, self._table

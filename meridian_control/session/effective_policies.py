@@ -259,7 +259,8 @@ class Groups:
 
     def of(self, slot: int) -> Policy:
         """Return the policy that holds for the request in a slot; a policy must be in force."""
-        return self._policies[int(self._table.group[slot])]
+        policies = self._policies
+        return policies[0] if len(policies) == 1 else policies[int(self._table.group[slot])]
 
     def shortening(self, slot: int) -> Shortening | None:
         """Return the entry that shortens the request in a slot, None if none does."""

@@ -176,26 +176,26 @@ class Intake:
         columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        asked = map(self._is_asked, ids, slots)
-        known = [row for row, is_asked in zip(zip(*columns, steps, strict=True), asked, strict=True) if is_asked]
+        if self._groups.policy is None:
+            return
+        table, groups, ledger = self._table, self._groups, self._ledger
+        # Results that belong to decisions that wait for them.
+        known = [
+            (made, row)
+            for row in zip(*columns, steps, strict=True)
+            if (made := ledger.open.get(row[0])) is not None and made.slot == row[1] and ledger.concerns(made)
+        ]
         if not known:
             return
         sampled: dict[int, int] = {}
-        for _, slot, *_, step in known:
+        for _, (_, slot, *_, step) in known:
             sampled.setdefault(slot, step)
-        self._table.history.sample(self._table, sampled)
-        table, groups, decisions = self._table, self._groups, self._ledger.open
-        for decision_id, slot, tokens, eat_nats, empty_answer, same_answer, _ in known:
+        table.history.sample(table, sampled)
+        for made, (_, slot, tokens, eat_nats, empty_answer, same_answer, _) in known:
             add_eat_sample(table, slot, eat_nats, groups.of(slot).entropy.ema_alpha, tokens)
             table.note_trial_answer(slot, empty_answer, same_answer)
             groups.count_sample(slot, tokens, eat_nats)
-            decisions[decision_id].measured_eat_nats = eat_nats
-
-    def _is_asked(self, decision_id: int, slot: int) -> bool:
-        """Whether a probe's result belongs to a decision that waits for it."""
-        if self._groups.policy is None or (decision := self._ledger.open.get(decision_id)) is None:
-            return False
-        return decision.slot == slot and self._ledger.concerns(decision)
+            made.measured_eat_nats = eat_nats
 
     def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
         """Take in the cycles and the repeated tokens that the agent has found.
