@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meridian_control.decisions.history import HeldMoments
 
 ROW_BYTES = SIGNAL_ROW.itemsize
-# Places of columns in a row, in numbers of each column's own size: the rows of `History.counts`; cycles and repeated
+# Places of columns in a row, in numbers of each column's own size: the columns of `History.counts`; cycles and repeated
 # tokens, which are known only at the end of a report; the rows of `History.entropy_sums`; and the columns that have
 # their values in the newest row.
 COUNTS = slice(4)
@@ -37,7 +37,7 @@ def packed(parts: Sequence[HeldMoments]) -> list[list[bytes]]:
     rows, here, over, sums, sums_over, newest, ends = zip(*parts, strict=True)
     words = np.concatenate(rows)
     counts, entropy_sums = words[:, COUNTS], words.view(np.float64)[:, SUMS]
-    counts -= (np.concatenate(over, axis=1) - np.concatenate(here, axis=1)).T
+    counts -= np.concatenate(over) - np.concatenate(here)
     entropy_sums -= (np.concatenate(sums_over, axis=1) - np.concatenate(sums, axis=1)).T
     words[:, REPETITIONS] = 0
     phase, flags, *_ = told = np.concatenate(newest, axis=1)

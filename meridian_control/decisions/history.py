@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from meridian_control.decisions.token_rows import TokenRows
 
-# Rows of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
+# Columns of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
 THINK_TOKENS, OUTPUT_TOKENS, SENTENCE_ENDS, ENTROPIES = range(4)
 THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 # Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
@@ -160,7 +160,7 @@ class HeldMoments(NamedTuple):
 
     words: the rows after the report as SIGNAL_ROW has them, but with the EAT columns as they were at the moments,
     [moments, words]. counts, counts_over: the running counts at each moment, and after the slot's last row,
-    [4, moments]. sums, sums_over: the running sums of entropies at the same places, [2, moments]. newest:
+    [moments, 4]. sums, sums_over: the running sums of entropies at the same places, [2, moments]. newest:
     NEWEST_COLUMNS of the newest row, [5, moments]. ends: for each moment that sentence ends follow in the report, its
     index, and an array with the index of the row that has the values at the sentence ends before the moment.
     """
@@ -254,7 +254,7 @@ class History:
     @kept
     def think_tokens(self) -> NDArray[np.int64]:
         """The thinking tokens of the request after each row, [rows]."""
-        added = self.counts[THINK_TOKENS]
+        added = self.counts[:, THINK_TOKENS]
         before = self._think_tokens - added.take(self.rows.edges[1:])
         think_tokens: NDArray[np.int64] = added[1:] + before.take(self.rows.owner)
         return think_tokens
@@ -300,13 +300,13 @@ def no_history() -> History:
 
 
 def running_counts(rows: TokenRows, ends: NDArray[np.intp], measured: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return running sums in the rows THINK_TOKENS to ENTROPIES, [4, places].
+    """Return running sums in the columns THINK_TOKENS to ENTROPIES, [places, 4].
 
     ends: the rows that report a rank at a sentence end. measured: whether a row has the entropy of a thinking token,
     [rows].
     """
-    counts = np.zeros((4, len(rows.slot) + 1), np.int64)
-    added = counts[:, 1:]
+    counts = np.zeros((len(rows.slot) + 1, 4), np.int64)
+    added = counts[1:].T
     added[THINK_TOKENS], added[OUTPUT_TOKENS], added[ENTROPIES] = rows.thinking, rows.answering, measured
     added[SENTENCE_ENDS, ends] = 1
     if rows.flags_seen >> TAKE_BACK_SHIFT:
@@ -314,26 +314,26 @@ def running_counts(rows: TokenRows, ends: NDArray[np.intp], measured: NDArray[np
         from_output = (rows.flags & FLAG_FROM_OUTPUT) != 0
         added[THINK_TOKENS] -= np.where(from_output, 0, back)
         added[OUTPUT_TOKENS] -= np.where(from_output, back, 0)
-    return counts.cumsum(axis=1, out=counts)
+    return np.add.accumulate(counts, axis=0, out=counts)
 
 
 def window_entropies(
     rows: TokenRows,
     measured: NDArray[np.intp],
-    counts: NDArray[np.int64],
+    counts_before: NDArray[np.int64],
     table: tuple[NDArray[np.int64], NDArray[np.int64]],
     window: NDArray[np.float32],
 ) -> Entropies:
     """Add the token entropies of some rows to the sums of entropies and to the windows.
 
-    measured: the rows. counts: as `running_counts` returns them. table: the rows of SIGNAL_ROW of the slots that have
-    rows, before and after the report; the second ones get the sums. window: the newest entropies of each slot, 0 before
+    measured: the rows. counts_before: running counts before each slot's first row, [slots, 4]. table: the rows of
+    SIGNAL_ROW of the slots that have rows, before and after the report; the second ones get the sums. window: the newest entropies of each slot, 0 before
     there are as many, [slots, tokens of the window]; the function writes into it.
     """
     (held, now), width, owner = table, window.shape[1], rows.owner.take(measured)
     # Double precision, so that an entropy leaves the window's sum exactly as it entered.
     entropy = rows.entropy_nats.take(measured).astype(np.float64)
-    earlier = counts[ENTROPIES].take(rows.first)
+    earlier = counts_before[:, ENTROPIES]
     count = (held[:, ENTROPIES] - earlier).take(owner)
     count += np.arange(len(measured))
     at = count % width
@@ -365,8 +365,8 @@ def values_at_ends(
     rows, counts, sums = history.rows, history.counts, history.entropy_sums
     owner = rows.owner.take(known)
     # The counts and entropies after each sentence end, which the table has in them too.
-    over, here, held = counts.take(rows.edges.take(owner + 1), axis=1), counts.take(known + 1, axis=1), now[owner]
-    later = sums.take(over[ENTROPIES], axis=1) - sums.take(here[ENTROPIES], axis=1)
+    over, here, held = counts.take(rows.edges.take(owner + 1), axis=0), counts.take(known + 1, axis=0), now[owner]
+    later = sums.take(over[:, ENTROPIES], axis=1) - sums.take(here[:, ENTROPIES], axis=1)
     total, newest_sum = held.view(np.float64)[:, ENTROPY_SUMS].T - later
     over -= here
     newest = before.take(SHIFTED, axis=1)
@@ -374,11 +374,11 @@ def values_at_ends(
     values = newest.view(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         values[:, MARGINS.start] = rows.margin_nats(known)
-        values[:, RPDI.start] = ratio_of_means(width, held[:, ENTROPIES] - over[ENTROPIES], total, newest_sum)
+        values[:, RPDI.start] = ratio_of_means(width, held[:, ENTROPIES] - over[:, ENTROPIES], total, newest_sum)
     if any_in(owner[1:] == owner[:-1]):
         index = np.arange(len(known))
-        _put_earlier_ends(newest, before, index - counts[SENTENCE_ENDS].take(rows.first).take(owner))
-    return SentenceEnds(known, held[:, SENTENCE_ENDS] - over[SENTENCE_ENDS], newest, before)
+        _put_earlier_ends(newest, before, index - counts[rows.first.take(owner), SENTENCE_ENDS])
+    return SentenceEnds(known, held[:, SENTENCE_ENDS] - over[:, SENTENCE_ENDS], newest, before)
 
 
 def _put_earlier_ends(newest: NDArray[np.int64], before: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:

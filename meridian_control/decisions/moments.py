@@ -78,7 +78,7 @@ class Moments:
         history, words, (here, over) = self._history, self._table.packed(self.slot), self._counts_seen
         if len(earlier := self._earlier):
             words[earlier, PROBE_WORDS] = history.unsampled_of(self.slot[earlier]).words
-        ends = self._ends_before(here[SENTENCE_ENDS], over[SENTENCE_ENDS]) if len(history.ends.row) else []
+        ends = self._ends_before(here[:, SENTENCE_ENDS], over[:, SENTENCE_ENDS]) if len(history.ends.row) else []
         return HeldMoments(words, here, over, *self._sums_seen, self._newest_row, ends)
 
     @property
@@ -183,21 +183,21 @@ class Moments:
 
     def _back(self, name: str, count: int) -> NDArray[Any]:
         """Return a column to which rows add: the table's value minus the sum over the rows after the moment. count:
-        row of `History.counts`."""
-        told: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[count]
+        column of `History.counts`."""
+        told: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[:, count]
         return told
 
     @kept
     def _later(self) -> NDArray[np.int64]:
-        """The sums that the rows after each moment add to the counts, [4, moments]."""
+        """The sums that the rows after each moment add to the counts, [moments, 4]."""
         here, over = self._counts_seen
         return over - here
 
     @kept
     def _counts_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The running counts at each moment, and after the slot's last row, [4, moments]."""
+        """The running counts at each moment, and after the slot's last row, [moments, 4]."""
         counts = self._history.counts
-        return counts.take(self.place, axis=1), counts.take(self._over, axis=1)
+        return counts.take(self.place, axis=0), counts.take(self._over, axis=0)
 
     @kept
     def _later_entropies(self) -> NDArray[np.float64]:
@@ -209,7 +209,7 @@ class Moments:
     def _sums_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The running sums of entropies at each moment, and after the slot's last row, [2, moments]."""
         (here, over), sums = self._counts_seen, self._history.entropy_sums
-        return sums.take(here[ENTROPIES], axis=1), sums.take(over[ENTROPIES], axis=1)
+        return sums.take(here[:, ENTROPIES], axis=1), sums.take(over[:, ENTROPIES], axis=1)
 
     @kept
     def _over(self) -> NDArray[np.intp]:
@@ -244,7 +244,7 @@ class Moments:
 
     @kept
     def boundary_now(self) -> NDArray[np.bool_]:
-        number = self._history.counts[SENTENCE_ENDS]
+        number = self._history.counts[:, SENTENCE_ENDS]
         is_end: NDArray[np.bool_] = self._has_row & (number[self.place] > number[self.place - 1])
         return is_end & (self.step == self._row_step) if "step" in vars(self) else is_end
 
@@ -271,7 +271,8 @@ class Moments:
     def _ends_seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Numbers of the report's sentence ends before each moment, and before the places around the slot's rows."""
         here, over = self._counts_seen
-        return here[SENTENCE_ENDS], self._history.counts[SENTENCE_ENDS].take(self._span[0]), over[SENTENCE_ENDS]
+        begin = self._history.counts[self._span[0], SENTENCE_ENDS]
+        return here[:, SENTENCE_ENDS], begin, over[:, SENTENCE_ENDS]
 
 
 class RowMoments(Moments):
@@ -366,8 +367,8 @@ def changes(table: RequestTable) -> list[RequestChange]:
     row = (changed | is_end if has_ends else changed).nonzero()[0]
     if not len(row):
         return []
-    slot, over, output = rows.slot.take(row), rows.edges.take(rows.owner.take(row) + 1), history.counts[OUTPUT_TOKENS]
-    output_tokens = table.output_tokens[slot] - (output.take(over) - output.take(row + 1))
+    slot, over, counts = rows.slot.take(row), rows.edges.take(rows.owner.take(row) + 1), history.counts
+    output_tokens = table.output_tokens[slot] - (counts[over, OUTPUT_TOKENS] - counts[row + 1, OUTPUT_TOKENS])
     flags = rows.flags.take(row).tolist()
     kinds = ["think_end" if flag & FLAG_END else "phase" for flag in flags]
     columns = history.step.take(row), slot, after.take(row), history.think_tokens.take(row), output_tokens

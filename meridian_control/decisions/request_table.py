@@ -240,9 +240,9 @@ class RequestTable(DecidedColumns):
         known = self._known_ends(rows, held_bytes, newest)
         measured = rows.thinking & np.isfinite(rows.entropy_nats)
         counts = running_counts(rows, known, measured)
-        entropies = window_entropies(rows, measured.nonzero()[0], counts, (held, now), self.window)
-        added = counts.take(rows.edges, axis=1)
-        np.add(counted := now[:, COUNT_WORDS], (added[:, 1:] - added[:, :-1]).T, out=counted)
+        around = counts.take(rows.edges, axis=0)
+        entropies = window_entropies(rows, measured.nonzero()[0], around[:-1], (held, now), self.window)
+        np.add(counted := now[:, COUNT_WORDS], around[1:] - around[:-1], out=counted)
         if rows.flags_seen >> TAKE_BACK_SHIFT:
             # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
             np.maximum(now[:, TOKEN_COUNT_WORDS], 0, out=now[:, TOKEN_COUNT_WORDS])

@@ -139,7 +139,7 @@ HISTORIES: dict[str, tuple[Any, Any, int]] = {
 
 # The columns that token rows change, the columns that a probe's result changes, and the others from which the decision
 # log takes a decision's signals. The table keeps each request's values of them side by side, in rows of SIGNAL_ROW, so
-# that they are copied at once. The first four columns are the rows of `History.counts`, in its order, and `end_rank`,
+# that they are copied at once. The first four columns are those of `History.counts`, in its order, and `end_rank`,
 # `entropy_nats` and `end_logprob_nats` lie in the order of TokenColumns.byte_columns.
 ROW_COLUMNS = (
     *("think_tokens", "output_tokens", "boundary_count", "entropy_count"),
