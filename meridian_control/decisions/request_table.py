@@ -316,6 +316,11 @@ class RequestTable(DecidedColumns):
         self.repeated_tokens[slots] = tokens
         self._repeats_known = len(slots) > 0
 
+    @property
+    def repeats(self) -> bool:
+        """Whether any request repeats itself as of the newest report."""
+        return self._loops_known or self._repeats_known
+
     def set_group(self, slot: int, group: int) -> None:
         """Note which of the session's policies holds for a request."""
         self.group[slot] = group

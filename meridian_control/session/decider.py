@@ -77,14 +77,14 @@ class Decider:
         if not (self._can.force_end and self._knows_markers):
             return
         self._caps(policy, out)
-        groups = list(self._groups.in_use())
+        groups = self._groups.in_use()
         if reported:
             self._ends_in_report(groups, out)
         if self.review:
             for own, among in groups:
                 stays = ~self._table.closing
                 self._ends(own, out, self._table, stays if among is None else among & stays)
-        for own, among in groups:
+        for own, among in groups if self._table.repeats else ():
             for slot in loop_rules.loops(own, self._table, among).tolist():
                 self._end(own, agent_pb2.FORCE_REASON_LOOP, self._table, slot, out)
             for slot in loop_rules.near_loops(own, self._table, among).tolist():
@@ -92,7 +92,7 @@ class Decider:
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
         """Decide probes, the plan and tiers, once the table has dropped closed requests."""
-        groups, review = list(self._groups.in_use()), self.review
+        groups, review = self._groups.in_use(), self.review
         self.review = False
         if self._can.eat_probe and self._knows_markers:
             for own, among in groups:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from meridian_control.budgets.stages import Shortening, in_stages, matching, shortened
+from meridian_control.common.masks import any_in
 from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
     compared_signals,
@@ -27,7 +28,7 @@ from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.model import Policy, Who
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
@@ -274,12 +275,10 @@ class Groups:
         change = self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
         return self._policies[group], by, change
 
-    def in_use(self) -> Iterator[tuple[Policy, Among]]:
-        """Yield each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""
+    def in_use(self) -> list[tuple[Policy, Among]]:
+        """Return each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""
         if len(self._policies) == 1:
-            yield self._policies[0], None
-            return
-        for index, policy in enumerate(self._policies):
-            among = self._table.live & (self._table.group == index)
-            if among.any():
-                yield policy, among
+            return [(self._policies[0], None)]
+        live, group = self._table.live, self._table.group
+        groups = ((policy, live & (group == index)) for index, policy in enumerate(self._policies))
+        return [(policy, among) for policy, among in groups if any_in(among)]
