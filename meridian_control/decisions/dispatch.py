@@ -159,7 +159,7 @@ def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms:
         return by_deadline
     total = table.prompt_tokens + table.think_tokens + table.output_tokens
     thinks = phase == THINK
-    rank: NDArray[np.int64] = RANK_BY_PHASE[phase] - thinks * SUNK_BOUNDS.searchsorted(total, side="right")
+    rank: NDArray[np.int64] = RANK_BY_PHASE.take(phase) - thinks * SUNK_BOUNDS.searchsorted(total, side="right")
     if policy.strategy == "reasoning_first":
         demoted = thinks & (table.think_tokens >= policy.long_think_tokens)
         rank = np.where(thinks & ~demoted, OUTPUT_RANK, rank)

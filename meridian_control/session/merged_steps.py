@@ -6,6 +6,7 @@ I/O and reads no clock.
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from meridian_control.decisions.token_rows import row_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
@@ -24,13 +25,14 @@ MAX_AGE_MS = 86_400_000
 MAX_STEPS = 1 << 12
 
 
-def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
-    """Yield token rows, prompt tokens and milliseconds of each step for which the report gives all three."""
+def steps(report: agent_pb2.StepReport) -> Iterable[tuple[int, int, float]]:
+    """Return token rows, prompt tokens and milliseconds of each step for which the report gives all three."""
     merged = report.merged
     if merged.rows:
-        yield from zip(merged.rows[:], merged.prefill_tokens[:], merged.step_time_ms[:], strict=True)
-    elif report.steps == 1:
-        yield row_count(report.tokens), report.prefill_tokens, report.step_time_ms
+        return zip(merged.rows[:], merged.prefill_tokens[:], merged.step_time_ms[:], strict=True)
+    if report.steps == 1:
+        return [(row_count(report.tokens), report.prefill_tokens, report.step_time_ms)]
+    return ()
 
 
 def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
@@ -45,7 +47,7 @@ def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
         raise ValueError(
             f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(told)} in {len(told)}"
         )
-    return [step for step, number in enumerate(told) for _ in range(number)]
+    return list(chain.from_iterable(map(repeat, range(len(told)), told)))
 
 
 def step_of_rows(report: agent_pb2.StepReport) -> NDArray[np.int64]:
