@@ -16,14 +16,12 @@ from meridian_control.common.masks import any_in
 from meridian_control.decisions.table_columns import (
     END_WORDS,
     MARGINS,
-    PROBE_COLUMNS,
+    PROBE_PLACES,
     PROBE_WORDS,
     RANKS,
     ROW_WORDS,
     RPDI,
-    SIGNAL_ROW,
     place_of,
-    places_of,
     words_of,
 )
 from meridian_control.decisions.token_rows import FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT, rows_of
@@ -42,8 +40,6 @@ THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
 ENTROPY_SUM, ENTROPY_WINDOW_SUM = map(place_of, ("entropy_sum", "entropy_window_sum"))
 ENTROPY_SUMS = words_of("entropy_sum", "entropy_window_sum")
-# Type and place, in numbers of that type, of each column that a probe's result changes.
-PROBE_PLACES = {name: (SIGNAL_ROW[name].base, places_of(name)) for name in PROBE_COLUMNS}
 # For each word with a value at a sentence end, the word that had the value at the sentence end before; the newest
 # values are written afterwards.
 SHIFTED = np.maximum(np.arange(RPDI.stop) - 1, 0)
@@ -239,8 +235,7 @@ class History:
 
     def places_in(self, slots: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return for each slot the place after its last row of the given step."""
-        begin, end = self.span(slots)
-        parts = zip(begin.tolist(), end.tolist(), steps.tolist(), strict=True)
+        parts = zip(*(column.tolist() for column in (*self.span(slots), steps)), strict=True)
         found = (at + self.step[at:until].searchsorted(step, side="right") for at, until, step in parts)
         return np.fromiter(found, np.intp, len(slots))
 
@@ -294,9 +289,9 @@ class History:
 def no_history() -> History:
     """Return the history of a table without reports."""
     rows, nothing = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0), np.zeros(0)
-    before = Before(np.zeros((0, ROW_WORDS.stop), np.int64))
     counts, entropies = running_counts(rows, rows.first, rows.thinking), Entropies(rows.first, nothing, nothing)
-    return History(rows, before, counts, entropies, think_tokens=rows.s)
+    before = np.zeros((0, ROW_WORDS.stop), np.int64)
+    return History(rows, Before(before), counts, entropies, think_tokens=rows.s)
 
 
 def running_counts(rows: TokenRows, ends: NDArray[np.intp], measured: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -327,8 +322,9 @@ def window_entropies(
     """Add the token entropies of some rows to the sums of entropies and to the windows.
 
     measured: the rows. counts_before: running counts before each slot's first row, [slots, 4]. table: the rows of
-    SIGNAL_ROW of the slots that have rows, before and after the report; the second ones get the sums. window: the newest entropies of each slot, 0 before
-    there are as many, [slots, tokens of the window]; the function writes into it.
+    SIGNAL_ROW of the slots that have rows, before and after the report; the second ones get the sums. window: the
+    newest entropies of each slot, 0 before there are as many, [slots, tokens of the window]; the function writes into
+    it.
     """
     (held, now), width, owner = table, window.shape[1], rows.owner.take(measured)
     # Double precision, so that an entropy leaves the window's sum exactly as it entered.

@@ -174,12 +174,6 @@ def place_of(name: str) -> int:
     return int(offset) // column.base.itemsize
 
 
-def places_of(name: str) -> int | slice:
-    """Return the place of a signal column in a row, or its places if it has several values, as `place_of` does."""
-    place, shape = place_of(name), SIGNAL_ROW[name].shape
-    return slice(place, place + shape[0]) if shape else place
-
-
 def words_of(first: str, last: str) -> slice:
     """Return the words of a row that hold the signal columns from `first` to `last`."""
     (_, begin, *_), (column, end, *_) = (SIGNAL_ROW.fields[name] for name in (first, last))  # type: ignore[index]
@@ -195,6 +189,12 @@ RANKS, MARGINS, RPDI = (
     slice(words.start - END_WORDS.start, words.stop - END_WORDS.start)
     for words in (words_of(name, name) for name in SENTENCE_END_COLUMNS)
 )
+# Type of each column that a probe's result changes, and its place in a row, or its places if it has several values, in
+# numbers of that type.
+PROBE_PLACES: dict[str, tuple[Any, int | slice]] = {
+    name: (SIGNAL_ROW[name].base, slice(place, place + HISTORIES[name][2]) if name in HISTORIES else place)
+    for name, place in ((name, place_of(name)) for name in PROBE_COLUMNS)
+}
 # The other columns of each type. The table keeps them side by side, so that it writes and reads several at once.
 BY_TYPE: dict[Any, tuple[str, ...]] = {
     kind: tuple(name for name, (own, _) in COLUMNS.items() if own is kind and name not in SIGNAL_COLUMNS)
