@@ -33,7 +33,7 @@ INSIDE = Path(__file__).parent / "inside"
 TEST_S = 120
 # Number of reasons printed for tests that fail in stock vLLM, the most frequent ones first.
 MOST_REASONS = 8
-# The default policy with a report for every step, because the tests look after one step, not after eight.
+# The default policy with a report for every step, because the tests look after one step, not after sixteen.
 POLICY = {"telemetry": {"report_interval_steps": 1}}
 
 
