@@ -295,6 +295,8 @@ async def _window(rig: Rig, silence: Silence, slower: float) -> dict[str, Any]:
     fleet.counts = counts = Counts(cut=fleet.counts.cut)
     await asyncio.sleep(rig.windows.seconds)
     await rig.until(lambda _: bool(counts.latencies_s), "an answer", fleet.engines[:1])
+    # The look lists all engines of a replica at once, which holds up the reports that arrive meanwhile.
+    latencies_s = list(counts.latencies_s)
     received_after_s, after = await rig.looked()
     fleet.counts = Counts(cut=counts.cut)
     received_s, used = received_after_s - received_s, after.since(before)
@@ -315,7 +317,7 @@ async def _window(rig: Rig, silence: Silence, slower: float) -> dict[str, Any]:
         "decisions_s": counts.decisions / engine_s,
         "up_bytes_s": counts.up_bytes / engine_s,
         "down_bytes_s": counts.down_bytes / engine_s,
-        "latency_ms": tuple((1e3 * np.percentile(counts.latencies_s, [50, 99])).tolist()),
+        "latency_ms": tuple((1e3 * np.percentile(latencies_s, [50, 99])).tolist()),
         "rows_s": (rows_after - rows) / used.at_s / rig.replicas,
         "wal_bytes_s": (wal_after - wal_bytes) / used.at_s / rig.replicas,
         "connections": connections / rig.replicas,
