@@ -82,6 +82,8 @@ class Fleet:
         self.handovers, self.pool = Handovers(), HandoverPool()
         self.budgets, self.tenants = FleetBudgets(), TenantUsage()
         self.connections: set[Connection] = set()
+        # The same connections by engine id.
+        self._by_engine: dict[str, set[Connection]] = {}
         # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
         # that counters never fall.
         self._counted: set[Connection] = set()
@@ -106,7 +108,7 @@ class Fleet:
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
         same = (hello.engine_id, hello.incarnation)
         # An agent has one stream, so an older stream has ended although its end was not noticed yet.
-        replaced = [c for c in self.connections if c.session.identity == same]
+        replaced = [c for c in self._by_engine.get(hello.engine_id, ()) if c.session.identity == same]
         charged = self.budgets.carried(same, [older.session.charges for older in replaced])
         shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
         session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, charged=charged)
@@ -127,12 +129,21 @@ class Fleet:
         elif wanted is not None:
             self._give_policy(connection, wanted)
         for older in replaced:
-            self.connections.discard(older)
+            self._disconnect(older)
             older.close("replaced")
         self.connections.add(connection)
+        self._by_engine.setdefault(hello.engine_id, set()).add(connection)
         self._counted.add(connection)
         self.departed.remove(hello.engine_id)
         return connection
+
+    def _disconnect(self, connection: Connection) -> None:
+        engine_id = connection.session.hello.engine_id
+        self.connections.discard(connection)
+        others = self._by_engine.get(engine_id, set())
+        others.discard(connection)
+        if not others:
+            self._by_engine.pop(engine_id, None)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -181,7 +192,7 @@ class Fleet:
         Raises NotFound if no live request of the engine has this id.
         """
         now = self.clock()
-        mine = [c for c in self.connections if c.session.hello.engine_id == engine_id]
+        mine = self._by_engine.get(engine_id, set())
         for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
             session = connection.session
             if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
@@ -240,7 +251,7 @@ class Fleet:
         if connection in self.connections:
             self.budgets.carry(connection.session.identity, connection.session.charges)
         self.tenants.take([connection.session.charges])
-        self.connections.discard(connection)
+        self._disconnect(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
         session.close(now)
@@ -249,14 +260,16 @@ class Fleet:
         self.count_end(reason)
         engine_id = session.hello.engine_id
         # An engine with a newer stream is still connected, so the state that is kept for the engine must stay.
-        if all(c.session.hello.engine_id != engine_id for c in self.connections):
+        if engine_id not in self._by_engine:
             session.shadow.new_stream()
             self.departed.add(engine_view(session, connected=False), session.lease_s, now)
         for gone in (forgotten := self.departed.forget(now)):
             self.shadows.pop(gone, None)
         self.handovers.forget(forgotten)
         self.budgets.forget(forgotten)
-        self.share_pool()
+        # A look at all sessions for each engine of a thousand that leave would take minutes.
+        if self.pool.is_used:
+            self.share_pool()
 
     def share_pool(self) -> None:
         """Give each session the engines to which its requests may be handed over, if these engines have changed."""

@@ -30,6 +30,8 @@ class HandoverPool:
     def __init__(self) -> None:
         # The newest answer of each other replica, with its time.
         self._heard: dict[str, tuple[datetime, list[fleet_pb2.Engine]]] = {}
+        # Whether a session could hand requests over when `changed` was last called; if not, no session has engines.
+        self.is_used = False
 
     def hear(self, answers: dict[str, list[fleet_pb2.Engine]], now: datetime) -> None:
         """Take in the connected engines of the other replicas that answered, by the replicas' ids."""
@@ -39,11 +41,12 @@ class HandoverPool:
 
     def changed(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, list[fleet_pb2.AnsweringEngine]]]:
         """Yield each session whose answering engines have changed, with these engines sorted by their ids."""
-        takers = [session for session in sessions if session.policy is not None and session.policy.disagg.enabled]
+        takers = {id(session) for session in sessions if session.policy is not None and session.policy.disagg.enabled}
+        self.is_used = bool(takers)
         found = self._engines(sessions) if takers else {}
         promises = list(self._promises(sessions)) if takers else []
         for session in sessions:
-            mine = [] if session not in takers else _for(session, found.values(), promises)
+            mine = [] if id(session) not in takers else _for(session, found.values(), promises)
             if mine != list(session.handovers.pool):
                 yield session, mine
 
