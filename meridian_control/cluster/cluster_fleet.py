@@ -50,9 +50,9 @@ class WholeFleet:
 
     # -------------------------------------------------------------------------------------------------------- questions
 
-    def local_engines(self) -> list[fleet_pb2.Engine]:
+    async def local_engines(self) -> list[fleet_pb2.Engine]:
         """Return the engines that are connected to this replica, or were until recently."""
-        engines = self.fleet.engines()
+        engines = await self.fleet.engines_in_turns()
         for engine in engines:
             engine.replica = self.replica_id
         return engines
@@ -60,13 +60,13 @@ class WholeFleet:
     async def engines(self, local_only: bool = False) -> tuple[list[fleet_pb2.Engine], list[str]]:
         """Return the engines of all replicas, and the ids of the replicas that did not answer."""
         if self.peers is None or local_only:
-            return self.local_engines(), []
+            return await self.local_engines(), []
         heard, unreachable = await self.peers.ask(_engines)
-        return self._with(heard), unreachable
+        return await self._with(heard), unreachable
 
-    def _with(self, heard: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
+    async def _with(self, heard: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
         """Return this replica's engines and those of the others. heard: the other replicas' engines, by replica id."""
-        return once([*self.local_engines(), *chain.from_iterable(heard.values())])
+        return once([*await self.local_engines(), *chain.from_iterable(heard.values())])
 
     async def requests(
         self, engine_id: str = "", local_only: bool = False
@@ -80,7 +80,8 @@ class WholeFleet:
     async def state(self, engine_id: str = "", local_only: bool = False) -> fleet_pb2.WatchFleetResponse:
         """Return all engines, and the live requests of all engines or of one engine."""
         if self.peers is None or local_only:
-            return fleet_pb2.WatchFleetResponse(engines=self.local_engines(), requests=self.fleet.requests(engine_id))
+            engines = await self.local_engines()
+            return fleet_pb2.WatchFleetResponse(engines=engines, requests=self.fleet.requests(engine_id))
 
         async def ask(peer: Peer) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.LiveRequest]]:
             request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True)
@@ -90,7 +91,7 @@ class WholeFleet:
             return engines, list(answer.requests)
 
         heard, unreachable = await self.peers.ask(ask)
-        heard[self.replica_id] = self.local_engines(), self.fleet.requests(engine_id)
+        heard[self.replica_id] = await self.local_engines(), self.fleet.requests(engine_id)
         engines = once(engine for engines, _ in heard.values() for engine in engines)
         where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
         requests = [
@@ -194,7 +195,7 @@ class WholeFleet:
         active, because each answer has all engines of a replica.
         """
         if self.peers is None:
-            return self.local_engines()
+            return await self.local_engines()
         loop = asyncio.get_running_loop()
         if loop.time() - self._asked_at > FORGET_S:
             self._heard = {}
@@ -203,7 +204,7 @@ class WholeFleet:
         self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
         if not self._heard.keys() >= set(unreachable):
             return None
-        return self._with(self._heard)
+        return await self._with(self._heard)
 
     async def share_pool(self) -> None:
         """Give each session its answering engines every SHARE_S seconds, until cancelled.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from meridian_control.budgets.stages import UNSHORTENED
 from meridian_control.common.enum_names import budget_stage_name
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet.in_turns import in_turns
 from meridian_control.fleet.recording import stages_record
 
 if TYPE_CHECKING:
@@ -57,9 +58,10 @@ class BudgetSharing:
         budgets.set_budgets(self._policies())
         sessions = fleet.counted_sessions()
         # Clients choose the names of tenants, so sessions must not keep them for long.
-        fleet.tenants.take(session.charges for session in sessions)
+        async for session in in_turns(sessions):
+            fleet.tenants.take([session.charges])
         if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
-            for session in sessions:
+            async for session in in_turns(sessions):
                 budgets.add(session.charges.take())
             await self._exchange()
             before = budgets.stages

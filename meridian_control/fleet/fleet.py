@@ -21,6 +21,7 @@ from meridian_control.decision_log.log import DecisionLog
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.handover_pool import HandoverPool
+from meridian_control.fleet.in_turns import in_turns
 from meridian_control.fleet.policy_delivery import PolicyDelivery
 from meridian_control.fleet.pressure_log import log_changes
 from meridian_control.fleet.recording import (
@@ -43,7 +44,7 @@ from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from datetime import datetime
 
     from meridian_control.policy.diff import Subject
@@ -348,8 +349,15 @@ class Fleet:
             total.add(connection.session.totals)
         return total
 
-    def engines(self) -> list[fleet_pb2.Engine]:
-        live = [engine_view(c.session, connected=True) for c in self.connections]
+    async def engines_in_turns(self) -> list[fleet_pb2.Engine]:
+        """Return all engines as `engines` does, and let the event loop do other work in between."""
+        views = {c: engine_view(c.session, connected=True) async for c in in_turns(list(self.connections))}
+        return self.engines(views)
+
+    def engines(self, views: Mapping[Connection, fleet_pb2.Engine] | None = None) -> list[fleet_pb2.Engine]:
+        """Return all engines, those that left included. views: messages of connections that need no new message."""
+        views = views or {}
+        live = [views[c] if c in views else engine_view(c.session, connected=True) for c in self.connections]
         ids = {e.engine_id for e in live}
         now = self.clock()
         gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]

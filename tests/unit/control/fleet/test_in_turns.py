@@ -1,0 +1,85 @@
+"""Work for all engines of a large fleet leaves room for other work in between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from meridian_control.budgets.charges import Charges
+from meridian_control.budgets.store import BudgetStore
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.fleet import fleet as module
+from meridian_control.fleet.budget_sharing import BudgetSharing
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
+from meridian_control.storage.database import Database
+from tests.fakes.control import utc_now
+from tests.unit.control.handover.engines import hello
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from pathlib import Path
+
+    from meridian_control.fleet.connection import Connection
+
+ENGINES = 3 * ENGINES_AT_ONCE + 1
+
+
+def fleet_of(number: int) -> tuple[Fleet, list[Connection]]:
+    fleet = Fleet(utc_now)
+    return fleet, [fleet.join(hello(f"engine-{n:03}", {})) for n in range(number)]
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
+    """Return a list that grows with each call of the owner's function, which does the same as before."""
+    calls: list[None] = []
+    real = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+async def most_at_once(work: Coroutine[Any, Any, Any], calls: list[None]) -> int:
+    """Return the largest number of calls that the work makes in one go of the event loop."""
+    task, most = asyncio.create_task(work), 0
+    while not task.done():
+        before = len(calls)
+        await asyncio.sleep(0)
+        most = max(most, len(calls) - before)
+    await task
+    return most
+
+
+@pytest.mark.parametrize("asked", ["engines", "state", "led_engines"])
+async def test_messages_of_engines(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    fleet, _ = fleet_of(ENGINES)
+    whole, calls = WholeFleet(fleet, "one", None, lambda: True), counting(monkeypatch, module, "engine_view")
+    assert await most_at_once(getattr(whole, asked)(), calls) <= ENGINES_AT_ONCE
+    assert len(calls) == ENGINES
+
+
+async def test_engines_that_come_and_go_meanwhile() -> None:
+    fleet, connections = fleet_of(ENGINES)
+    listing = asyncio.create_task(fleet.engines_in_turns())
+    await asyncio.sleep(0)
+    for connection in connections[::2]:
+        fleet.leave(connection, "disconnected")
+    fleet.join(hello("engine-new", {}))
+    fleet.join(connections[1].session.hello)
+    assert await listing == fleet.engines()
+
+
+async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fleet, _ = fleet_of(ENGINES)
+    calls = counting(monkeypatch, Charges, "take_by_tenant")
+    database = await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
+    sharing = BudgetSharing(fleet, BudgetStore(database))
+    assert await most_at_once(sharing.share(), calls) <= ENGINES_AT_ONCE
+    assert len(calls) == ENGINES
+    await database.close()
