@@ -36,7 +36,7 @@ from meridian_control.fleet.recording import (
     up_record,
 )
 from meridian_control.fleet.savings import mark_withdrawn
-from meridian_control.fleet.status_messages import engine_view, request_views, subject_among
+from meridian_control.fleet.status_messages import agent_state, engine_view, request_views, subject_among
 from meridian_control.fleet.store_reads import RETRY_S, read_stored
 from meridian_control.handover.results import Handovers
 from meridian_control.session.arms import Experiments
@@ -363,6 +363,14 @@ class Fleet:
         gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]
         mark_withdrawn(live, self.policy)
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
+
+    def agent_states(self) -> list[tuple[str, agent_pb2.AgentState.ValueType]]:
+        """Return the id and the agent's state of each engine, in the order of `engines`, without their messages."""
+        sessions = [c.session for c in self.connections]
+        live = [(s.hello.engine_id, s.hello.incarnation, agent_state(s)) for s in sessions]
+        away = [e for e in self.departed.views(self.clock()) if e.engine_id not in self._by_engine]
+        gone = [(e.engine_id, e.incarnation, e.agent_state) for e in away]
+        return [(engine_id, state) for engine_id, _, state in sorted([*live, *gone], key=lambda row: row[:2])]
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
         sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]

@@ -56,7 +56,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         think_tokens=session.totals.think_tokens.message(),
         open_decisions=len(session.open_decisions),
         capabilities=hello.capabilities,
-        agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else session.agent_state,
+        agent_state=agent_state(session),
         shadow=session.shadow.messages(),
         pressures=pressure_messages(session.pressure),
         engine_limits=engine_limits(session),
@@ -77,6 +77,10 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         view.counters.CopyFrom(report.counters)
     _show_handovers(view, session)
     return view
+
+
+def agent_state(session: Session) -> agent_pb2.AgentState.ValueType:
+    return agent_pb2.AGENT_STATE_OFF if session.hello.fault else session.agent_state
 
 
 def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.fleet.in_turns import in_turns
 from meridian_control.fleet.status_messages import engine_limits
 from meridian_control.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.rollout.state import State
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from meridian_control.common.histogram import Histogram
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.rollout.state import GuardrailReading, Rollout
+    from meridian_control.session.counters import Totals
     from meridian_control.session.session import Session
 
     Labels: TypeAlias = tuple[str, ...]
@@ -126,9 +128,13 @@ class FleetCollector(Collector):
         return ()
 
     async def _read(self) -> list[Metric]:
+        async for session in in_turns(self._fleet.counted_sessions()):
+            self._fleet.tenants.take([session.charges])
+        # Nothing below waits, so all values are of one moment.
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
         newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
+        totals, states = self._fleet.totals(), self._fleet.agent_states()
         values: list[tuple[str, Rows]] = [
             ("meridian_build_info", [((__version__,), 1)]),
             ("meridian_replica_leads", [((), self._leads())]),
@@ -136,19 +142,18 @@ class FleetCollector(Collector):
             ("meridian_engines", [((), len(newest))]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
-            ("meridian_agents", self._agents()),
+            ("meridian_agents", _agents(states)),
             *budgets(self._fleet),
-            ("meridian_tenant_think_tokens_total", self._tenants()),
-            *pressures(self._fleet),
+            ("meridian_tenant_think_tokens_total", self._fleet.tenants.counted.items()),
+            *pressures(self._fleet, totals),
             *control_group(self._fleet, self._savings()),
-            *self._counted(),
-            ("meridian_engine_state", self._states(engines)),
+            *self._counted(totals),
+            ("meridian_engine_state", _states(engines, dict(states))),
             *_of(engines),
         ]
-        return [_family(name, rows) for name, rows in values] + self._histograms()
+        return [_family(name, rows) for name, rows in values] + _histograms(totals)
 
-    def _counted(self) -> Iterator[tuple[str, Rows]]:
-        totals = self._fleet.totals()
+    def _counted(self, totals: Totals) -> Iterator[tuple[str, Rows]]:
         for name, count in (
             ("meridian_reports_total", totals.reports),
             ("meridian_token_events_total", totals.token_events),
@@ -174,30 +179,26 @@ class FleetCollector(Collector):
         settled = [((*_kind(key), outcome), count) for (key, outcome), count in totals.settled.items()]
         yield "meridian_outcomes_total", settled
 
-    def _histograms(self) -> list[Metric]:
-        totals = self._fleet.totals()
-        return [
-            _histogram("meridian_ttot_seconds", totals.ttot),
-            _histogram("meridian_output_itl_seconds", totals.output_itl),
-            _histogram("meridian_request_think_tokens", totals.think_tokens),
-            _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
-        ]
 
-    def _tenants(self) -> Rows:
-        fleet = self._fleet
-        fleet.tenants.take(session.charges for session in fleet.counted_sessions())
-        return fleet.tenants.counted.items()
+def _histograms(totals: Totals) -> list[Metric]:
+    return [
+        _histogram("meridian_ttot_seconds", totals.ttot),
+        _histogram("meridian_output_itl_seconds", totals.output_itl),
+        _histogram("meridian_request_think_tokens", totals.think_tokens),
+        _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
+    ]
 
-    def _agents(self) -> Rows:
-        count = Counter[int](engine.agent_state for engine in self._fleet.engines())
-        return [((name,), float(count[number])) for number, name in STATES.items()]
 
-    def _states(self, engines: dict[str, Session]) -> Rows:
-        """Return each engine's state, also for engines that went away if the limit of series allows it."""
-        known = {engine.engine_id: engine.agent_state for engine in self._fleet.engines()}
-        gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
-        named = [(engine, known[engine]) for engine in (*engines, *gone)]
-        return [((engine, name), float(number == state)) for engine, state in named for number, name in STATES.items()]
+def _agents(states: list[tuple[str, agent_pb2.AgentState.ValueType]]) -> Rows:
+    count = Counter[int](state for _, state in states)
+    return [((name,), float(count[number])) for number, name in STATES.items()]
+
+
+def _states(engines: dict[str, Session], known: dict[str, agent_pb2.AgentState.ValueType]) -> Rows:
+    """Return each engine's state, also for engines that went away if the limit of series allows it."""
+    gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
+    named = [(engine, known[engine]) for engine in (*engines, *gone)]
+    return [((engine, name), float(number == state)) for engine, state in named for number, name in STATES.items()]
 
 
 def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meridian_control.fleet.fleet import Fleet
+    from meridian_control.session.counters import Totals
 
 Values: TypeAlias = list[tuple[tuple[str, ...], float]]
 
@@ -48,7 +49,7 @@ PRESSURES = (
 )
 
 
-def pressures(fleet: Fleet) -> Iterator[tuple[str, Values]]:
+def pressures(fleet: Fleet, totals: Totals) -> Iterator[tuple[str, Values]]:
     """Yield each metric with its labels and values, for the pressure entries of the policies in force."""
     found = [connection.session.pressure for connection in fleet.connections]
     if not any(one.entries for one in found):
@@ -56,7 +57,7 @@ def pressures(fleet: Fleet) -> Iterator[tuple[str, Values]]:
         return
     entries = {(entry.name, entry) for one in found for entry in one.entries}
     limits = {(name, target) for name, entry in entries for target in TARGETS if getattr(entry, target)}
-    names, totals = {name for name, _ in limits}, fleet.totals()
+    names = {name for name, _ in limits}
     levels = {name: [one.levels.get(name, 0) for one in found] for name in names}
     changes = [(name, direction) for name in names for direction in DIRECTIONS]
     yield "meridian_pressure_level", [((name,), max(each)) for name, each in levels.items()]

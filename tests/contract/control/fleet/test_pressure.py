@@ -114,7 +114,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
                 (await run("pressure", "--engine", "pressed", "-o", "json", server=control.target)).stdout
             )
             assert (only["engine_id"], only["name"], only["level"], len(only["changes"])) == ("pressed", "chat", 4, 2)
-            told = dict(pressures(control.fleet))
+            told = dict(pressures(control.fleet, control.fleet.totals()))
             assert told["meridian_pressure_level"] == [(("chat",), 4)]
             assert told["meridian_pressure_engines"] == [(("chat",), 1)]
             assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2

@@ -15,6 +15,7 @@ from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
 from meridian_control.storage.database import Database
+from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
 from tests.unit.control.handover.engines import hello
 
@@ -83,3 +84,15 @@ async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert await most_at_once(sharing.share(), calls) <= ENGINES_AT_ONCE
     assert len(calls) == ENGINES
     await database.close()
+
+
+async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape adds up the counters once, and makes no messages of engines."""
+    fleet, _ = fleet_of(ENGINES)
+    loop = asyncio.get_running_loop()
+    collector = FleetCollector(fleet, lambda: False, lambda: None, {}, loop)
+    taken, sums = counting(monkeypatch, Charges, "take_by_tenant"), counting(monkeypatch, Fleet, "totals")
+    messages = counting(monkeypatch, module, "engine_view")
+    assert await most_at_once(collector._read(), taken) <= ENGINES_AT_ONCE
+    assert (len(taken), len(sums), len(messages)) == (ENGINES, 1, 0)
+    assert fleet.agent_states() == [(engine.engine_id, engine.agent_state) for engine in fleet.engines()]

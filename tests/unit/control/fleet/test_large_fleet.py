@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.handover_pool import HandoverPool
 from tests.fakes.control import utc_now
+from tests.unit.control.fleet.test_in_turns import counting
 from tests.unit.control.handover.engines import hello
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ class Scanned(set["Connection"]):
 
 
 async def test_engines_come_and_go_without_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares, changed = [], HandoverPool.changed
-    monkeypatch.setattr(HandoverPool, "changed", lambda *given: (shares.append(given), changed(*given))[1])
+    shares = counting(monkeypatch, HandoverPool, "changed")
     fleet = Fleet(utc_now)
     fleet.connections = scanned = Scanned()
     old = [fleet.join(hello(f"engine-{n}", {})) for n in range(20)]
