@@ -20,6 +20,7 @@ from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.link.messages import mergeable, step_report
+from meridian_control.session.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.bench.cost_load import ANSWER, MAX_TOKENS, PARAGRAPH, PROMPT_TOKENS, SENTENCE, SIGNALS, THINK, signals
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.step_record import StepRecord
 
-# Steps that a report merges by default, if no request arrives or changes its phase.
-MERGED = 8
 # Steps before the tape begins, after which the requests are of all ages; and steps of a tape.
 BEFORE, STEPS = 1200, 1200
 # Stands for the engine's number in the request ids of a tape, so that ids differ from engine to engine.
@@ -121,7 +120,7 @@ def merged(records: Iterable[StepRecord]) -> Iterator[list[StepRecord]]:
             yield waiting
             waiting = []
         waiting.append(record)
-        if len(waiting) >= MERGED or record.presses:
+        if len(waiting) >= USUAL_INTERVAL_STEPS or record.presses:
             yield waiting
             waiting = []
 

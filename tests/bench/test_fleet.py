@@ -13,11 +13,12 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.step_record import Outcome
 from meridian_control.decisions.token_rows import spell_out
 from meridian_control.session.merged_steps import ages_ms
+from meridian_control.session.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.bench import fleet_report
 from tests.bench.fleet_engines import STEP_TAG, Decisions, varint
 from tests.bench.fleet_report import Beside, Setting
 from tests.bench.fleet_rig import Rig, Silence, Usage, Windows, cost_s, measure
-from tests.bench.fleet_tape import ENGINE, MERGED, Report, made
+from tests.bench.fleet_tape import ENGINE, Report, made
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_tape_holds_reports_of_requests_that_come_and_go(tape: list[Report]) -
         message = agent_pb2.StepReport.FromString(report.body)
         spell_out(message.tokens)
         assert len(message.tokens.slot) == REQUESTS * report.steps
-        assert 1 <= message.steps == report.steps <= MERGED
+        assert 1 <= message.steps == report.steps <= USUAL_INTERVAL_STEPS
         assert len(ages_ms(message)) == len(message.tokens.slot)
         assert all(ENGINE in opened.request_id for opened in message.opened)
         assert set(report.opened) == set(before.closed), "a place that is free is taken at once"
