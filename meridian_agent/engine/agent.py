@@ -109,7 +109,7 @@ class Agent:
             self._read_anew()
 
     def _read_anew(self) -> None:
-        """Read the live requests again, over the coming steps, because it has changed whether the markers are known."""
+        """Read the live requests again, over the coming steps, because the markers have become known or unknown."""
         if not self.tracker.markers.known:
             self.directives.lose_markers()
             for live in self.tracker.by_id.values():

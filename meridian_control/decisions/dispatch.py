@@ -177,7 +177,7 @@ def changed_ranks(
     agent drops the rank of the earlier phase, and ignores ranks that were decided from a report before the change.
     """
     rank = ranks(policy, table, budget, now_ms)
-    in_force = np.where(table.phase == table.ranked_phase, table.rank, RANK_BY_PHASE[table.phase])
+    in_force = np.where(table.phase == table.ranked_phase, table.rank, RANK_BY_PHASE.take(table.phase))
     return (table.live & (rank != in_force)).nonzero()[0], rank
 
 

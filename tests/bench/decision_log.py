@@ -1,11 +1,11 @@
 """Measure how much the decision log and traces cost a session: `python -m tests.bench.decision_log`.
 
-Protocol: a recorded stream is given repeatedly to a new session, with its recorded times. The stream has 64 requests
-at once over 1,000 steps of a fake engine; each request thinks 50 to 800 tokens and answers up to 100, EAT probes run
-every 64 tokens, and all rules are on. There are two such streams: the agent merges up to eight steps into a report, as
-it does by default, or it reports each step. The four arms are: no log, the log, the log and traces of 1 % of the
-requests, and the log and traces of all requests. The arms take turns in changing order, 15 runs of each after one of
-each to warm up. The measure is the process time of the session's own work, of all that the log has queued and, with
+Protocol: a recorded stream is given repeatedly to a new session, with its recorded times. The stream has 64 requests at
+once over 1,000 steps of a fake engine; each request thinks 50 to 800 tokens and answers up to 100, EAT probes run every
+64 tokens, and all rules are on. There are two such streams: the agent merges up to eight steps into a report, as it
+does while a rule is in force, or it reports each step. The four arms are: no log, the log, the log and traces of 1 % of
+the requests, and the log and traces of all requests. The arms take turns in changing order, 15 runs of each after one
+of each to warm up. The measure is the process time of the session's own work, of all that the log has queued and, with
 traces, of the SDK's thread up to the export of the last span to a collector in another process. Parsing the messages
 and connecting to the collector are not measured. The garbage collector runs as in the server. Ratios are taken within
 each turn, and their medians reported, beside the ratio of each arm's least times, which other programs on the machine
