@@ -210,16 +210,18 @@ class LoopWatch:
         self.enabled = False
         # Repeated tokens from which on a request is reported; 0 if repeated tokens are not counted.
         self._repeats_from = 0
+        # Settings.merge_loops.
+        self._merge_loops = False
         self._turn = 0
         # Slots of which the search has tokens.
         self._looked: set[int] = set()
         # Slots whose requests repeated themselves at the newest look.
         self._repeating: set[int] = set()
 
-    def obey(self, find_loops: bool, repeats_from: int) -> None:
+    def obey(self, find_loops: bool, repeats_from: int, merge_loops: bool = False) -> None:
         """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
-        0."""
-        self.enabled, self._repeats_from = find_loops, repeats_from
+        0. merge_loops: no end of thinking follows from a look."""
+        self.enabled, self._repeats_from, self._merge_loops = find_loops, repeats_from, merge_loops
 
     def is_turn_of_any(self, slots: int) -> bool:
         """Let the next requests have their turn; return whether there are any. slots: number of slots that were ever
@@ -244,7 +246,7 @@ class LoopWatch:
             elif slot in self._looked:
                 looks.append((slot, "", 0, (), 0, 0, repeating))
                 self._looked.remove(slot)
-        return looks, is_urgent
+        return looks, is_urgent and not self._merge_loops
 
 
 class LoopSearch:

@@ -53,14 +53,13 @@ class Agent:
         self.tracker = tracker = Tracker(markers, 1 + scheduler.num_spec_tokens)
         tracker.boundaries = facts.boundaries
         # Draft tokens may follow a step's first token; under asynchronous scheduling the previous step counts, too.
-        drafts = scheduler.num_spec_tokens
-        tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
+        tracker.lookahead = scheduler.num_spec_tokens + (1 + scheduler.num_spec_tokens if self.is_async else 0)
         self.directives = directives = Directives(tracker)
         self.queues = QueueOrder(tracker, scheduler)
         self.probing = ProbeRunner(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
         directives.hand_overs.refusal = facts.no_hand_over
-        able_to_answer = not facts.no_answer_handed_over
-        self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
+        hands_answers = not facts.no_answer_handed_over
+        self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, hands_answers)
         self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = KvBlocks(directives, facts.tool_call)
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
@@ -103,7 +102,7 @@ class Agent:
         self.default_reserve = settings.answer_reserve_tokens
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
-        self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens)
+        self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens, settings.merge_loops)
         self.facts.limits.obey(settings)
         if markers.known != was_known:
             self._read_anew()
@@ -253,6 +252,7 @@ class Agent:
         self.accounts.began_s = began_s = self.lease.clock()
         if self.lease.attention and calm.only_decisions_wait(began_s):
             self._take_inbox()
+            calm.find_due()
         if calm.hold(began_s) and (not (calm.due or calm.needs_places) or calm.go_on(scheduler)):
             calm.calm_steps += 1
             return calm.limits
@@ -293,7 +293,6 @@ class Agent:
                 # The link's thread has just cleared the inbox for a new stream.
                 return
             taken += size
-            self.calm.took(message)
             if message is None:
                 self.directives.new_stream()
                 self.probing.new_stream()
@@ -302,6 +301,7 @@ class Agent:
                 inbox.answered_step = max(inbox.answered_step, message.step)
                 if self.frozen:
                     self.directives.freeze()
+            self.calm.took(message)
         if inbox.messages:
             self.lease.attention = True
 

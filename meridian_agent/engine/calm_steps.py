@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.vllm_adapter import scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from meridian.v1 import agent_pb2
 
     from meridian_agent.core.directives import Directives, DispatchPlan
@@ -58,11 +56,16 @@ class CalmSteps:
         self._lease.attention = False
 
     def took(self, message: agent_pb2.Directives | None) -> None:
-        """End the calm if a message, which is None for the mark of a new stream, has decisions that act before vLLM
-        schedules the coming step. A cap acts there only by taking a request that thinks out of the run, and a tier acts
-        when vLLM frees the request's blocks."""
-        if message is None or message.forces or message.probes or message.hand_overs or message.HasField("plan"):
+        """End the calm if a message, which the agent has taken in, has decisions that act before vLLM schedules the
+        coming step; None is the mark of a new stream. A cap acts there only by taking a request that thinks out of the
+        run, and a tier acts when vLLM frees the request's blocks. A probe that waits for the end of a sentence or a
+        paragraph joins the awaited ones, unless it needs a place that the newest full look has not kept free."""
+        if message is None or message.forces or message.hand_overs or message.HasField("plan"):
             self.number = 0
+        elif message.probes and self.number:
+            kept = self.needs_places
+            if self.number != self._run.number or not self._await_probes() or (self.needs_places and not kept):
+                self.number = 0
 
     def only_decisions_wait(self, now_s: float) -> bool:
         """Return whether the coming step would be calm, if no decisions waited for the engine. now_s: the time on the
@@ -101,7 +104,10 @@ class CalmSteps:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
         the scheduler's limits that the full look lowers."""
         run, lease = self._run, self._lease
-        if not (run.members and run.whole and self._nothing_due(plan) and self._only_awaited_probes(scheduler)):
+        if not (run.members and run.whole and self._nothing_due(plan) and self._await_probes()):
+            return
+        if run.at_boundaries(self.awaited):
+            self.awaited = {}
             return
         if limits and not self._limits_stay(scheduler):
             return
@@ -120,11 +126,11 @@ class CalmSteps:
         answers = plan.output_per_step is not None and tracker.thinking
         return not (thinks or answers or self._queues.prompts_last)
 
-    def _only_awaited_probes(self, scheduler: Any) -> bool:
+    def _await_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
-        probes, drafts = self._directives.probes, scheduler.num_spec_tokens
+        probes, drafts = self._directives.probes, self._run.tokens_per_step - 1
         self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in probes}
-        if 0 in awaited.values() or -1 in awaited or self._run.at_boundaries(awaited):
+        if 0 in awaited.values() or -1 in awaited:
             self.awaited = {}
             return False
         if drafts:
@@ -148,10 +154,9 @@ class CalmSteps:
         if requests != self._run.members:
             self.number = 0
 
-    def generated(self, tokens: Sequence[int]) -> None:
-        """Find out whether one of a step's tokens is one that a probe waits for. tokens: those of the run's members."""
-        run = self._run
-        if self.awaited and self.number == run.number and tokens:
-            self.due = run.at_boundaries(self.awaited)
+    def find_due(self) -> None:
+        """Find out which of the awaited probes belong behind the newest tokens of the run's members."""
+        if self.awaited and self.number == self._run.number:
+            self.due = self._run.at_boundaries(self.awaited)
             if self.due and not self._probing.rows_possible:
                 self.number = 0

@@ -108,8 +108,7 @@ class StepAccounting:
             tracker.look_for_loops()
         now_s = self._lease.clock()
         self._phase_numbers.add_to(stats, now_s)
-        if self._calm.awaited:
-            self._calm.generated(tokens)
+        self._calm.find_due()
         lengths = run.lengths_for(told) if run.tokens_per_step > 1 else ()
         columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told, lengths
         gauges = self._gauges(scheduler)
@@ -132,7 +131,8 @@ class StepAccounting:
         """Complete the record of a step, whose outputs are processed, and return it. told: signals of the step's
         rows."""
         record = self._tracker.record
-        self._calm.generated(record.text)
+        if record.text:
+            self._calm.find_due()
         record.told, record.step = told, scheduler.current_step
         record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
         record.step_time_ms = self._step_time_ms(self._lease.clock())

@@ -43,6 +43,8 @@ class Lease:
         # The newest settings that have been put in force, with their markers.
         self.held: tuple[agent_pb2.Settings, Any] | None = None
         self.report_interval_steps = 1
+        # Settings.merge_loops.
+        self.merge_loops = False
         self.lease_s = 30.0
         # (seconds, parts of the directives that end after this much silence) of each lease.
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
@@ -120,12 +122,13 @@ class Lease:
     # --------------------------------------------------------------------------------- settings, leases and freezes
 
     def hold(self, settings: agent_pb2.Settings, markers: Any) -> None:
-        """Put in force the part of the settings that concerns the link: the revision, the report interval and the
+        """Put in force the part of the settings that concerns the link: the revision, when reports are sent, and the
         leases."""
         self.held = settings, markers
         self.revision = settings.revision
         self.lease_s = settings.lease_ms / 1000
         self.report_interval_steps = max(1, settings.report_interval_steps)
+        self.merge_loops = settings.merge_loops
         own = ((settings.scheduler_lease_ms, ORDER | CAPS), (settings.entropy_lease_ms, RULES))
         sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]
         self._leases = [(self.lease_s, ALL_BUT_CAPS), *sections]

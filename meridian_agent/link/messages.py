@@ -56,12 +56,12 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
     )
 
 
-def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
+def mergeable(records: Sequence[StepRecord], following: StepRecord, merge_loops: bool = False) -> bool:
     """Return whether a record may share a report with the records before it. A record may not if it opens a slot that
     an earlier record closed, or preempts a slot that an earlier record resumed: a report does not say which came
-    first. A report ends with the first record that has a cycle or repeated tokens, because the control plane asks the
-    rules on loops once per report, at the report's end."""
-    if records[-1].loops or records[-1].repeats:
+    first. Unless `merge_loops` is set, a report ends with the first record that has a cycle or repeated tokens, because
+    the control plane asks the rules on loops once per report, at the report's end."""
+    if not merge_loops and (records[-1].loops or records[-1].repeats):
         return False
     if following.opened:
         closed = {slot for record in records for slot, _ in record.closed}

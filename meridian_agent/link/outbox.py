@@ -223,7 +223,7 @@ class Outbox:
             if item is None:
                 ring.put(None)
                 break
-            if not isinstance(item, StepRecord) or not mergeable(batch, item):
+            if not isinstance(item, StepRecord) or not mergeable(batch, item, self._lease.merge_loops):
                 return batch, item
             batch.append(item)
         return batch, None

@@ -143,6 +143,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         find_loops=loop_rules.finds_loops(policy) and hello.capabilities.force_end,
         merge_openings=merge_openings(policy),
         merge_answers=merge_answers(policy),
+        merge_loops=not loop_rules.in_force(policy),
     )
     if limits := policy.engine_limits(hello.labels):
         made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))

@@ -322,8 +322,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "step under way makes one token",
         AGENT,
-        "        tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)\n",
-        "        tracker.lookahead = drafts + (1 if self.is_async else 0)\n",
+        "(1 + scheduler.num_spec_tokens if self.is_async else 0)\n",
+        "(1 if self.is_async else 0)\n",
     ),
     Mutant(
         "no cap on thinking anew in drafts",

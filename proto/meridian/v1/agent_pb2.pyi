@@ -1787,6 +1787,7 @@ class Settings(_message.Message):
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     MERGE_OPENINGS_FIELD_NUMBER: _builtins.int
     MERGE_ANSWERS_FIELD_NUMBER: _builtins.int
+    MERGE_LOOPS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -1838,6 +1839,10 @@ class Settings(_message.Message):
     """Under merge_openings, whether a step in which an answer begins waits for others, too. The control plane sets this if
     neither the share of a step nor the order of requests depends on it.
     """
+    merge_loops: _builtins.bool
+    """Whether a step in which the agent finds a cycle or repeated tokens waits for others like a step of text. Without it
+    the report ends with that step. The control plane sets this if no rule that is in force reads them.
+    """
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the start marker, in place of those that the tokenizer and the reasoning parser name; empty keeps
@@ -1876,10 +1881,11 @@ class Settings(_message.Message):
         engine_limits: Global___EngineLimitValues | None = ...,
         merge_openings: _builtins.bool = ...,
         merge_answers: _builtins.bool = ...,
+        merge_loops: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_answers", b"merge_answers", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -266,6 +266,16 @@ def test_a_near_loop_is_reported_once_enough_tokens_repeat(tokens_per_step: int)
     assert list(columns.repeated_tokens) == [tokens for _, tokens in record.repeats]
 
 
+def test_repetition_is_not_urgent_if_no_end_follows_from_it() -> None:
+    writer = Writer(tracker(), "a")
+    writer.tracker.merge_openings = True
+    writer.tracker.take_record()
+    writer.tracker.loops.obey(True, 700, merge_loops=True)
+    write_rounds(writer, 1200)
+    assert writer.tracker.record.repeats
+    assert not writer.tracker.record.urgent
+
+
 def test_repeated_tokens_are_counted_only_if_asked_for_and_only_in_thinking() -> None:
     writer = Writer(tracker(), "a")
     write_rounds(writer, 1500)

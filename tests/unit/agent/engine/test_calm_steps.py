@@ -70,6 +70,14 @@ class Engine:
         """Return whether the coming step is calm."""
         return self.calm.hold(self.now_s)
 
+    def take(self) -> None:
+        """Take in the message that waits."""
+        assert self.calm.only_decisions_wait(self.now_s)
+        message, _ = self.link.inbox.take()
+        if message is not None:
+            self.directives.accept(message)
+        self.calm.took(message)
+
     def ask(self, placement: agent_pb2.Placement.ValueType) -> None:
         probe = agent_pb2.EatProbe(decision_id=1, slot=0, placement=placement)
         self.directives.probes.add(probe, self.tracker.by_id["a"])
@@ -85,7 +93,7 @@ class Engine:
 
     def step(self, *tokens: list[int]) -> None:
         assert not self.counted(*tokens)
-        self.calm.generated([token for new in tokens for token in new])
+        self.calm.find_due()
 
 
 def settings_arrive(engine: Engine) -> None:
@@ -138,14 +146,17 @@ def test_what_happens_ends_the_calm(happens: Callable[[Engine], Any]) -> None:
 
 
 ACTS_LATER: list[agent_pb2.Directives] = [
-    agent_pb2.Directives(caps=[agent_pb2.ThinkCap(decision_id=1, slot=2)]),
-    agent_pb2.Directives(tiers=[agent_pb2.TierChange(decision_id=1, slot=0)]),
+    agent_pb2.Directives(step=1, caps=[agent_pb2.ThinkCap(decision_id=1, slot=2)]),
+    agent_pb2.Directives(step=1, tiers=[agent_pb2.TierChange(decision_id=1, slot=0)]),
+    agent_pb2.Directives(
+        step=1, probes=[agent_pb2.EatProbe(decision_id=1, slot=0, placement=agent_pb2.PLACEMENT_SENTENCE)]
+    ),
 ]
 ACTS_NOW: list[agent_pb2.Directives] = [
-    agent_pb2.Directives(plan=agent_pb2.DispatchPlan(decision_id=1)),
-    agent_pb2.Directives(forces=[agent_pb2.ForceEnd(decision_id=1, slot=0)]),
-    agent_pb2.Directives(probes=[agent_pb2.EatProbe(decision_id=1, slot=0)]),
-    agent_pb2.Directives(hand_overs=[agent_pb2.HandOver(decision_id=1, slot=0)]),
+    agent_pb2.Directives(step=1, plan=agent_pb2.DispatchPlan(decision_id=1)),
+    agent_pb2.Directives(step=1, forces=[agent_pb2.ForceEnd(decision_id=1, slot=0)]),
+    agent_pb2.Directives(step=1, probes=[agent_pb2.EatProbe(decision_id=1, slot=0)]),
+    agent_pb2.Directives(step=1, hand_overs=[agent_pb2.HandOver(decision_id=1, slot=0)]),
 ]
 
 
@@ -156,9 +167,44 @@ def test_decisions_end_the_calm_if_they_act_before_the_step(message: agent_pb2.D
     engine.link.inbox.put(message)
     assert not engine.holds()
     assert engine.calm.only_decisions_wait(engine.now_s)
-    taken, _ = engine.link.inbox.take()
-    engine.calm.took(taken)
+    engine.take()
     assert engine.holds() == (message in ACTS_LATER)
+
+
+def test_a_probe_that_arrives_in_calm_steps_is_placed_at_its_sentence_end() -> None:
+    engine, asked = Engine(), agent_pb2.EatProbe(decision_id=1, slot=0, placement=agent_pb2.PLACEMENT_SENTENCE)
+    assert engine.look()
+    engine.probing.rows_possible = True
+    engine.step([STOP], [TEXT])
+    engine.link.inbox.put(agent_pb2.Directives(step=1, probes=[asked]))
+    engine.take()
+    engine.calm.find_due()
+    assert engine.calm.due == [engine.tracker.by_id["a"]], "the sentence has just ended"
+    engine = Engine()
+    assert engine.look()
+    engine.probing.rows_possible = True
+    engine.link.inbox.put(agent_pb2.Directives(step=1, probes=[asked]))
+    engine.take()
+    assert engine.holds()
+    assert not engine.calm.due
+    engine.step([STOP], [STOP])
+    assert engine.holds()
+    assert engine.calm.due == [engine.tracker.by_id["a"]]
+
+
+def test_a_probe_that_needs_a_place_ends_the_calm_until_places_are_kept_free() -> None:
+    probes = [agent_pb2.EatProbe(decision_id=n, slot=n, placement=agent_pb2.PLACEMENT_SENTENCE) for n in range(2)]
+    engine = Engine()
+    engine.probing.rows_possible = True
+    assert engine.look()
+    engine.probing.rows_possible = False
+    engine.link.inbox.put(agent_pb2.Directives(step=1, probes=probes[:1]))
+    engine.take()
+    assert not engine.holds()
+    assert engine.look(), "the full look keeps places free"
+    engine.link.inbox.put(agent_pb2.Directives(step=1, probes=probes[1:]))
+    engine.take()
+    assert engine.holds()
 
 
 def test_settings_and_a_new_stream_need_a_full_look() -> None:

@@ -179,6 +179,7 @@ def test_a_preemption_after_a_resumption_is_not_merged() -> None:
 def test_a_report_ends_with_the_step_that_found_repeated_thinking(found: StepRecord) -> None:
     assert mergeable([StepRecord()], found)
     assert not mergeable([StepRecord(), found], StepRecord())
+    assert mergeable([StepRecord(), found], StepRecord(), merge_loops=True)
 
 
 steps_strategy = st.lists(

@@ -139,6 +139,15 @@ def test_whether_the_beginning_of_an_answer_waits_for_further_steps(scheduler: d
     assert response.settings.merge_answers is merged
 
 
+@pytest.mark.parametrize(
+    ("loop", "merged"),
+    [({}, True), ({"enabled": False, "shadow": False}, True), ({"shadow": False}, False)],
+)
+def test_whether_a_report_ends_with_the_step_that_found_a_loop(loop: dict[str, Any], merged: bool) -> None:
+    (response,) = Stream().session.on_policy(1, policy(loop=loop))
+    assert response.settings.merge_loops is merged
+
+
 def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
     made = Stream(capabilities=agent_pb2.Capabilities(dispatch=True))
     (response,) = made.session.on_policy(1, policy())
