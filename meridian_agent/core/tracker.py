@@ -64,7 +64,7 @@ class Tracker:
         self.begun: StepRecord | None = None
         self.answering = 0
         self.thinking = 0
-        self._answering_ids: frozenset[str] | None = frozenset()
+        self._not_thinking_ids: frozenset[str] | None = frozenset()
         # Ranks, phases or membership changed since the running queue was last ordered.
         self.reorder = False
         # Tokens that a request may generate beyond the next one before its limit is checked again, so limits are
@@ -153,18 +153,19 @@ class Tracker:
         return self._next_slot - 1
 
     @property
-    def answering_ids(self) -> frozenset[str]:
-        """Ids of the requests that answer; the same object until a request begins or ends its answer."""
-        if self._answering_ids is None:
-            answering = (r for r, live in self.by_id.items() if live.own_state.phase is Phase.OUTPUT)
-            self._answering_ids = frozenset(answering)
-        return self._answering_ids
+    def not_thinking_ids(self) -> frozenset[str]:
+        """Ids of the requests that do not think; the same object until a request begins, changes its phase or ends."""
+        if self._not_thinking_ids is None:
+            others = (r for r, live in self.by_id.items() if live.own_state.phase is not Phase.THINK)
+            self._not_thinking_ids = frozenset(others)
+        return self._not_thinking_ids
 
     def _count(self, phase: Phase, by: int) -> None:
-        self._answering_ids = None
         if phase is Phase.THINK:
             self.thinking += by
-        elif phase is Phase.OUTPUT:
+            return
+        self._not_thinking_ids = None
+        if phase is Phase.OUTPUT:
             self.answering += by
 
     def _look_for_answer(self, live: LiveRequest) -> None:

@@ -327,9 +327,9 @@ class Agent:
         if rows:
             self.probing.take_rows(scheduler, output)
         self._asked = None
-        # While all requests answer, nobody reads entropy.
-        if self.observe_entropy and scheduled and tracker.answering < len(tracker.by_id) and tracker.markers.known:
-            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.answering_ids)
+        # Nobody reads the entropy of requests that do not think.
+        if self.observe_entropy and scheduled and tracker.thinking and tracker.markers.known:
+            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.not_thinking_ids)
             setattr(output, REQUEST, self._asked)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)

@@ -106,7 +106,7 @@ class CalmSteps:
         run, lease = self._run, self._lease
         if not (run.members and run.whole and self._nothing_due(plan) and self._await_probes()):
             return
-        if run.at_boundaries(self.awaited):
+        if self.awaited and run.at_boundaries(self.awaited):
             self.awaited = {}
             return
         if limits and not self._limits_stay(scheduler):
@@ -129,6 +129,9 @@ class CalmSteps:
     def _await_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
         probes, drafts = self._directives.probes, self._run.tokens_per_step - 1
+        if not len(probes):
+            self.awaited, self.needs_places = {}, False
+            return True
         self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in probes}
         if 0 in awaited.values() or -1 in awaited:
             self.awaited = {}

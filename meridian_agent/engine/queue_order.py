@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
 
+# Number of requests at the end of a sorted list that the agent looks at, to find out whether the list is still sorted.
+MAX_APPENDED = 8
 # Under vLLM's priority policy the agent adds rank / RANK_SCALE to a request's priority.
 MAX_RANK, RANK_SCALE = agent_pb2.PHASE_RANK_MAX, agent_pb2.PHASE_RANK_MAX + 1
 
@@ -83,9 +85,9 @@ class QueueOrder:
         """
         tracker, running = self._tracker, scheduler.running
         self.ordered = True
-        # vLLM appends admitted requests, so a new last request means that the list must be sorted. A prompt that is
-        # complete moves up from the end, and neither its first token nor the last request need show that.
-        if running and (tracker.reorder or self.prompts_last or running[-1].request_id != self._tail):
+        # A prompt that is complete moves up from the end, and neither its first token nor the last request need show
+        # that.
+        if running and (tracker.reorder or self.prompts_last or not self._stays_sorted(running)):
             self._sort(running)
         if not (tracker.preempted and self._is_fcfs):
             return
@@ -95,6 +97,22 @@ class QueueOrder:
             scheduler.waiting.remove_requests(answers)
             for request in reversed(answers):
                 scheduler.waiting.prepend_request(request)
+
+    def _stays_sorted(self, running: list[Any]) -> bool:
+        """Return whether the requests behind the one that was last after the newest sort belong there. vLLM appends the
+        requests that it admits, and no rank has changed since."""
+        if running[-1].request_id == self._tail:
+            return True
+        by_id, after, others = self._tracker.by_id, MAX_RANK, reversed(running[-MAX_APPENDED:])
+        for request in others if self._is_fcfs else ():
+            live = by_id.get(request.request_id)
+            if live is None or request.is_prefill_chunk or live.effective_rank > after:
+                return False
+            if request.request_id == self._tail:
+                self._tail = running[-1].request_id
+                return True
+            after = live.effective_rank
+        return False
 
     def _sort(self, running: list[Any]) -> None:
         by_id, unknown = self._tracker.by_id, PHASE_RANK[Phase.PROMPT]
@@ -176,10 +194,13 @@ class QueueOrder:
         answers stream; None for vLLM's own limit. probing: tokens of probes."""
         if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
             return None
+        run = self._tracker.run
+        if run.whole and run.members == len(scheduler.running) and not scheduler_api.anything_waits(scheduler):
+            # No prompt is left to compute.
+            return None
         # A prompt that is cut in pieces would crash an engine that cannot sample a seeded token twice.
-        if not self._can_redraw and any(
-            request_api.awaits_seeded_token(live.ref) for live in self._tracker.by_id.values()
-        ):
+        others = (live for live in self._tracker.by_id.values() if live.run_row < 0)
+        if not self._can_redraw and any(request_api.awaits_seeded_token(live.ref) for live in others):
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
         # With no token at all for prompts a preempted request would never come back.

@@ -162,7 +162,10 @@ class StepAccounting:
         others, theirs = self._others(runner_output, outputs, own, finished)
         self._tracker.count(others, told)
         if others or len(own) < len(runner_output.req_ids):
-            signals, index = None if told is None else StepSignals.decode(told), runner_output.req_id_to_index
+            index, signals = runner_output.req_id_to_index, None
+            if self._probing.placed or isinstance(told, tuple):
+                # Only probes have signals here; and only with draft tokens a request's row is not its place.
+                signals = None if told is None else StepSignals.decode(told)
             if self._probing.placed:
                 for group in outputs.values():
                     self._probing.collect(group, signals, index)

@@ -425,8 +425,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a prompt that is done stays last",
         QUEUES,
-        "(tracker.reorder or self.prompts_last or running",
-        "(tracker.reorder or running",
+        "(tracker.reorder or self.prompts_last or not",
+        "(tracker.reorder or not",
+    ),
+    Mutant(
+        "an admitted request stays last, whatever its rank",
+        QUEUES,
+        "is_prefill_chunk or live.effective_rank > after:",
+        "is_prefill_chunk:",
     ),
     Mutant(
         "answers resumed in pieces counted twice",

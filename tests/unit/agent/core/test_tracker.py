@@ -83,17 +83,22 @@ def test_counts_of_phases() -> None:
     assert not tracker.by_slot
 
 
-def test_who_answers() -> None:
+def test_who_does_not_think() -> None:
     tracker = Tracker(MARKERS)
-    a, b = opened(tracker, "a"), opened(tracker, "b", [START, END])
-    assert tracker.answering_ids == {"b"}
-    assert tracker.answering_ids is tracker.answering_ids, "the set is made anew only when it changes"
+    a, b = opened(tracker, "a", [TEXT]), opened(tracker, "b", [START, END])
+    assert tracker.not_thinking_ids == {"a", "b"}, "the model has yet to begin thinking"
+    assert tracker.not_thinking_ids is tracker.not_thinking_ids, "the set is made anew only when it changes"
+    tracker.feed(a, [START], 0)
+    assert tracker.not_thinking_ids == {"b"}
+    known = tracker.not_thinking_ids
+    opened(tracker, "c", [START])
+    assert tracker.not_thinking_ids is known
     tracker.feed(a, [END], 0)
-    assert tracker.answering_ids == {"a", "b"}
+    assert tracker.not_thinking_ids == {"a", "b"}
     tracker.feed(b, [START], 0)
-    assert tracker.answering_ids == {"a"}
+    assert tracker.not_thinking_ids == {"a"}
     tracker.close(a, 1)
-    assert not tracker.answering_ids
+    assert not tracker.not_thinking_ids
 
 
 def test_the_record_of_a_step() -> None:

@@ -163,6 +163,7 @@ ACTS_NOW: list[agent_pb2.Directives] = [
 @pytest.mark.parametrize("message", ACTS_LATER + ACTS_NOW)
 def test_decisions_end_the_calm_if_they_act_before_the_step(message: agent_pb2.Directives) -> None:
     engine = Engine()
+    engine.probing.rows_possible = True
     assert engine.look()
     engine.link.inbox.put(message)
     assert not engine.holds()
@@ -195,9 +196,7 @@ def test_a_probe_that_arrives_in_calm_steps_is_placed_at_its_sentence_end() -> N
 def test_a_probe_that_needs_a_place_ends_the_calm_until_places_are_kept_free() -> None:
     probes = [agent_pb2.EatProbe(decision_id=n, slot=n, placement=agent_pb2.PLACEMENT_SENTENCE) for n in range(2)]
     engine = Engine()
-    engine.probing.rows_possible = True
     assert engine.look()
-    engine.probing.rows_possible = False
     engine.link.inbox.put(agent_pb2.Directives(step=1, probes=probes[:1]))
     engine.take()
     assert not engine.holds()
