@@ -17,7 +17,7 @@ from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
 from meridian_agent.core.step_record import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import Report
@@ -42,6 +42,11 @@ MAX_HOLD_MS = 10_000
 # asynchronous scheduling the probe's own step, the step begun before its result is known, and the step during which
 # the control plane decides; one more for a decision that takes longer than that step.
 HOLD_STEPS = 4
+# Number of steps after which probes that are requests of their own are placed together, counted from the first sentence
+# end. Steps with such a probe cost the agent more, and on a GPU they leave vLLM's graphs for steps of one token each.
+COLLECT_STEPS = 8
+# Reasons for which a probe that shares its step with others waits for the next step.
+NO_PLACE, NO_BLOCKS, NO_TOKENS = "no running place to spare", "no KV blocks to spare", "over the step's probe budget"
 # Flags that a request's newest token must have before its probe is placed.
 PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
@@ -51,11 +56,16 @@ Asked = tuple[int, "LiveRequest", int, int]
 
 
 class PendingProbes:
-    """The probes to place, at most one of each request, oldest first. report: records the outcome of a decision."""
+    """The probes to place, at most one of each request, oldest first. report: records the outcome of a decision.
+
+    reached: all tokens and thinking tokens that a request had where its probe belongs, while the probe waits for
+    others.
+    """
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._asked: dict[LiveRequest, Asked] = {}
+        self.reached: dict[LiveRequest, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -72,19 +82,51 @@ class PendingProbes:
 
     def take(self, live: LiveRequest) -> Asked:
         """Take out and return the probe of a request, which the caller places, refuses, or puts back."""
+        self.reached.pop(live, None)
         return self._asked.pop(live)
 
-    def put_back(self, asked: Asked) -> None:
-        """Keep a probe that could not be placed yet, as the newest one."""
-        self._asked[asked[1]] = asked
+    def put_back(self, asked: Asked, past: int | None = None) -> None:
+        """Keep a probe that could not be placed yet, as the newest one. past: number of tokens after its place, if the
+        request has reached that place."""
+        live = asked[1]
+        self._asked[live] = asked
+        if past is not None:
+            self.reached[live] = live.ref.num_tokens - past, live.think_tokens - past
+
+    def reach(self, lives: Iterable[LiveRequest]) -> bool:
+        """Note that the newest tokens of these requests are the places of their probes, which wait from now on for
+        others. Return False, and nothing has happened, if one of the probes may not wait."""
+        asked = [self._asked[live] for live in lives]
+        if not all(map(may_wait, asked)):
+            return False
+        for each in asked:
+            self.put_back(each, 0)
+        return True
+
+    def past(self, live: LiveRequest) -> int | None:
+        """Return the number of tokens after the place that a request has reached; None, and the probe waits for another
+        place, if not all of them are thinking."""
+        tokens, think_tokens = self.reached[live]
+        past: int = live.ref.num_tokens - tokens
+        if past == live.think_tokens - think_tokens:
+            return past
+        del self.reached[live]
+        return None
 
     def drop(self, outcome: Outcome | None, live: LiveRequest | None = None, detail: str = "") -> None:
         """Drop the probes of one request, or of all requests if `live` is None, with this outcome; None reports no
         outcome."""
         for target in list(self._asked) if live is None else [live] if live in self._asked else ():
-            decision_id, *_ = self._asked.pop(target)
+            decision_id, *_ = self.take(target)
             if outcome is not None:
                 self._report(decision_id, outcome, target, detail)
+
+
+def may_wait(asked: Asked) -> bool:
+    """Return whether a probe may be computed some steps after its request has reached the probe's place."""
+    _, _, flags, hold_ms = asked
+    # Probes without a place in the text arrive together, and a held request waits for its decision.
+    return bool(flags) and not hold_ms
 
 
 @dataclass(slots=True)
@@ -141,8 +183,8 @@ def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int) ->
         (bool(getattr(request, "mm_features", None)), "multimodal prompt"),
         (getattr(request, "prompt_embeds", None) is not None, "prompt embeddings"),
         (live.preempted or request.is_prefill_chunk or request.num_computed_tokens == 0, "not decoding"),
-        (room.sequences < 2, "no running place to spare"),
-        (room.blocks < free_blocks(cost_tokens, block_size), "no KV blocks to spare"),
-        (room.probe_tokens + cost_tokens > room.tokens // STEP_SHARE, "over the step's probe budget"),
+        (room.sequences < 2, NO_PLACE),
+        (room.blocks < free_blocks(cost_tokens, block_size), NO_BLOCKS),
+        (room.probe_tokens + cost_tokens > room.tokens // STEP_SHARE, NO_TOKENS),
     )
     return next((reason for holds, reason in obstacles if holds), "")

@@ -252,8 +252,8 @@ class Agent:
         self.accounts.began_s = began_s = self.lease.clock()
         if self.lease.attention and calm.only_decisions_wait(began_s):
             self._take_inbox()
-            calm.find_due()
-        if calm.hold(began_s) and (not (calm.due or calm.needs_places) or calm.go_on(scheduler)):
+            calm.find_due(scheduler)
+        if calm.hold(began_s) and calm.go_on(scheduler):
             calm.calm_steps += 1
             return calm.limits
         calm.begin_full_look()

@@ -43,6 +43,8 @@ class CalmSteps:
         # and the requests for which such a token has come.
         self.awaited: dict[int, int] = {}
         self.needs_places = False
+        # Number of running places that were free for probes at the newest full look.
+        self._reserved = 0
         self.due: list[LiveRequest] = []
 
     def end(self) -> None:
@@ -89,16 +91,21 @@ class CalmSteps:
 
     def go_on(self, scheduler: Any) -> bool:
         """Place the probes that have come due since the newest look, and keep the places that probes need. Return
-        False, and the step needs a full look, if one of them cannot be a row of its request."""
+        False, and the step needs a full look, if one of them cannot be a row of its request, if probes are placed
+        together in this step, or if the places that were kept for probes are free again."""
+        if not (self.due or self.needs_places or self.limits):
+            return True
         if self.due:
             due, self.due = self.due, []
             if not self._probing.place_rows(scheduler, due):
                 return False
             for live in due:
                 del self.awaited[live.run_row]
+        if self._probing.collects(scheduler):
+            return False
         if self.needs_places and self.awaited:
             self._probing.keep_places(scheduler)
-        return True
+        return not self.limits or self._probing.reserved(scheduler) == self._reserved
 
     def end_full_look(self, scheduler: Any, plan: DispatchPlan | None, limits: list[Limit]) -> None:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
@@ -111,7 +118,7 @@ class CalmSteps:
             return
         if limits and not self._limits_stay(scheduler):
             return
-        self._connected = lease.connected
+        self._connected, self._reserved = lease.connected, self._probing.reserved(scheduler)
         self.limits, self._until_s, self.number = limits, lease.steady_until(), run.number
 
     def _nothing_due(self, plan: DispatchPlan | None) -> bool:
@@ -132,7 +139,8 @@ class CalmSteps:
         if not len(probes):
             self.awaited, self.needs_places = {}, False
             return True
-        self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in probes}
+        reached = probes.reached
+        self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in probes if live not in reached}
         if 0 in awaited.values() or -1 in awaited:
             self.awaited = {}
             return False
@@ -147,19 +155,23 @@ class CalmSteps:
         return True
 
     def _limits_stay(self, scheduler: Any) -> bool:
-        """Return whether the limits are the same in the coming steps, or no request waits on which they would act."""
-        if not scheduler_api.anything_waits(scheduler):
-            return True
-        return bool(self.awaited) and self.needs_places and not self._directives.hold_admission
+        """Return whether the limits are the same in the coming steps, or no request waits on which they would act. The
+        limit that holds back admission depends on requests that wait with KV blocks."""
+        return not (self._directives.hold_admission and scheduler_api.anything_waits(scheduler))
 
     def scheduled(self, requests: int) -> None:
         """End the calm if the step has more or fewer requests than the run, such as one that vLLM has just admitted."""
         if requests != self._run.members:
             self.number = 0
 
-    def find_due(self) -> None:
+    def find_due(self, scheduler: Any) -> None:
         """Find out which of the awaited probes belong behind the newest tokens of the run's members."""
         if self.awaited and self.number == self._run.number:
             self.due = self._run.at_boundaries(self.awaited)
             if self.due and not self._probing.rows_possible:
-                self.number = 0
+                if not self._probing.reach(scheduler, self.due):
+                    self.number = 0
+                    return
+                for live in self.due:
+                    del self.awaited[live.run_row]
+                self.due = []

@@ -21,7 +21,7 @@ from meridian_agent.engine.queue_order import skip_step
 from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
     from meridian_agent.core.step_signals import StepSignals
     from meridian_agent.core.tracker import Tracker
+
+
+# Reasons for which a probe may wait for the next step if others of its step took the room.
+CROWDED = (probe_admission.NO_PLACE, probe_admission.NO_BLOCKS, probe_admission.NO_TOKENS)
 
 
 class ProbeRunner:
@@ -55,6 +59,8 @@ class ProbeRunner:
         # which it waits even if its hold is over.
         self.held: dict[LiveRequest, int] = {}
         self.tokens = 0
+        # The step from which on the probes that have reached their places are placed together.
+        self._collect_at = 0
         self._number = 0
         self._keep_places_until = 0
 
@@ -62,28 +68,54 @@ class ProbeRunner:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
         one costs. observes: the workers measure entropy."""
         self.keep_places(scheduler)
-        placed, markers = list[int](), self._tracker.markers
+        placed, markers, probes = list[int](), self._tracker.markers, self._directives.probes
         wanted: prefill_limits.Wanted | None = None
-        for (decision_id, live, flags, hold_ms), past in self._asked_here(scheduler):
+        collecting = self.collects(scheduler)
+        for asked, past in self._asked_here(scheduler):
+            decision_id, live, _, hold_ms = asked
             if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
                 continue
             self._keep_places(scheduler)
+            may_wait = past is not None and observes and not self._never and probe_admission.may_wait(asked)
+            if may_wait and not collecting:
+                self._begin_to_collect(scheduler)
+                probes.put_back(asked, past)
+                continue
             # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe_of(live.own_state.start)) + again
             reason = self._never or probe_admission.refusal(live, self._room(scheduler, placed), self._block_size, cost)
+            if placed and may_wait and reason in CROWDED:
+                probes.put_back(asked, past)
+                continue
             if reason or not observes:
                 self._directives.report(decision_id, Outcome.REFUSED, live, reason or "not observing")
                 continue
             wanted = wanted or scheduler_api.wanted_tokens(scheduler)
             if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
-                self._directives.probes.put_back((decision_id, live, flags, hold_ms))
+                probes.put_back(asked, past if may_wait else None)
                 continue
             placed.append(cost)
             think_tokens = live.think_tokens - (past or 0)
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
+
+    def reach(self, scheduler: Any, parents: Collection[LiveRequest]) -> bool:
+        """Let the probes of these requests, which belong behind the newest tokens, wait for others. Return False if
+        they must be placed now."""
+        if scheduler.num_spec_tokens:
+            return False
+        self._begin_to_collect(scheduler)
+        return self._directives.probes.reach(parents)
+
+    def _begin_to_collect(self, scheduler: Any) -> None:
+        if not self._directives.probes.reached:
+            self._collect_at = scheduler.current_step + probe_admission.COLLECT_STEPS
+
+    def collects(self, scheduler: Any) -> bool:
+        """Return whether the probes that have reached their places are to be placed in the coming step."""
+        return bool(self._directives.probes.reached) and scheduler.current_step >= self._collect_at
 
     def place_rows(self, scheduler: Any, parents: Iterable[LiveRequest]) -> bool:
         """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return
@@ -99,12 +131,19 @@ class ProbeRunner:
         """Take the probes whose place in the text has come, each with the number of tokens after that place, and those
         of requests that do not think any more; the others go on waiting."""
         here, markers, probes = list[tuple["Asked", int | None]](), self._tracker.markers, self._directives.probes
-        waits = self.waiting(probes)
-        for each in [each for each in probes if each[1] not in waits]:
+        # Requests whose probes have reached their places, and wait for others.
+        reached = list(probes.reached) if self.collects(scheduler) else ()
+        collected = {live: past for live in reached if (past := probes.past(live)) is not None}
+        waits = self.waiting(probes) | probes.reached.keys()
+        for each in [each for each in probes if each[1] not in waits or each[1] in collected]:
             _, live, flags, _ = each
-            # If a step brings several tokens, the end of a sentence need not be the last of them.
-            past = live.since_boundary(flags, scheduler.num_spec_tokens)
-            misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
+            past = collected.get(live)
+            if past is None:
+                # If a step brings several tokens, the end of a sentence need not be the last of them.
+                past = live.since_boundary(flags, scheduler.num_spec_tokens)
+            misplaced = past is None or (
+                live not in collected and markers.longest > 1 and live.state.may_be_in_marker(markers)
+            )
             if live.phase is not Phase.THINK or live.ending is not None or not misplaced:
                 probes.take(live)
                 here.append((each, past))
@@ -146,7 +185,8 @@ class ProbeRunner:
     @property
     def needs_places(self) -> bool:
         """Whether a probe waits that will be a request of its own."""
-        return not self.rows_possible or any(hold_ms for *_, hold_ms in self._directives.probes)
+        probes = self._directives.probes
+        return not self.rows_possible or bool(probes.reached) or any(hold_ms for *_, hold_ms in probes)
 
     def keep_places(self, scheduler: Any) -> None:
         """Keep running places free for the next steps, if a probe waits that will be a request of its own."""

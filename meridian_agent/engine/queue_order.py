@@ -103,15 +103,15 @@ class QueueOrder:
         requests that it admits, and no rank has changed since."""
         if running[-1].request_id == self._tail:
             return True
-        by_id, after, others = self._tracker.by_id, MAX_RANK, reversed(running[-MAX_APPENDED:])
+        by_id, rank_after, others = self._tracker.by_id, int(MAX_RANK), reversed(running[-MAX_APPENDED:])
         for request in others if self._is_fcfs else ():
             live = by_id.get(request.request_id)
-            if live is None or request.is_prefill_chunk or live.effective_rank > after:
+            if live is None or request.is_prefill_chunk or live.effective_rank > rank_after:
                 return False
             if request.request_id == self._tail:
                 self._tail = running[-1].request_id
                 return True
-            after = live.effective_rank
+            rank_after = live.effective_rank
         return False
 
     def _sort(self, running: list[Any]) -> None:

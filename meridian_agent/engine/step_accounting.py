@@ -108,7 +108,7 @@ class StepAccounting:
             tracker.look_for_loops()
         now_s = self._lease.clock()
         self._phase_numbers.add_to(stats, now_s)
-        self._calm.find_due()
+        self._calm.find_due(scheduler)
         lengths = run.lengths_for(told) if run.tokens_per_step > 1 else ()
         columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told, lengths
         gauges = self._gauges(scheduler)
@@ -132,7 +132,7 @@ class StepAccounting:
         rows."""
         record = self._tracker.record
         if record.text:
-            self._calm.find_due()
+            self._calm.find_due(scheduler)
         record.told, record.step = told, scheduler.current_step
         record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
         record.step_time_ms = self._step_time_ms(self._lease.clock())

@@ -431,7 +431,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an admitted request stays last, whatever its rank",
         QUEUES,
-        "is_prefill_chunk or live.effective_rank > after:",
+        "is_prefill_chunk or live.effective_rank > rank_after:",
         "is_prefill_chunk:",
     ),
     Mutant(
@@ -480,9 +480,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "else wanted",
     ),
     Mutant(
+        "collected probes measured behind the newest token",
+        "meridian_agent/core/probe_admission.py",
+        "            return past\n        del",
+        "            return 0\n        del",
+    ),
+    Mutant(
         "a probe takes the last place",
         "meridian_agent/core/probe_admission.py",
-        '        (room.sequences < 2, "no running place to spare"),\n',
+        "        (room.sequences < 2, NO_PLACE),\n",
         "",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Directives
 from meridian_agent.core.phases import FLAG_SENTENCE, Markers
-from meridian_agent.core.probe_admission import Placed
+from meridian_agent.core.probe_admission import COLLECT_STEPS, PLACE_STEPS, Placed
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.calm_steps import CalmSteps
@@ -48,7 +48,10 @@ class Engine:
         self.queues = SimpleNamespace(prompts_last=False)
         self.waiting: deque[str] = deque()
         self.scheduler = SimpleNamespace(
-            num_spec_tokens=drafts, current_step=7, get_request_counts=lambda: (2, len(self.waiting))
+            num_spec_tokens=drafts,
+            current_step=7,
+            max_num_running_reqs=256,
+            get_request_counts=lambda: (2, len(self.waiting)),
         )
         self.calm = CalmSteps(self.tracker, self.directives, self.probing, self.queues, self.link)
         lease.begins()
@@ -56,7 +59,8 @@ class Engine:
         # The ids in the order of the runner's rows.
         self.ids = IDS
         for name in IDS:
-            self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, SimpleNamespace())
+            ref = SimpleNamespace(num_tokens=1)
+            self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, ref)
         self.counted([TEXT], [TEXT])
         assert self.tracker.run.whole
 
@@ -78,12 +82,15 @@ class Engine:
             self.directives.accept(message)
         self.calm.took(message)
 
-    def ask(self, placement: agent_pb2.Placement.ValueType) -> None:
-        probe = agent_pb2.EatProbe(decision_id=1, slot=0, placement=placement)
-        self.directives.probes.add(probe, self.tracker.by_id["a"])
+    def ask(self, placement: agent_pb2.Placement.ValueType, slot: int = 0, hold_ms: int = 0) -> None:
+        probe = agent_pb2.EatProbe(decision_id=1, slot=slot, placement=placement, hold_ms=hold_ms)
+        self.directives.probes.add(probe, self.tracker.by_slot[slot])
 
     def counted(self, *tokens: list[int]) -> list[int]:
         """Account a step; return the rows that were looked at one by one."""
+        for name, new in zip(self.ids, tokens, strict=True):
+            if live := self.tracker.by_id.get(name):
+                live.ref.num_tokens += len(new)
         others = self.tracker.note(self.ids, tokens)
         self.tracker.count(others)
         for row in others:
@@ -93,7 +100,7 @@ class Engine:
 
     def step(self, *tokens: list[int]) -> None:
         assert not self.counted(*tokens)
-        self.calm.find_due()
+        self.calm.find_due(self.scheduler)
 
 
 def settings_arrive(engine: Engine) -> None:
@@ -179,7 +186,7 @@ def test_a_probe_that_arrives_in_calm_steps_is_placed_at_its_sentence_end() -> N
     engine.step([STOP], [TEXT])
     engine.link.inbox.put(agent_pb2.Directives(step=1, probes=[asked]))
     engine.take()
-    engine.calm.find_due()
+    engine.calm.find_due(engine.scheduler)
     assert engine.calm.due == [engine.tracker.by_id["a"]], "the sentence has just ended"
     engine = Engine()
     assert engine.look()
@@ -226,9 +233,45 @@ def test_an_awaited_token_ends_the_calm() -> None:
     engine.calm.go_on(engine.scheduler)
     engine.scheduler.get_request_counts = lambda: (2, 1)
     assert engine.probing._keep_places_until > engine.scheduler.current_step
+    engine.ask(agent_pb2.PLACEMENT_SENTENCE, hold_ms=9)
+    assert engine.look()
     engine.step([STOP], [TEXT])
-    assert not engine.holds()
-    assert not engine.look(), "the probe can be placed now"
+    assert not engine.holds(), "the request waits for the decision, so the probe is placed now"
+    assert not engine.look()
+
+
+def test_probes_that_have_reached_their_places_end_the_calm_together() -> None:
+    engine = Engine()
+    first, second = engine.tracker.by_id.values()
+    for slot in range(2):
+        engine.ask(agent_pb2.PLACEMENT_SENTENCE, slot)
+    assert engine.look()
+    begun = engine.scheduler.current_step
+    engine.step([STOP], [TEXT])
+    while engine.scheduler.current_step < begun + COLLECT_STEPS:
+        assert engine.holds()
+        assert engine.calm.go_on(engine.scheduler)
+        assert not engine.probing._asked_here(engine.scheduler)
+        engine.scheduler.current_step += 1
+        engine.step([TEXT], [STOP])
+    assert engine.holds()
+    assert not engine.calm.go_on(engine.scheduler)
+    here = engine.probing._asked_here(engine.scheduler)
+    assert [(live, past) for (_, live, _, _), past in here] == [(first, COLLECT_STEPS), (second, COLLECT_STEPS - 1)]
+
+
+def test_a_probe_waits_for_another_place_once_thinking_was_interrupted_behind_its_own() -> None:
+    engine = Engine()
+    engine.ask(agent_pb2.PLACEMENT_SENTENCE)
+    assert engine.look()
+    engine.step([STOP], [TEXT])
+    for token in (END, START, TEXT):
+        engine.counted([token], [TEXT])
+        engine.scheduler.current_step += COLLECT_STEPS
+    assert engine.probing.collects(engine.scheduler)
+    assert not engine.probing._asked_here(engine.scheduler)
+    assert not engine.directives.probes.reached
+    assert len(engine.directives.probes) == 1
 
 
 def test_a_sentence_that_ends_among_drafts_ends_the_calm() -> None:
@@ -302,9 +345,19 @@ def test_limits_last_while_they_cannot_change() -> None:
     assert engine.calm.limits == [limit]
     engine.waiting.append("c")
     assert engine.look(), "vLLM's own limits apply"
-    assert not engine.look(limits=[limit]), "the places that are kept for probes become free by themselves"
     engine.ask(agent_pb2.PLACEMENT_SENTENCE)
-    assert engine.look(limits=[limit]), "a probe that waits keeps them"
+    engine.probing.keep_places(engine.scheduler)
+    for _ in range(2 * PLACE_STEPS):
+        assert engine.look(limits=[limit])
+        assert engine.calm.go_on(engine.scheduler), "a probe that waits keeps its places"
+        engine.scheduler.current_step += 1
+    engine.directives.probes.drop(None)
+    assert engine.look(limits=[limit])
+    begun = engine.scheduler.current_step
+    while engine.calm.go_on(engine.scheduler):
+        engine.scheduler.current_step += 1
+        assert engine.scheduler.current_step - begun <= PLACE_STEPS, "the places become free by themselves"
+    assert engine.scheduler.current_step - begun > PLACE_STEPS // 2
     engine.directives.plan = SimpleNamespace(hold_admission=True)  # type: ignore[assignment]
     assert not engine.look(limits=[limit]), "the limit follows the requests that wait with blocks"
 

@@ -44,7 +44,7 @@ class Engine:
         outbox: Any = SimpleNamespace(send_text=self.send_text)
         outbox.send = lambda record, _: self.sent.append(record)
         others: Any = {
-            "calm": SimpleNamespace(find_due=lambda: None),
+            "calm": SimpleNamespace(find_due=lambda _: None),
             "outbox": outbox,
             "is_async": False,
         }
