@@ -170,6 +170,7 @@ FLEET = [
         text="Time from the end of thinking to the first answer token.",
     ),
     panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
+    panel("Queueing time", "s", *quantiles("meridian_queueing_seconds")),
     panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
     panel("Thinking by budget", TOKENS, (total("meridian_budget_think_tokens_total", "budget"), "{{budget}}")),
     panel("Budgets, left", "percentunit", ("min by (budget) (meridian_budget_left_ratio)", "{{budget}}")),

@@ -97,6 +97,9 @@ class LiveRequest:
     phase_step: int = 0
     tier: tuple[int, int, bool] | None = None
     preempted: bool = False
+    # Time on the lease's clock at which vLLM added the request to its queue; None once the request has joined a step,
+    # and if the agent did not see it being added.
+    queued_s: float | None = None
     skipped_steps: int = 0
     # Newest step that the request joined, so that requests are left out in fair turns.
     joined_step: int = 0
@@ -190,6 +193,12 @@ class LiveRequest:
             elif state.phase is Phase.OUTPUT:
                 state.output_tokens += tokens
 
+    def opened_row(self) -> tuple[Any, ...]:
+        """Return the fields of RequestOpened, copied so that another thread may read them."""
+        s, queued = self.state, self.queued_s is not None
+        tokens = int(s.phase), s.think_tokens, s.output_tokens
+        return (self.slot, self.info, *tokens, self.forced, self.preempted, queued)
+
     # ----------------------------------------------------------------------------------------------- caps and endings
 
     def set_cap(self, cap: Cap | None) -> None:
@@ -271,6 +280,12 @@ class LiveRequest:
             self.skipped_steps += 1
         else:
             self.joined_step, self.skipped_steps = step, 0
+
+    def leave_queue(self, now_s: float) -> float | None:
+        """Note that the request joins a step; return the seconds that it has waited if that is its first one, and None
+        if it has joined a step before or the time is not known. now_s: time at which the step's schedule began."""
+        queued_s, self.queued_s = self.queued_s, None
+        return None if queued_s is None else max(0.0, now_s - queued_s)
 
     def mark_preempted(self) -> None:
         self.preempted = True

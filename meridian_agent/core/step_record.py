@@ -136,6 +136,8 @@ class StepRecord:
     handed_over: list[int] = field(default_factory=list)
     # Requests that continue another engine's and have their first token: (slot, transferred tokens, milliseconds).
     continued: list[tuple[int, int, float]] = field(default_factory=list)
+    # Requests that have joined a step for the first time: (slot, queueing time in milliseconds).
+    joined: list[tuple[int, float]] = field(default_factory=list)
     # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     # The values of COUNTERS, in the last record of a report.
@@ -158,7 +160,7 @@ class StepRecord:
     @property
     def is_text(self) -> bool:
         """Whether the report of the step has nothing but token rows and gauges."""
-        requests = self.opened or self.preempted or self.resumed or self.closed or self.continued
+        requests = self.opened or self.joined or self.preempted or self.resumed or self.closed or self.continued
         return not (requests or self.probes or self.loops or self.repeats or self.outcomes)
 
     def tell(self, step: TextStep) -> None:

@@ -102,14 +102,23 @@ class Tracker:
         """Start tracking a request that was just admitted to the engine."""
         return self.enter(info, begin(self.markers, prompt, self.supports_think_disable), step, ref)
 
-    def enter(self, info: RequestInfo, state: PhaseState, step: int, ref: Any, preempted: bool = False) -> LiveRequest:
-        """Start tracking a request in a given state."""
+    def enter(
+        self,
+        info: RequestInfo,
+        state: PhaseState,
+        step: int,
+        ref: Any,
+        preempted: bool = False,
+        *,
+        queued_s: float | None = None,
+    ) -> LiveRequest:
+        """Start tracking a request in a given state. queued_s: as in LiveRequest."""
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
         # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
         # previous one.
         step = max(step, self.newest + 1)
-        defaults = self.default_cap, self.default_reserve
-        live = LiveRequest(slot, info, state, step, ref, *defaults, preempted=preempted, run=self.run)
+        limits = self.default_cap, self.default_reserve
+        live = LiveRequest(slot, info, state, step, ref, *limits, preempted=preempted, queued_s=queued_s, run=self.run)
         if preempted:
             self.preempted[live] = None
         self.by_id[info.request_id] = self.by_slot[slot] = live
@@ -119,7 +128,7 @@ class Tracker:
         self._count(state.phase, 1)
         self.watch_limit(live)
         self.run.changed()
-        self.record.opened.append(opened_row(live))
+        self.record.opened.append(live.opened_row())
         # The first request after idle time presses, because the sender of an idle engine sleeps longer.
         if not self.merge_openings or info.max_think_tokens is not None or len(self.by_id) == 1:
             self.record.urgent = True
@@ -387,10 +396,4 @@ class Tracker:
         return record
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        return [opened_row(live) for live in self.by_id.values()]
-
-
-def opened_row(live: LiveRequest) -> tuple[Any, ...]:
-    """Return the fields of RequestOpened, copied so that another thread may read them."""
-    i, s = live.info, live.state
-    return (live.slot, i, int(s.phase), s.think_tokens, s.output_tokens, live.forced, live.preempted)
+        return [live.opened_row() for live in self.by_id.values()]

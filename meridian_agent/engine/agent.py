@@ -184,7 +184,7 @@ class Agent:
         self.hand_over.opened(info)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
-            self.tracker.enter(info, state, scheduler.current_step, request)
+            self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
             return
         self._adoption = self._adoption or CatchUp()
         self._adoption.add(request)
@@ -320,7 +320,7 @@ class Agent:
             if self._asked is not None:
                 setattr(output, REQUEST, self._asked)
             if output.scheduled_spec_decode_tokens:
-                self.accounts.scheduled(output)
+                self.accounts.count_prompts(output)
             else:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return

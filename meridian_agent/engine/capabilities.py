@@ -110,4 +110,5 @@ def capabilities(scheduler: Any, strips_think: bool, entropy: bool, facts: Engin
         template_strips_think=strips_think,
         hand_over=not facts.no_hand_over,
         answer_handed_over=not facts.no_answer_handed_over,
+        queueing_time=True,
     )

@@ -1,9 +1,9 @@
 """Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, takes probes
-out, and completes the step's record.
+out, and completes the step's record. Before that, when vLLM has scheduled the step, notes whose first step it is.
 
 Most steps bring nearly all requests text and nothing else, one token each or with drafts several, and are counted as a
 whole for these requests. If a step brings all of them nothing else, the link's thread makes its record. Runs on the
-engine-core thread, after vLLM has processed the step.
+engine-core thread.
 """
 
 from __future__ import annotations
@@ -72,6 +72,16 @@ class StepAccounting:
         self.prefills: deque[int] = deque(maxlen=8)
 
     def scheduled(self, output: Any) -> None:
+        """Count the prompt tokens of a step that was just scheduled, and note the requests that it is the first step
+        of. output: the SchedulerOutput of the step."""
+        self.count_prompts(output)
+        # With Model Runner V2, vLLM lists resumed requests here, too.
+        for new in output.scheduled_new_reqs:
+            live = self._tracker.by_id.get(new.req_id)
+            if live is not None and (waited_s := live.leave_queue(self.began_s)) is not None:
+                self._tracker.record.joined.append((live.slot, waited_s * 1e3))
+
+    def count_prompts(self, output: Any) -> None:
         """Count the prompt tokens of a step that was just scheduled. output: the SchedulerOutput of the step."""
         tokens, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens

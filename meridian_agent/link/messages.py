@@ -32,7 +32,7 @@ PROBE_COLUMNS = (
 
 
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
-    slot, info, phase, think_tokens, output_tokens, forced, preempted = row
+    slot, info, phase, think_tokens, output_tokens, forced, preempted, queued = row
     return agent_pb2.RequestOpened(
         slot=slot,
         request_id=clean(info.request_id, MAX_ID),
@@ -53,6 +53,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         max_think_tokens=info.max_think_tokens,
         forced=forced,
         preempted=preempted,
+        queued=queued,
     )
 
 
@@ -140,6 +141,9 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.continued.slot.append(slot)
         report.continued.transferred_tokens.append(transferred)
         report.continued.first_token_ms.append(first_token_ms)
+    for slot, queueing_ms in record.joined:
+        report.joined.slot.append(slot)
+        report.joined.queueing_ms.append(queueing_ms)
     for decision_id, outcome, think_tokens, detail in record.outcomes:
         report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
 

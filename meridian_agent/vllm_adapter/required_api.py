@@ -70,6 +70,7 @@ ENGINE: Table = {
         "structured_output_request_ids",
         "grammar_bitmask",
     ),
+    "vllm.v1.core.sched.output:NewRequestData": ("req_id",),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "num_scheduled_tokens",
         "total_num_scheduled_tokens",
@@ -190,7 +191,7 @@ CONNECTOR: Table = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": ("request_finished_all_groups(request=_, **_)",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("src_block_id", "dst_block_id"),
-    "vllm.v1.core.sched.output:NewRequestData": ("req_id", "block_ids"),
+    "vllm.v1.core.sched.output:NewRequestData": ("block_ids",),
     "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "new_block_ids"),
     "vllm.v1.worker.gpu_worker:Worker": ("initialize_from_config(_)",),
 }

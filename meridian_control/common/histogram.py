@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # so that a quantile is known within a quarter.
 _R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
 TIME_BOUNDS_S: tuple[float, ...] = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
+# The bounds follow the R5 series from 1 ms to 1000 s, because requests may wait in a queue for long.
+QUEUEING_BOUNDS_S: tuple[float, ...] = *(step * 10**decade / 10**3 for decade in range(6) for step in _R10[::2]), 1e3
 STEP_BOUNDS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
 # Whole numbers near the R10 series from 1 to 100,000 tokens.
@@ -102,6 +104,10 @@ class Histogram:
 def time_histogram() -> Histogram:
     """Return an empty histogram for times in seconds."""
     return Histogram(TIME_BOUNDS_S)
+
+
+def queueing_histogram() -> Histogram:
+    return Histogram(QUEUEING_BOUNDS_S)
 
 
 def token_histogram() -> Histogram:

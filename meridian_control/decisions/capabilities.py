@@ -152,6 +152,8 @@ def _shorteners(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, s
                 continue
             if caps:
                 yield f"{section}[{index}].max_think_tokens", "force_end"
+            if isinstance(entry, PressurePolicy) and entry.queueing_p99_ms:
+                yield f"{section}[{index}].queueing_p99_ms", "queueing_time"
             if isinstance(entry, PressurePolicy) and entry.entropy_in_force:
                 rules = _rules("entropy", policy.entropy.model_copy(update={"shadow": False}))
                 for capability in sorted({capability for _, capability in rules}):

@@ -6,7 +6,8 @@ the session changes them through the table's methods. The module does no I/O and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -83,6 +84,16 @@ COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref")
 
 
+class Joined(NamedTuple):
+    """Requests that have joined their first step: slots, and queueing times in milliseconds, [requests] each."""
+
+    slot: NDArray[np.int64]
+    queueing_ms: NDArray[np.float64]
+
+
+NOBODY_JOINED = Joined(NONE, np.zeros(0))
+
+
 class RequestTable(DecidedColumns):
     """The columns of one engine's requests, read as `table.phase[slot]`.
 
@@ -96,6 +107,8 @@ class RequestTable(DecidedColumns):
         # Milliseconds before the answer tokens of the newest report; and its rows, from which the state of requests
         # within the report is computed.
         self.intervals, self.history = NO_INTERVALS, no_history()
+        # Requests that have joined their first step, of the newest report that has any.
+        self.joined = NOBODY_JOINED
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._loops_known = self._repeats_known = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
@@ -162,7 +175,7 @@ class RequestTable(DecidedColumns):
         # Thinking before the request was opened has been counted for budgets where it happened.
         self.think_tokens[slot] = self.charged_tokens[slot] = opened.think_tokens
         self.output_tokens[slot] = opened.output_tokens
-        self.preempted[slot] = opened.preempted
+        self.preempted[slot], self.queued[slot] = opened.preempted, opened.queued
         self.own_min_think_tokens[slot] = opened.min_think_tokens
         self.hand_over_candidate[slot] = opened.hand_over_candidate
         self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
@@ -290,6 +303,19 @@ class RequestTable(DecidedColumns):
 
     def set_preempted(self, slot: int, preempted: bool) -> None:
         self.preempted[slot] = preempted
+
+    def take_joined(self, columns: agent_pb2.JoinedColumns) -> None:
+        """Note which live requests have joined their first step, and keep their queueing times in `joined`.
+
+        Raises ValueError if the columns differ in length.
+        """
+        if len(columns.slot) != len(columns.queueing_ms):
+            raise ValueError("joined columns must have one length")
+        live = [row for row in zip(columns.slot, columns.queueing_ms, strict=True) if self.holds(row[0])]
+        for slot, _ in live:
+            self.queued[slot] = False
+        slots, queueing_ms = np.array([row for row in live if 0 <= row[1] < math.inf]).reshape(-1, 2).T
+        self.joined = Joined(slots.astype(np.int64), queueing_ms)
 
     def mark_closing(self, slot: int) -> None:
         """Note that the newest report closes the request."""

@@ -42,6 +42,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "think_tokens": (np.int64, 0),
     "output_tokens": (np.int64, 0),
     "preempted": (bool, False),
+    # Whether the request waits for its first step, and the agent will report its queueing time.
+    "queued": (bool, False),
     # Whether a relay can continue the request on another engine.
     "hand_over_candidate": (bool, False),
     # Time of the request's newest token, or of its opening before the first token: milliseconds on the session's clock.
@@ -213,6 +215,7 @@ class Columns:
     think_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     preempted: NDArray[np.bool_]
+    queued: NDArray[np.bool_]
     hand_over_candidate: NDArray[np.bool_]
     token_ms: NDArray[np.float64]
     newest_token: NDArray[np.uint8]

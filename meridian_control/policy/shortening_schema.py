@@ -23,7 +23,14 @@ from meridian_control.policy.section import (
 MAX_BUDGET_TOKENS = 10**15
 MAX_BUDGETS, MAX_PRESSURES = 256, 16
 # The targets of a pressure entry: the fields with a limit, each of which 0 leaves unset.
-TARGETS = ("output_itl_p99_ms", "ttot_p99_ms", "ttft_p99_ms", "ttfvt_p99_ms", "preempted_answer_ratio")
+TARGETS = (
+    "output_itl_p99_ms",
+    "ttot_p99_ms",
+    "ttft_p99_ms",
+    "ttfvt_p99_ms",
+    "queueing_p99_ms",
+    "preempted_answer_ratio",
+)
 
 
 def _name(value: str) -> str:
@@ -138,8 +145,8 @@ class PressurePolicy(Section):
     )
     ttft_p99_ms: Milliseconds = Field(
         0.0,
-        description="Target for the 99th percentile of TTFT in milliseconds, which contains the time in the queue; 0 "
-        "sets none.",
+        description="Target for the 99th percentile of TTFT in milliseconds, which contains queueing time; 0 sets "
+        "none.",
         json_schema_extra=advice("Set it if requests wait in the queue while the engine thinks."),
     )
     ttfvt_p99_ms: Milliseconds = Field(
@@ -147,6 +154,11 @@ class PressurePolicy(Section):
         description="Target for the 99th percentile of TTFVT in milliseconds, which contains queue and thinking; 0 "
         "sets none.",
         json_schema_extra=advice("Set it to how long users wait for an answer."),
+    )
+    queueing_p99_ms: Milliseconds = Field(
+        0.0,
+        description="Target for the 99th percentile of queueing time in milliseconds; 0 sets none.",
+        json_schema_extra=advice("Set it if requests wait for others to end, however long their prompts are."),
     )
     preempted_answer_ratio: float = Field(
         0.0,

@@ -152,6 +152,8 @@ class EnginePressure:
             self._add("ttft_p99_ms", slots, rows.at_ms[rows.first[fresh]] - self._opened_ms[slots])
             self._begun[slots] = True
             self._take_answers()
+        if report.HasField("joined"):
+            self._add("queueing_p99_ms", *table.joined)
         for slot in report.preempted:
             if table.holds(slot) and table.phase[slot] == OUTPUT and not self._hit[slot]:
                 self._hit[slot] = True
@@ -197,6 +199,7 @@ class EnginePressure:
         return {
             "ttft_p99_ms": opened[mine & ~self._begun & np.isfinite(opened)],
             "ttfvt_p99_ms": opened[mine & ~self._answered & np.isfinite(opened)],
+            "queueing_p99_ms": opened[mine & table.queued[:size] & np.isfinite(opened)],
             "ttot_p99_ms": since[mine & (newest == THINK_END)],
             "output_itl_p99_ms": since[mine & (newest == ANSWER_TOKEN)],
         }

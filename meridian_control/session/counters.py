@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
-from meridian_control.common.histogram import Histogram, step_histogram, time_histogram, token_histogram
+from meridian_control.common.histogram import (
+    Histogram,
+    queueing_histogram,
+    step_histogram,
+    time_histogram,
+    token_histogram,
+)
 
 
 @dataclass(slots=True)
@@ -19,6 +25,8 @@ class Totals:
     # Latencies in seconds (output_itl, ttot) and lengths in tokens (think_tokens); fleet.proto defines all three.
     output_itl: Histogram = field(default_factory=time_histogram)
     ttot: Histogram = field(default_factory=time_histogram)
+    # Queueing times in seconds.
+    queueing: Histogram = field(default_factory=queueing_histogram)
     think_tokens: Histogram = field(default_factory=token_histogram)
     # Outcomes by kind of decision; preemptions by phase; thinking tokens that were left before the cap when a rule
     # ended the thinking, by reason.

@@ -87,6 +87,9 @@ class Intake:
         for opened in report.opened:
             self._open(opened, now_ms)
         self._add_tokens(report, now_ms)
+        if report.HasField("joined"):
+            table.take_joined(report.joined)
+            self._totals.queueing.add(table.joined.queueing_ms / 1e3)
         numbers = {"preempted": len(preempted), "resumed": len(resumed), "outcomes": len(report.outcomes)}
         self._steps = {name: step_of(report, name, number) for name, number in numbers.items() if number}
         if report.HasField("probes"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from meridian_control.telemetry.budget_metrics import BUDGETS
 from meridian_control.telemetry.catalogue_entry import _counter, _gauge, _histogram
 from meridian_control.telemetry.control_group_entries import CONTROL_GROUP
-from meridian_control.telemetry.pressure_metrics import PRESSURES
+from meridian_control.telemetry.pressure_metrics import PRESSURES, QUEUEING
 
 ENGINE = ("engine",)
 GRPC = ("grpc_type", "grpc_service", "grpc_method")
@@ -389,7 +389,7 @@ GROUPS = {
     "Decisions": DECISIONS,
     "Thinking": THINKING,
     "Thinking budgets": BUDGETS,
-    "Pressure": PRESSURES,
+    "Pressure": (*PRESSURES, QUEUEING),
     "The control group": CONTROL_GROUP,
     "Streams": STREAMS,
     "Engines": ENGINES,

@@ -184,6 +184,7 @@ def _histograms(totals: Totals) -> list[Metric]:
     return [
         _histogram("meridian_ttot_seconds", totals.ttot),
         _histogram("meridian_output_itl_seconds", totals.output_itl),
+        _histogram("meridian_queueing_seconds", totals.queueing),
         _histogram("meridian_request_think_tokens", totals.think_tokens),
         _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from meridian_control.policy.shortening_schema import TARGETS
-from meridian_control.telemetry.catalogue_entry import _counter, _gauge
+from meridian_control.telemetry.catalogue_entry import _counter, _gauge, _histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +46,15 @@ PRESSURES = (
         "Windows of engines in which the target was missed.",
         "Rises at level 6, or in shadow: people feel it; see the target's own metric.",
     ),
+)
+
+# A target's own metric, which has values without an entry, too.
+QUEUEING = _histogram(
+    "meridian_queueing_seconds",
+    (),
+    "Queueing time: from when vLLM adds a request to its queue until it schedules the first step that the request "
+    "joins. Agents of 0.1 do not report it.",
+    "Rises: requests wait for others to end; add engines, or set `queueing_p99_ms`.",
 )
 
 

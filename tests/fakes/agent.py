@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
 
 ALL = agent_pb2.Capabilities(
-    token_entropy=True, force_end=True, eat_probe=True, dispatch=True, reclaim=True, template_strips_think=True
+    token_entropy=True,
+    force_end=True,
+    eat_probe=True,
+    dispatch=True,
+    reclaim=True,
+    template_strips_think=True,
+    queueing_time=True,
 )
 
 
@@ -216,6 +222,10 @@ class FakeAgent:
         self.margin_nats = 0.0
         # Milliseconds of a step, and of each sequence in it.
         self.step_cost_ms = 5.0, 0.0
+        # Number of requests that may run, while all others wait in the queue; None if each request runs at once, and
+        # no queueing time is reported. `now_s` is the engine's clock.
+        self.places: int | None = None
+        self.now_s = 0.0
         self.say(snapshot=self.snapshot())
 
     def say(self, **message: Any) -> None:
@@ -257,7 +267,8 @@ class FakeAgent:
 
     def open(self, name: str, script: Script, **fields: Any) -> LiveRequest:
         self.scripts[name] = script
-        return self.engine.open(name, **fields)
+        queued_s = None if self.places is None else self.now_s
+        return self.engine.open(name, queued_s=queued_s, **fields)
 
     def step(self) -> StepRecord:
         """Run one engine step in which every request that is not preempted gets a token."""
@@ -279,7 +290,7 @@ class FakeAgent:
         engine.mask()
         entropies, margins = [], []
         for name, tr in list(engine.live.items()):
-            if tr.preempted:
+            if tr.preempted or not self._joins(tr):
                 continue
             script = self.scripts[name]
             engine.feed(name, engine.sample(name, [self._wanted(tr, script)]))
@@ -289,6 +300,15 @@ class FakeAgent:
                 engine.finish(name)
         self._measured(entropies, margins)
         return self._report()
+
+    def _joins(self, tr: LiveRequest) -> bool:
+        """Let a request join the step if it has joined one before, or if there is a place."""
+        if tr.queued_s is not None:
+            running = sum(other.queued_s is None for other in self.engine.live.values())
+            if running == self.places:
+                return False
+            self.engine.join(tr, self.now_s)
+        return True
 
     def _wanted(self, tr: LiveRequest, script: Script) -> int:
         if tr.state.phase.name == "THINK":

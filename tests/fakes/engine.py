@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.phases import Markers, Phase
+from meridian_agent.core.phases import Markers, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome, Tier
 from meridian_agent.core.tracker import Tracker
@@ -53,11 +53,19 @@ class FakeEngine:
         own_cap: int | None = None,
         tenant: str = "tenant",
         max_tokens: int = 1000,
+        *,
+        queued_s: float | None = None,
         **own: Any,
     ) -> LiveRequest:
         info = RequestInfo(name, "model", tenant, "slo", len(prompt), max_tokens, own_cap, **own)
         ref = SimpleNamespace(is_prefill_chunk=False, num_computed_tokens=len(prompt))
-        return self.tracker.open(info, list(prompt), self.step, ref)
+        state = begin(self.tracker.markers, list(prompt), self.tracker.supports_think_disable)
+        return self.tracker.enter(info, state, self.step, ref, queued_s=queued_s)
+
+    def join(self, live: LiveRequest, now_s: float) -> None:
+        """Note that a request is in the step that began at a time."""
+        if (waited_s := live.leave_queue(now_s)) is not None:
+            self.tracker.record.joined.append((live.slot, waited_s * 1e3))
 
     def accept(self, message: agent_pb2.Directives) -> None:
         self.directives.accept(message)

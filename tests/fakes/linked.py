@@ -129,9 +129,11 @@ class LinkedEngine:
                     self.engine.directives.freeze()
 
     def step(self) -> None:
-        """Run one engine step: every live request gets a text token, unless a decision forces another token."""
+        """Run one engine step: every live request outside of the queue gets a text token, unless a decision forces
+        another token."""
         self.take_inbox()
-        self.send(self.engine.run(dict.fromkeys(self.engine.live, TEXT)))
+        running = [name for name, live in self.engine.live.items() if live.queued_s is None]
+        self.send(self.engine.run(dict.fromkeys(running, TEXT)))
 
     def send(self, record: Any) -> None:
         if not self.engine.live:

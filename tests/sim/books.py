@@ -15,6 +15,7 @@ from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR,
 from meridian_agent.core.phases import Markers, Phase, begin
 from tests.sim import rest
 from tests.sim.engine import BLOCK, CONTEXT
+from tests.sim.queueing import Queueing
 from tests.sim.steps import Steps
 from tests.sim.watched import Limits, Watched
 
@@ -38,6 +39,7 @@ class EngineBooks:
     def __init__(self, invariants: Invariants, clock: Callable[[], float]) -> None:
         self.invariants, self._clock = invariants, clock
         self._steps: Steps | None = None
+        self._queueing: Queueing | None = None
         # Settings that were put in force, oldest first.
         self._obeyed: list[agent_pb2.Settings] = []
         self.link: SteppedLink | None = None
@@ -76,7 +78,7 @@ class EngineBooks:
         lifecycle.again = watched_again
 
     def _watch(self, agent: Any) -> None:
-        self._steps = Steps(self.engine, agent, self._clock)
+        self._steps, self._queueing = Steps(self.engine, agent, self._clock), Queueing(agent, self._clock)
         obey, directives = agent.put_in_force, agent.directives
 
         def watched_obey(settings: agent_pb2.Settings, markers: Markers) -> None:
@@ -105,6 +107,8 @@ class EngineBooks:
         tracker = self.engine.scheduler._lifecycle.agent.tracker
         state = begin(tracker.markers, prompt, tracker.supports_think_disable)
         known = self.engine.agent is not None
+        if known and self._queueing is not None:
+            self._queueing.opened(request_id)
         most, default = min(max_tokens, CONTEXT - len(prompt)), self._default_limits()
         self.requests[request_id] = Watched(request_id, most, own_cap, default, state, tracker.markers, known)
 
@@ -232,8 +236,9 @@ class EngineBooks:
             assert tr.preempted or not waits, f"{tr.info.request_id} is preempted, and the agent does not know"
         if not engine.shape.is_async:
             self._nobody_starves(agent)
-        if self._steps is not None:
+        if self._steps is not None and self._queueing is not None:
             self._steps.after_step()
+            self._queueing.after_step()
 
     def _after_lease(self, agent: Any) -> None:
         """Check that everything is gone that an expired lease ends; caps end only if the policy gave them a lease."""

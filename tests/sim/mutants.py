@@ -31,6 +31,7 @@ TRACKER, MESSAGES, SHARE = (
 )
 SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
 POLICY_DELIVERY, HISTORY = "meridian_control/fleet/policy_delivery.py", "meridian_control/decisions/history.py"
+TABLE = "meridian_control/decisions/request_table.py"
 INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_control/session/settings_delivery.py"
 
 
@@ -127,9 +128,27 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "snapshot forgets who is preempted",
-        TRACKER,
-        "live.forced, live.preempted)",
-        "live.forced, False)",
+        LIVE,
+        "self.forced, self.preempted, queued)",
+        "self.forced, False, queued)",
+    ),
+    Mutant(
+        "snapshot forgets who waits for a first step",
+        LIVE,
+        "self.forced, self.preempted, queued)",
+        "self.forced, self.preempted, False)",
+    ),
+    Mutant(
+        "a first step is lost on the control plane",
+        TABLE,
+        "            self.queued[slot] = False\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a request waits on after its first step",
+        LIVE,
+        "        queued_s, self.queued_s = self.queued_s, None\n",
+        "        queued_s = self.queued_s\n",
     ),
     Mutant(
         "snapshot adds to the table",

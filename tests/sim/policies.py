@@ -140,9 +140,10 @@ def _pressure(rng: random.Random, name: str) -> dict[str, Any]:
     """Return an entry, whose level the world draws."""
     drawn: dict[str, Any] = {glob: rng.choice(GLOBS) for glob in ("model", "tenant", "slo_class", "effort")}
     targets = {"output_itl_p99_ms": rng.choice((0.0, 1.0, 20.0, 80.0)), "ttfvt_p99_ms": rng.choice((10.0, 400.0))}
-    limits = {"window_s": 1, "shadow": rng.random() < 0.3, "soft_think_tokens": rng.choice((2, 10))}
+    limits: dict[str, Any] = {"window_s": 1, "shadow": rng.random() < 0.3, "soft_think_tokens": rng.choice((2, 10))}
     # Not drawn, so that existing seeds keep their other values.
     limits["entropy_in_force"] = limits["soft_think_tokens"] == 2
+    limits["queueing_p99_ms"] = 5.0 if limits["soft_think_tokens"] == 2 else 0.0
     return drawn | targets | limits | {"name": name, "max_think_tokens": 8}
 
 

@@ -31,13 +31,11 @@ def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
             int(table.think_tokens[slot]),
             int(table.output_tokens[slot]),
             bool(table.preempted[slot]),
+            bool(table.queued[slot]),
         )
         for slot, info in table.requests()
     }
-    ours = {
-        r: (tr.slot, tr.state.phase.name, tr.state.think_tokens, tr.state.output_tokens, tr.preempted)
-        for r, tr in tracker.by_id.items()
-    }
+    ours = {r: (*_counts(tr), tr.preempted, tr.queued_s is not None) for r, tr in tracker.by_id.items()}
     assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
     if not (engine.agent.frozen or link.lease.frozen() or session.frozen):
         waits = session.freezing.void and bool(table.live.any())
@@ -45,6 +43,11 @@ def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
     if not link.inbox.messages:
         told, kept = set(session.open_decisions), _kept_decisions(engine.agent)
         assert told == kept, f"decisions {sorted(told ^ kept)} wait on one side only: {sorted(kept)} in the engine"
+
+
+def _counts(live: Any) -> tuple[int, str, int, int]:
+    """Return a request's slot, its phase and its tokens."""
+    return live.slot, live.state.phase.name, live.state.think_tokens, live.state.output_tokens
 
 
 def _kept_decisions(agent: Any) -> set[int]:

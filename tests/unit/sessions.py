@@ -94,6 +94,7 @@ class Stream:
         """Make engine steps and return all directives that the session sent, merged into one message."""
         merged = agent_pb2.Directives()
         for _ in range(count):
+            self.agent.now_s = (self.now - NOW).total_seconds()
             self.agent.step()
             self.now += timedelta(milliseconds=then_ms)
             for response in self.pump():
@@ -103,6 +104,7 @@ class Stream:
     def open(self, name: str, think: int = 1000, answer: int = 1000, **fields: Any) -> int:
         own = ("entropy_nats", "eat_nats", "trial_answer", "margin_nats", "cut_answer_tokens", "rethink_at")
         script = {name: fields.pop(name) for name in own if name in fields}
+        self.agent.now_s = (self.now - NOW).total_seconds()
         return self.agent.open(name, Script(think, answer, **script), **fields).slot
 
     def say(self, steps: int = 1, **fields: Any) -> None:

@@ -887,6 +887,7 @@ class Capabilities(_message.Message):
     TEMPLATE_STRIPS_THINK_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
     ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
+    QUEUEING_TIME_FIELD_NUMBER: _builtins.int
     token_entropy: _builtins.bool
     """The engine can measure every token's entropy and the end marker's rank."""
     force_end: _builtins.bool
@@ -907,6 +908,8 @@ class Capabilities(_message.Message):
     """The engine can read the KV blocks of a request that another engine hands over, and declines to read blocks that are
     no longer kept.
     """
+    queueing_time: _builtins.bool
+    """The engine reports the queueing time of its requests: StepReport.joined."""
     def __init__(
         self,
         *,
@@ -918,10 +921,11 @@ class Capabilities(_message.Message):
         template_strips_think: _builtins.bool = ...,
         hand_over: _builtins.bool = ...,
         answer_handed_over: _builtins.bool = ...,
+        queueing_time: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_handed_over", b"answer_handed_over", "dispatch", b"dispatch", "eat_probe", b"eat_probe", "force_end", b"force_end", "hand_over", b"hand_over", "reclaim", b"reclaim", "template_strips_think", b"template_strips_think", "token_entropy", b"token_entropy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_handed_over", b"answer_handed_over", "dispatch", b"dispatch", "eat_probe", b"eat_probe", "force_end", b"force_end", "hand_over", b"hand_over", "queueing_time", b"queueing_time", "reclaim", b"reclaim", "template_strips_think", b"template_strips_think", "token_entropy", b"token_entropy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -980,6 +984,7 @@ class RequestOpened(_message.Message):
     REMOTE_DECODE_FIELD_NUMBER: _builtins.int
     HAND_OVER_CANDIDATE_FIELD_NUMBER: _builtins.int
     HANDED_OVER_REF_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -1030,6 +1035,10 @@ class RequestOpened(_message.Message):
     """Reference of the HandOver decision that this request continues (meridian_handover in its vllm_xargs); empty for
     every other request.
     """
+    queued: _builtins.bool
+    """Whether the request waits for its first step, and StepReport.joined will have its queueing time. False if the agent
+    did not see vLLM add the request.
+    """
     def __init__(
         self,
         *,
@@ -1052,10 +1061,11 @@ class RequestOpened(_message.Message):
         remote_decode: _builtins.bool = ...,
         hand_over_candidate: _builtins.bool = ...,
         handed_over_ref: _builtins.str = ...,
+        queued: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -1346,6 +1356,36 @@ class ContinuedColumns(_message.Message):
 Global___ContinuedColumns: _TypeAlias = ContinuedColumns  # noqa: Y015
 
 @_typing.final
+class JoinedColumns(_message.Message):
+    """Requests that have joined a step for the first time since vLLM added them. All columns have the same length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    QUEUEING_MS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slot of the request."""
+
+    @_builtins.property
+    def queueing_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Queueing time: milliseconds from when vLLM added the request to its queue until it scheduled that step."""
+
+    def __init__(
+        self,
+        *,
+        slot: _abc.Iterable[_builtins.int] | None = ...,
+        queueing_ms: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queueing_ms", b"queueing_ms", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinedColumns: _TypeAlias = JoinedColumns  # noqa: Y015
+
+@_typing.final
 class StepColumns(_message.Message):
     """The steps of a report that merges several, one row per step, oldest first. Every column that is not empty has as many
     rows as StepReport.steps says.
@@ -1441,6 +1481,7 @@ class StepReport(_message.Message):
     LOOPS_FIELD_NUMBER: _builtins.int
     REPEATS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report."""
     steps: _builtins.int
@@ -1507,6 +1548,10 @@ class StepReport(_message.Message):
     def continued(self) -> Global___ContinuedColumns:
         """Requests with a handed_over_ref that have generated their first token."""
 
+    @_builtins.property
+    def joined(self) -> Global___JoinedColumns:
+        """Requests that have joined a step for the first time; a resumption after a preemption does not count."""
+
     def __init__(
         self,
         *,
@@ -1530,10 +1575,11 @@ class StepReport(_message.Message):
         loops: Global___LoopColumns | None = ...,
         repeats: Global___RepeatColumns | None = ...,
         continued: Global___ContinuedColumns | None = ...,
+        joined: Global___JoinedColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "loops", b"loops", "merged", b"merged", "probes", b"probes", "repeats", b"repeats", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "joined", b"joined", "loops", b"loops", "merged", b"merged", "probes", b"probes", "repeats", b"repeats", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "repeats", b"repeats", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "joined", b"joined", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "repeats", b"repeats", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1393,6 +1393,7 @@ class PressurePolicy(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     ENTROPY_IN_FORCE_FIELD_NUMBER: _builtins.int
+    QUEUEING_P99_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the entry, unique among the policy's pressure entries, under which an engine keeps its level."""
     model: _builtins.str
@@ -1425,6 +1426,10 @@ class PressurePolicy(_message.Message):
     """While the entry shortens a request, the section entropy is in force for the request, although the section is in
     shadow.
     """
+    queueing_p99_ms: _builtins.float
+    """Target for the 99th percentile of the milliseconds from when vLLM adds a request to its queue until it schedules the
+    first step that the request joins.
+    """
     def __init__(
         self,
         *,
@@ -1443,10 +1448,11 @@ class PressurePolicy(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         shadow: _builtins.bool | None = ...,
         entropy_in_force: _builtins.bool | None = ...,
+        queueing_p99_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_queueing_p99_ms", b"_queueing_p99_ms", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "queueing_p99_ms", b"queueing_p99_ms", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_queueing_p99_ms", b"_queueing_p99_ms", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "queueing_p99_ms", b"queueing_p99_ms", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__effort: _TypeAlias = _typing.Literal["effort"]  # noqa: Y015
     _WhichOneofArgType__effort: _TypeAlias = _typing.Literal["_effort", b"_effort"]  # noqa: Y015
@@ -1462,6 +1468,8 @@ class PressurePolicy(_message.Message):
     _WhichOneofArgType__output_itl_p99_ms: _TypeAlias = _typing.Literal["_output_itl_p99_ms", b"_output_itl_p99_ms"]  # noqa: Y015
     _WhichOneofReturnType__preempted_answer_ratio: _TypeAlias = _typing.Literal["preempted_answer_ratio"]  # noqa: Y015
     _WhichOneofArgType__preempted_answer_ratio: _TypeAlias = _typing.Literal["_preempted_answer_ratio", b"_preempted_answer_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__queueing_p99_ms: _TypeAlias = _typing.Literal["queueing_p99_ms"]  # noqa: Y015
+    _WhichOneofArgType__queueing_p99_ms: _TypeAlias = _typing.Literal["_queueing_p99_ms", b"_queueing_p99_ms"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     _WhichOneofReturnType__slo_class: _TypeAlias = _typing.Literal["slo_class"]  # noqa: Y015
@@ -1492,6 +1500,8 @@ class PressurePolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_itl_p99_ms) -> _WhichOneofReturnType__output_itl_p99_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_answer_ratio) -> _WhichOneofReturnType__preempted_answer_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queueing_p99_ms) -> _WhichOneofReturnType__queueing_p99_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
     @_typing.overload

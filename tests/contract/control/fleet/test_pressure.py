@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import logging
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
 
 from meridian_control.telemetry.pressure_metrics import pressures
 from tests.contract.control.fleet.test_record import Recorder, replayed
@@ -24,13 +26,14 @@ if TYPE_CHECKING:
     from tests.contract.streams import Control
 
 CHAT = {"name": "chat", "tenant": "chat", "output_itl_p99_ms": 40, "window_s": 1, "max_think_tokens": 20}
+QUEUE = {"name": "queue", "queueing_p99_ms": 300, "window_s": 1, "max_think_tokens": 20}
 SLOW_MS, FAST_MS = 100.0, 25.0
 
 
-def pressed() -> Policy:
+def pressed(entry: dict[str, Any], shadow: bool = False) -> Policy:
     limits = {"min_think_tokens": 4, "max_think_tokens": 100_000}
     told = {"report_interval_steps": 1}
-    return policy(scheduler=limits, entropy={"enabled": False}, telemetry=told, pressure=[{**CHAT, "shadow": False}])
+    return policy(scheduler=limits, entropy={"enabled": False}, telemetry=told, pressure=[{**entry, "shadow": shadow}])
 
 
 class Stepped:
@@ -75,7 +78,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
     control: Control, caplog: pytest.LogCaptureFixture
 ) -> None:
     stepped = Stepped(control)
-    await control.set_policy(pressed())
+    await control.set_policy(pressed(CHAT))
     async with Recorder(control, "pressed") as recorder:
         with LinkedEngine([control.target], "pressed") as engine, LinkedEngine([control.target], "other") as other:
             await begin(control, engine, "chat")
@@ -132,9 +135,47 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
     assert sent[1:] == [response.SerializeToString(deterministic=True) for response in replayed(records)]
 
 
+async def test_requests_that_wait_in_the_queue_shorten_thinking(control: Control) -> None:
+    stepped = Stepped(control)
+    await control.set_policy(pressed(QUEUE))
+    with LinkedEngine([control.target], "queued") as engine:
+        await begin(control, engine, "chat")
+        for number in range(12):
+            engine.open(f"r{number}", queued_s=1.0)
+        (reading,) = (await stepped.level(2, FAST_MS, engine)).readings
+        assert (reading.target, reading.samples) == ("queueing_p99_ms", 12)
+        assert 900 <= reading.measured <= 1.1 * 1100, "they wait for the whole window"
+        row = (await run("pressure", server=control.target)).stdout.splitlines()[1].split()
+        assert row[:7] == ["queued", "queue", "2/6", "queueing_p99_ms", f"{reading.measured:.4g}", "300", "12"]
+        assert not control.fleet.totals().queueing.counts.any()
+        for live in engine.engine.live.values():
+            engine.engine.join(live, now_s=2.5)
+        await stepped.step(FAST_MS, engine)
+        totals = control.fleet.totals()
+        assert (totals.queueing.counts.sum(), totals.queueing.sum) == (12, 12 * 1.5)
+        missed = dict(pressures(control.fleet, totals))["meridian_pressure_missed_windows_total"]
+        assert missed == [(("queue", "queueing_p99_ms"), 1)]
+
+
+async def test_an_engine_whose_agent_does_not_report_queueing_time_keeps_its_policy(control: Control) -> None:
+    older = agent_pb2.Capabilities(force_end=True, dispatch=True)
+    with LinkedEngine([control.target], "older", capabilities=older) as engine:
+        await until(lambda: engine.link.lease.revision == control.fleet.revision)
+        await control.set_policy(pressed(QUEUE))
+        lacks = "the engine lacks queueing_time, needed for pressure[0].queueing_p99_ms"
+        await until(lambda: control.engine("older").nack_error == lacks)
+        await control.set_policy(pressed(QUEUE, shadow=True))
+        stepped = Stepped(control)
+        await begin(control, engine, "chat")
+        while not (shown := control.engine("older").pressures[0]).readings:
+            await stepped.step(SLOW_MS, engine)
+        assert [(one.target, one.samples) for one in shown.readings] == [("queueing_p99_ms", 0)]
+        assert (await run("pressure", server=control.target)).stdout.split()[-3:] == ["queue", "0/6", "(shadow)"]
+
+
 async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> None:
     stepped = Stepped(control)
-    await control.set_policy(pressed())
+    await control.set_policy(pressed(CHAT))
     with LinkedEngine([control.target], "pressed") as engine:
         await begin(control, engine, "chat")
         await stepped.level(2, SLOW_MS, engine)

@@ -16,6 +16,7 @@ from tests.engine.matrix.engine import ABORT, CLOSED
 from tests.engine.matrix.features.forces import GREEDY, SHORT, force
 from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
+from tests.engine.queueing import compared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -292,6 +293,17 @@ def squeezed(engine: Engine, order: str) -> set[Phase]:
         else:
             assert run.tokens[name] == free[name][0].tokens
     return phases
+
+
+@feature("queueing time: vLLM's own, and none for a resumption", *TIGHT)
+def queueing(engine: Engine) -> None:
+    preempted = engine.agent.preempted_think
+    asks = {f"r{i}": Ask(engine.prompt(i % 6), engine.endless(max_tokens=60)) for i in range(12)}
+    with compared(engine.llm, engine.scheduler, engine.agent) as times_ms:
+        engine.run(asks).until()
+        engine.drain()
+    assert len(times_ms) == len(asks)
+    assert engine.agent.preempted_think > preempted
 
 
 @feature("answers are never preempted before thinking", *TIGHT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import CAPS, ORDER
+from meridian_agent.core.phases import begin
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import REQUEST
@@ -114,6 +116,7 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
         num_scheduled_tokens=scheduled,
         scheduled_spec_decode_tokens={name: [7] * drafts for name, drafts in drafted.items()},
         total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_new_reqs=[],
     )
     agent.after_schedule(scheduler, output)
     assert list(agent.accounts.prefills) == [prompt]
@@ -130,9 +133,41 @@ def test_nothing_is_measured_while_all_requests_answer(monkeypatch: pytest.Monke
     asked = []
     for _ in range(2):
         output = SimpleNamespace(
-            num_scheduled_tokens={"a": 1}, scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=1
+            num_scheduled_tokens={"a": 1},
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=1,
+            scheduled_new_reqs=[],
         )
         agent.after_schedule(scheduler, output)
         asked.append(hasattr(output, REQUEST))
         agent.tracker.feed(agent.tracker.by_id["a"], [END], 0)
     assert asked == [True, False]
+
+
+def test_a_requests_first_step_ends_its_queueing_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed requests, which Model Runner V2 lists as new ones, have joined a step before; a probe is no request."""
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
+    scheduler = scheduler_of()
+    agent, known = Agent(scheduler, MARKERS, link, FACTS), begin(MARKERS, [START], True)
+    for name, queued_s in (("a", 10.0), ("b", 11.5), ("adopted", None)):
+        info = RequestInfo(name, "m", "", "", 1, 100, None)
+        agent.tracker.enter(info, replace(known), 0, SimpleNamespace(), queued_s=queued_s)
+    assert [row[-1] for row in agent.tracker.snapshot()] == [True, True, False]
+
+    def schedule(began_s: float, new: list[str], running: list[str]) -> None:
+        agent.accounts.began_s = began_s
+        output = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys([*new, *running], 1),
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=len(new) + len(running),
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        )
+        agent.after_schedule(scheduler, output)
+
+    schedule(12.5, ["adopted", "probe", "a"], [])
+    schedule(12.75, ["b", "a"], ["adopted"])
+    schedule(13.0, ["b"], ["a", "adopted"])
+    assert agent.tracker.record.joined == [(0, 2500.0), (1, 1250.0)]
+    assert [row[-1] for row in agent.tracker.snapshot()] == [False, False, False]
+    assert [row[-1] for row in agent.tracker.record.opened] == [True, True, False], "as it was when they were opened"

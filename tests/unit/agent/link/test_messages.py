@@ -28,6 +28,7 @@ def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0
     for opened in report.opened:
         table.open(opened, now_ms)
     table.add_tokens(report.tokens, now_ms - ages_ms(report))
+    table.take_joined(report.joined)
     for slot in report.preempted:
         table.preempted[slot] = True
     for slot in report.resumed:
@@ -51,7 +52,7 @@ def same(a: RequestTable, b: RequestTable) -> None:
 
 def test_opened() -> None:
     info = RequestInfo("id", "model", "tenant", "gold", 11, 22, 0)
-    assert opened_message((3, info, 2, 4, 5, True, False)) == agent_pb2.RequestOpened(
+    assert opened_message((3, info, 2, 4, 5, True, False, True)) == agent_pb2.RequestOpened(
         slot=3,
         request_id="id",
         model="model",
@@ -64,8 +65,9 @@ def test_opened() -> None:
         output_tokens=5,
         max_think_tokens=0,
         forced=True,
+        queued=True,
     )
-    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, False, False))
+    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, False, False, False))
     assert not without.HasField("max_think_tokens")
 
 
@@ -91,6 +93,7 @@ def test_a_full_record() -> None:
         preempted=[1],
         resumed=[2],
         closed=[(0, 1)],
+        joined=[(3, 1500.0), (0, 0.0)],
         outcomes=[(5, 1, 64, "7 blocks")],
         counters=tuple({"output_critical": 2, "agent_seconds": 0.5}.get(name, 0) for name in COUNTERS),
     )
@@ -114,6 +117,7 @@ def test_a_full_record() -> None:
         empty_answer=[True],
     )
     assert (list(report.preempted), list(report.resumed)) == ([1], [2])
+    assert report.joined == agent_pb2.JoinedColumns(slot=[3, 0], queueing_ms=[1500.0, 0.0])
     assert list(report.closed) == [agent_pb2.RequestClosed(slot=0, reason=agent_pb2.FINISH_REASON_STOP)]
     assert list(report.outcomes) == [
         agent_pb2.DecisionOutcome(decision_id=5, outcome=agent_pb2.OUTCOME_APPLIED, think_tokens=64, detail="7 blocks")
@@ -161,6 +165,14 @@ def test_counters_are_those_of_the_contract() -> None:
     assert [getattr(counted, name) for name in COUNTERS] == list(range(len(COUNTERS)))
 
 
+def test_a_step_that_a_request_joins_is_no_step_of_text() -> None:
+    record = StepRecord(joined=[(5, 20.0)])
+    assert not record.is_text
+    assert not record.is_empty
+    assert not record.presses, "no decision about the next steps follows from it"
+    assert mergeable([StepRecord(opened=[(5, None)])], record)
+
+
 def test_a_slot_that_is_used_again_is_not_merged() -> None:
     closing, opening = StepRecord(closed=[(4, 1)]), StepRecord(opened=[(4, None)])
     assert not mergeable([StepRecord(), closing, StepRecord()], opening)
@@ -205,7 +217,7 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
     engine, number, now_s = FakeEngine(), 0, 0.0
     for step in steps:
         for prompt in step["open"]:
-            engine.open(str(number), prompt)
+            engine.open(str(number), prompt, queued_s=now_s)
             number += 1
         engine.schedule()
         live = list(engine.live.values())
@@ -216,6 +228,7 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
         for tr, tokens in zip(live, step["tokens"], strict=False):
             if not tokens:
                 continue
+            engine.join(tr, now_s)
             if tr.preempted:
                 tr.preempted = False
                 engine.tracker.record.resumed.append(tr.slot)

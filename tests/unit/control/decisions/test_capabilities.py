@@ -176,6 +176,18 @@ def test_entropy_rules_under_pressure_ask_for_what_they_read(
     assert missing(asked, hello(capabilities=NONE)) == (lacking if asks else "")
 
 
+@pytest.mark.parametrize(
+    ("pressure", "asks"),
+    [({}, True), ({"queueing_p99_ms": 0}, False), ({"shadow": True}, False), ({"model": "other"}, False)],
+)
+def test_a_target_for_queueing_time_asks_for_agents_that_report_it(pressure: dict[str, Any], asks: bool) -> None:
+    entry = {"name": "a", "ttft_p99_ms": 1, "queueing_p99_ms": 1, "shadow": False, **pressure}
+    asked = policy(scheduler={"enabled": False}, pressure=[entry])
+    said = "the engine lacks queueing_time, needed for pressure[0].queueing_p99_ms" if asks else ""
+    assert missing(asked, hello(capabilities=NONE)) == said
+    assert missing(asked, hello(capabilities=agent_pb2.Capabilities(queueing_time=True))) == ""
+
+
 LIMITS = {"max_num_active_seqs": 4, "long_prefill_token_threshold": 64}
 FIXED = agent_pb2.EngineLimits(
     max_num_active_seqs=agent_pb2.EngineLimit(startup=8, lowest=1, highest=8, refusal="vLLM 0.30.0 lacks: x"),

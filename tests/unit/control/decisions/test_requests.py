@@ -38,6 +38,22 @@ def test_opening_takes_over_what_a_snapshot_says() -> None:
     assert [(slot, info.request_id) for slot, info in made.requests()] == [(0, ""), (5, "a")]
 
 
+def test_requests_join_their_first_step() -> None:
+    made = RequestTable(4)
+    for slot, queued in ((0, True), (5, True), (6, False), (7, True)):
+        made.open(opened(slot, phase=PROMPT, queued=queued))
+    assert made.queued.nonzero()[0].tolist() == [0, 5, 7]
+    # A slot that is not live, and times that no agent measures.
+    told = {0: 250.0, 3: 1.0, 6: 4.0, 5: math.nan, 7: -1.0, 2**32 - 1: 2.0}
+    made.take_joined(agent_pb2.JoinedColumns(slot=told.keys(), queueing_ms=told.values()))
+    assert (made.joined.slot.tolist(), made.joined.queueing_ms.tolist()) == ([0, 6], [250.0, 4.0])
+    assert not made.queued.any()
+    made.take_joined(agent_pb2.JoinedColumns())
+    assert [len(column) for column in made.joined] == [0, 0]
+    with pytest.raises(ValueError, match="joined columns must have one length"):
+        made.take_joined(agent_pb2.JoinedColumns(slot=[1]))
+
+
 def test_a_slot_that_is_used_again_remembers_nothing() -> None:
     fresh, used = table({}), table({})
     for name in (*COLUMNS, *HISTORIES):

@@ -9,9 +9,11 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP
+from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
 from meridian_control.decisions.control_group import held_out
+from meridian_control.pressure.controller import MAX_LEVEL
 from meridian_control.session.session import Session
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
@@ -242,6 +244,7 @@ EVERY = {
     "ttot_p99_ms": 1000.0,
     "ttft_p99_ms": 1000.0,
     "ttfvt_p99_ms": 1000.0,
+    "queueing_p99_ms": 1000.0,
     "preempted_answer_ratio": 0.5,
     "window_s": 1,
 }
@@ -249,6 +252,7 @@ EVERY = {
 
 def test_each_target_is_measured() -> None:
     made = stream(pressed(EVERY))
+    made.agent.places = 4
     for number in range(4):
         made.open(f"r{number}", 5, 100)
     # The report that brings a request brings its first token too, so that its TTFT is known to within a step.
@@ -259,6 +263,8 @@ def test_each_target_is_measured() -> None:
     assert (told["ttft_p99_ms"].samples, told["ttfvt_p99_ms"].samples, told["ttot_p99_ms"].samples) == (4, 4, 4)
     assert 40 <= told["ttot_p99_ms"].measured <= 1.1 * 40
     assert 200 <= told["ttfvt_p99_ms"].measured <= 1.1 * 240, "five thinking tokens, then the first of the answer"
+    assert told["queueing_p99_ms"].samples == 4
+    assert told["queueing_p99_ms"].measured < 20, "each joins the step that follows"
     assert told["output_itl_p99_ms"].samples >= 12
     assert told["preempted_answer_ratio"] == ("preempted_answer_ratio", 0.25, 0.5, 4)
 
@@ -272,6 +278,47 @@ def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
     assert (told["ttft_p99_ms"].samples, told["ttft_p99_ms"].missed) == (12, True)
     assert 1100 <= told["ttfvt_p99_ms"].measured <= 1.1 * 1100
     assert told["ttot_p99_ms"].samples == told["output_itl_p99_ms"].samples == 0
+    assert told["queueing_p99_ms"].samples == 0, "an older agent does not say that they wait in the queue"
+
+
+def test_a_request_in_the_queue_counts_until_it_joins_a_step() -> None:
+    made = stream(pressed({**EVERY, "queueing_p99_ms": 500.0}))
+    opened = [agent_pb2.RequestOpened(slot=number, request_id=f"r{number}", queued=True) for number in range(24)]
+    made.say(opened=opened)
+    made.now += timedelta(seconds=0.4)
+    first = range(12)
+    made.say(joined=agent_pb2.JoinedColumns(slot=first, queueing_ms=[400.0] * 12))
+    made.now += timedelta(seconds=0.7)
+    made.say(closed=[agent_pb2.RequestClosed(slot=23)])
+    told = readings(made)["queueing_p99_ms"]
+    assert (told.samples, told.missed) == (24, True), (
+        "twelve have waited for 400 ms, and twelve wait for 1100 ms so far"
+    )
+    assert 1100 <= told.measured <= 1.1 * 1100
+    made.now += timedelta(seconds=1.1)
+    made.say(joined=agent_pb2.JoinedColumns(slot=[*first, 23], queueing_ms=[700.0] * 13))
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)["queueing_p99_ms"]
+    assert told.samples == 12 + 11, "the request that has ended has no queueing time any more"
+    histogram = made.session.totals.queueing
+    assert histogram.counts.sum() == 24
+    assert histogram.sum == pytest.approx(12 * 0.4 + 12 * 0.7)
+
+
+def test_a_snapshot_says_who_still_waits_in_the_queue() -> None:
+    made = stream(pressed({**EVERY, "queueing_p99_ms": 500.0}))
+    told = [agent_pb2.RequestOpened(slot=n, request_id=f"r{n}", queued=n < 12) for n in range(24)]
+    made.session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=told)), made.now)
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    assert readings(made)["queueing_p99_ms"].samples == 12
+
+
+def test_columns_of_different_length_are_refused() -> None:
+    made = stream(pressed(EVERY))
+    with pytest.raises(InvalidRequest, match="joined columns must have one length"):
+        made.say(joined=agent_pb2.JoinedColumns(slot=[0]))
 
 
 def test_requests_from_before_the_stream_have_no_time_since_submission() -> None:
@@ -329,6 +376,37 @@ def test_without_an_entry_nothing_is_kept() -> None:
     assert (made.session.pressure.readings, len(made.session.pressure._members)) == ({}, 0)
 
 
+def busy(seconds: int, **entry: Any) -> Stream:
+    """Return an engine with four places to which twice as many requests come as their thinking leaves room for."""
+    chat = {"name": "chat", "queueing_p99_ms": 400.0, "window_s": 4, "soft_think_tokens": 40, "max_think_tokens": 20}
+    made = stream(pressed({**chat, "shadow": False, **entry}))
+    made.agent.places = 4
+    for number in range(5 * seconds):
+        made.open(f"r{number}", 75, 5)
+        made.step(10, then_ms=20.0)
+    return made
+
+
+def waiting(made: Stream) -> int:
+    return sum(live.queued_s is not None for live in made.agent.engine.live.values())
+
+
+def test_thinking_yields_while_requests_wait_in_the_queue() -> None:
+    shadowed = busy(60, shadow=True)
+    assert waiting(shadowed) > 100
+    assert level(shadowed) == MAX_LEVEL, "nothing relieves the engine"
+    made = busy(60)
+    assert waiting(made) <= 2
+    assert 0 < level(made) <= MAX_LEVEL
+    assert not readings(made)["queueing_p99_ms"].missed
+    changes = made.session.totals.pressure_changes
+    assert changes["chat", "shortened"] + changes["chat", "restored"] <= 8
+    first = made.session.pressure.changes["chat"][-1]
+    assert (first.level_before, first.reading.target if first.reading else "") == (0, "queueing_p99_ms")
+    assert made.session.totals.pressure_missed["chat", "queueing_p99_ms"] >= 2
+    assert made.balanced()
+
+
 # --------------------------------------------------------------------------------------------------------------- replay
 
 
@@ -340,6 +418,16 @@ def test_a_session_under_pressure_replays_exactly(signals: bool) -> None:
         made.open(f"r{number}", 30, 8, tenant="chat" if number % 3 else "batch")
         made.step(5, then_ms=SLOW_MS if 10 < number < 25 else FAST_MS)
     assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    assert_replays(made)
+
+
+def test_a_session_with_a_queue_replays_exactly() -> None:
+    made = busy(20)
+    assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    assert_replays(made)
+
+
+def assert_replays(made: Stream) -> None:
     again = Session("s", made.hello, NOW)
     said: list[agent_pb2.ConnectResponse] = []
     for now, told in made.trace:
