@@ -25,8 +25,10 @@ from meridian_control.common.inference import (
 
 @given(st.floats(0, 1), st.floats(0.5, 5000), st.floats(0.5, 5000))
 @example(0.01, 1.0, 30_000.0)
+@example(0.9999999999999999, 0.5, 0.5)
 def test_the_beta_distribution(x: float, a: float, b: float) -> None:
-    assert regularized_beta(x, a, b) == pytest.approx(stats.beta.cdf(x, a, b), abs=1e-9)
+    # Next to 1 scipy itself errs by 3e-9 if b is 0.5.
+    assert regularized_beta(x, a, b) == pytest.approx(stats.beta.cdf(x, a, b), abs=1e-8)
 
 
 @given(st.integers(0, 20_000), st.integers(1, 20_000), st.sampled_from([0.9, 0.95, 0.999]))
