@@ -38,10 +38,10 @@ class Tracker:
         self.run = TextRun(tokens_per_step)
         self.loops = LoopWatch(tokens_per_step)
         self.supports_think_disable = True
-        # Settings.merge_openings.
-        self.merge_openings = False
-        # Settings.merge_answers.
-        self.merge_answers = False
+        # Whether a step is scheduled before the tokens of the step before it are known.
+        self.steps_ahead = False
+        # Settings.merge_openings and Settings.merge_answers.
+        self.merge_openings = self.merge_answers = False
         # Cap and answer reserve (0 for none) of new requests.
         self.default_cap: int | None = None
         self.default_reserve = 0
@@ -64,7 +64,7 @@ class Tracker:
         self.begun: StepRecord | None = None
         self.answering = 0
         self.thinking = 0
-        self._not_thinking_ids: frozenset[str] | None = frozenset()
+        self._unmeasured_ids: frozenset[str] | None = frozenset()
         # Ranks, phases or membership changed since the running queue was last ordered.
         self.reorder = False
         # Tokens that a request may generate beyond the next one before its limit is checked again, so limits are
@@ -162,18 +162,19 @@ class Tracker:
         return self._next_slot - 1
 
     @property
-    def not_thinking_ids(self) -> frozenset[str]:
-        """Ids of the requests that do not think; the same object until a request begins, changes its phase or ends."""
-        if self._not_thinking_ids is None:
-            others = (r for r, live in self.by_id.items() if live.own_state.phase is not Phase.THINK)
-            self._not_thinking_ids = frozenset(others)
-        return self._not_thinking_ids
+    def unmeasured_ids(self) -> frozenset[str]:
+        """Ids of the requests of whose next tokens nobody reads the entropy; the same object until the ids change."""
+        if self._unmeasured_ids is None:
+            phases = (Phase.OUTPUT,) if self.steps_ahead else (Phase.OUTPUT, Phase.PROMPT)
+            unmeasured = (r for r, live in self.by_id.items() if live.own_state.phase in phases)
+            self._unmeasured_ids = frozenset(unmeasured)
+        return self._unmeasured_ids
 
     def _count(self, phase: Phase, by: int) -> None:
         if phase is Phase.THINK:
             self.thinking += by
             return
-        self._not_thinking_ids = None
+        self._unmeasured_ids = None
         if phase is Phase.OUTPUT:
             self.answering += by
 

@@ -51,7 +51,7 @@ class Agent:
         self.is_async = scheduler_api.is_async(scheduler)
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers, 1 + scheduler.num_spec_tokens)
-        tracker.boundaries = facts.boundaries
+        tracker.boundaries, tracker.steps_ahead = facts.boundaries, self.is_async
         # Draft tokens may follow a step's first token; under asynchronous scheduling the previous step counts, too.
         tracker.lookahead = scheduler.num_spec_tokens + (1 + scheduler.num_spec_tokens if self.is_async else 0)
         self.directives = directives = Directives(tracker)
@@ -327,9 +327,9 @@ class Agent:
         if rows:
             self.probing.take_rows(scheduler, output)
         self._asked = None
-        # Nobody reads the entropy of requests that do not think.
-        if self.observe_entropy and scheduled and tracker.thinking and tracker.markers.known:
-            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.not_thinking_ids)
+        unmeasured = tracker.unmeasured_ids
+        if self.observe_entropy and scheduled and len(unmeasured) < len(tracker.by_id) and tracker.markers.known:
+            self._asked = self._asking.request(tracker.markers.ends[0][0], unmeasured)
             setattr(output, REQUEST, self._asked)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)

@@ -83,22 +83,29 @@ def test_counts_of_phases() -> None:
     assert not tracker.by_slot
 
 
-def test_who_does_not_think() -> None:
+def test_whose_tokens_are_measured() -> None:
     tracker = Tracker(MARKERS)
     a, b = opened(tracker, "a", [TEXT]), opened(tracker, "b", [START, END])
-    assert tracker.not_thinking_ids == {"a", "b"}, "the model has yet to begin thinking"
-    assert tracker.not_thinking_ids is tracker.not_thinking_ids, "the set is made anew only when it changes"
+    assert tracker.unmeasured_ids == {"a", "b"}, "the model has yet to begin thinking"
+    assert tracker.unmeasured_ids is tracker.unmeasured_ids, "the set is made anew only when it changes"
     tracker.feed(a, [START], 0)
-    assert tracker.not_thinking_ids == {"b"}
-    known = tracker.not_thinking_ids
+    assert tracker.unmeasured_ids == {"b"}
+    known = tracker.unmeasured_ids
     opened(tracker, "c", [START])
-    assert tracker.not_thinking_ids is known
+    assert tracker.unmeasured_ids is known
     tracker.feed(a, [END], 0)
-    assert tracker.not_thinking_ids == {"a", "b"}
+    assert tracker.unmeasured_ids == {"a", "b"}
     tracker.feed(b, [START], 0)
-    assert tracker.not_thinking_ids == {"a"}
+    assert tracker.unmeasured_ids == {"a"}
     tracker.close(a, 1)
-    assert not tracker.not_thinking_ids
+    assert not tracker.unmeasured_ids
+
+
+def test_a_request_that_may_think_in_the_step_under_way_is_measured() -> None:
+    tracker = Tracker(MARKERS)
+    tracker.steps_ahead = True
+    opened(tracker, "a", [TEXT]), opened(tracker, "b", [START, END])
+    assert tracker.unmeasured_ids == {"b"}
 
 
 def test_the_record_of_a_step() -> None:
