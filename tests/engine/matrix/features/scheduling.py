@@ -130,7 +130,7 @@ def within_a_step(engine: Engine) -> None:
     """Each probe is at the end of a sentence, with the right value, even if its step went on after the sentence."""
     at_sentences = {**DENSE["entropy"], "eat_probe_placement": "sentence"}
     engine.control.apply({**DENSE, "entropy": at_sentences})
-    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 80}) for i in range(5)]
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 200}) for i in range(5)]
     with engine.watched() as seen:
         runs = engine.paced(asks)
     assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
