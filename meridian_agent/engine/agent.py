@@ -256,11 +256,11 @@ class Agent:
         if calm.hold(began_s) and calm.go_on(scheduler):
             calm.calm_steps += 1
             return calm.limits
-        calm.begin_full_look()
         self._asks_same = False
-        self.take_arrived(scheduler)
-        self._take_inbox()
-        self.accounts.state = self.lease.say_state()
+        if calm.begin_full_look(began_s) or self.frozen:
+            self.take_arrived(scheduler)
+            self._take_inbox()
+            self.accounts.state = self.lease.say_state()
         self.hand_over.obey()
         if self._adoption is not None:
             self._adopt_some(scheduler, self._adoption)
@@ -327,9 +327,9 @@ class Agent:
         if rows:
             self.probing.take_rows(scheduler, output)
         self._asked = None
-        unmeasured = tracker.unmeasured_ids
-        if self.observe_entropy and scheduled and len(unmeasured) < len(tracker.by_id) and tracker.markers.known:
-            self._asked = self._asking.request(tracker.markers.ends[0][0], unmeasured)
+        read = tracker.answering < len(tracker.by_id) if self.is_async else tracker.thinking
+        if read and self.observe_entropy and scheduled and tracker.markers.known:
+            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.unmeasured_ids)
             setattr(output, REQUEST, self._asked)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)

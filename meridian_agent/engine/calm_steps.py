@@ -34,8 +34,9 @@ class CalmSteps:
         self.full_steps = self.calm_steps = 0
         # Number of the run with which steps are calm; 0 if the coming step needs a full look.
         self.number = 0
-        # The findings of the full look: the scheduler's limits to lower in calm steps, whether a stream is up, and the
-        # time on the lease's clock until which the leases change neither what is in force nor the agent's state.
+        # The findings of full looks: the scheduler's limits to lower in calm steps; whether a stream was up, and until
+        # which time on the lease's clock the leases change neither what is in force nor the agent's state, 0 if not
+        # known.
         self.limits: list[Limit] = []
         self._connected = False
         self._until_s = 0.0
@@ -51,11 +52,17 @@ class CalmSteps:
         """Let the coming step have a full look."""
         self.number = 0
 
-    def begin_full_look(self) -> None:
-        """Count a step with a full look."""
+    def begin_full_look(self, now_s: float) -> bool:
+        """Count a step with a full look; return whether a message, a lease or the stream may have changed what is in
+        force since the newest full look. now_s: the time on the lease's clock."""
         self.full_steps += 1
         self.number, self.due = 0, []
-        self._lease.attention = False
+        lease = self._lease
+        if lease.attention:
+            lease.attention, self._until_s = False, 0.0
+        elif lease.connected is not self._connected or now_s >= self._until_s:
+            self._until_s = 0.0
+        return self._until_s == 0.0
 
     def took(self, message: agent_pb2.Directives | None) -> None:
         """End the calm if a message, which the agent has taken in, has decisions that act before vLLM schedules the
@@ -118,8 +125,9 @@ class CalmSteps:
             return
         if limits and not self._limits_stay(scheduler):
             return
-        self._connected, self._reserved = lease.connected, self._probing.reserved(scheduler)
-        self.limits, self._until_s, self.number = limits, lease.steady_until(), run.number
+        if self._until_s == 0.0:
+            self._connected, self._until_s = lease.connected, lease.steady_until()
+        self.limits, self._reserved, self.number = limits, self._probing.reserved(scheduler), run.number
 
     def _nothing_due(self, plan: DispatchPlan | None) -> bool:
         """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves

@@ -66,7 +66,7 @@ class Engine:
 
     def look(self, plan: Any = None, limits: list[Limit] | None = None) -> bool:
         """Have a full look; return whether the coming step is calm."""
-        self.calm.begin_full_look()
+        self.calm.begin_full_look(self.now_s)
         self.calm.end_full_look(self.scheduler, plan, limits or [])
         return self.holds()
 
@@ -222,6 +222,24 @@ def test_settings_and_a_new_stream_need_a_full_look() -> None:
     assert engine.link.lease.attention, "the full look takes them in"
     engine.calm.took(None)
     assert engine.calm.number == 0
+
+
+def test_a_full_look_takes_in_only_what_may_have_arrived() -> None:
+    engine = Engine()
+    assert engine.calm.begin_full_look(engine.now_s), "nothing is known about the leases yet"
+    engine.calm.end_full_look(engine.scheduler, None, [])
+    engine.calm.end()
+    assert not engine.calm.begin_full_look(engine.now_s)
+    settings_arrive(engine)
+    assert engine.calm.begin_full_look(engine.now_s)
+    assert engine.calm.begin_full_look(engine.now_s), "no look has found out how long the new leases hold"
+    engine.calm.end_full_look(engine.scheduler, None, [])
+    assert not engine.calm.begin_full_look(engine.now_s)
+    engine.link.lease.lost()
+    assert engine.calm.begin_full_look(engine.now_s)
+    engine.calm.end_full_look(engine.scheduler, None, [])
+    engine.now_s += engine.link.lease.lease_s
+    assert engine.calm.begin_full_look(engine.now_s)
 
 
 def test_an_awaited_token_ends_the_calm() -> None:
