@@ -76,8 +76,12 @@ def test_frozen_output_is_stocks(
     control.apply({**CONVERGED, "scheduler": {"max_think_tokens": 40, "min_think_tokens": 4}})
     ends = dict(control.settled().ends)
     assert chat(llm, cases(), GREEDY) != stock
-    ended = control.settled().ends
-    assert sum(ended[reason] - ends.get(reason, 0) for reason in ("hard_cap", "eat")) > 0
+
+    def more_ends() -> bool:
+        ended = control.settled().ends
+        return any(ended[reason] > ends.get(reason, 0) for reason in ("hard_cap", "eat"))
+
+    wait_for(more_ends, 20, "the report of an end")
     control.apply(LIMITED)
     capped = chat(llm, cases(), GREEDY)
     assert scheduler.max_num_active_reqs == 3
