@@ -45,8 +45,12 @@ HOLD_STEPS = 4
 # Number of steps after which probes that are requests of their own are placed together, counted from the first sentence
 # end. Steps with such a probe cost the agent more, and on a GPU they leave vLLM's graphs for steps of one token each.
 COLLECT_STEPS = 8
-# Reasons for which a probe that shares its step with others waits for the next step.
-NO_PLACE, NO_BLOCKS, NO_TOKENS = "no running place to spare", "no KV blocks to spare", "over the step's probe budget"
+# Reasons for which a probe may wait for the next step if others of its step took the room.
+CROWDED = NO_PLACE, NO_BLOCKS, NO_TOKENS = (
+    "no running place to spare",
+    "no KV blocks to spare",
+    "over the step's probe budget",
+)
 # Flags that a request's newest token must have before its probe is placed.
 PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 

@@ -58,8 +58,8 @@ class Agent:
         self.queues = QueueOrder(tracker, scheduler)
         self.probing = ProbeRunner(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
         directives.hand_overs.refusal = facts.no_hand_over
-        hands_answers = not facts.no_answer_handed_over
-        self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, hands_answers)
+        able_to_answer = not facts.no_answer_handed_over
+        self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
         self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = KvBlocks(directives, facts.tool_call)
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)

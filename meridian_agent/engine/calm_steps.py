@@ -144,22 +144,19 @@ class CalmSteps:
     def _await_probes(self) -> bool:
         """Note the probes that wait for the end of a sentence or a paragraph; return False if another probe waits."""
         probes, drafts = self._directives.probes, self._run.tokens_per_step - 1
-        if not len(probes):
-            self.awaited, self.needs_places = {}, False
+        self.awaited, self.needs_places = {}, False
+        if not probes:
             return True
-        reached = probes.reached
-        self.awaited = awaited = {live.run_row: flags for _, live, flags, _ in probes if live not in reached}
+        awaited = {live.run_row: flags for _, live, flags, _ in probes if live not in probes.reached}
         if 0 in awaited.values() or -1 in awaited:
-            self.awaited = {}
             return False
         if drafts:
             # The end of a sentence need not be the newest token.
             waits = self._probing.waiting(probes)
             near = ((live, flags) for _, live, flags, _ in probes if live not in waits)
             if any(live.since_boundary(flags, drafts) is not None for live, flags in near):
-                self.awaited = {}
                 return False
-        self.needs_places = self._probing.needs_places
+        self.awaited, self.needs_places = awaited, self._probing.needs_places
         return True
 
     def _limits_stay(self, scheduler: Any) -> bool:

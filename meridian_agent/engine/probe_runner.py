@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from meridian_agent.core.tracker import Tracker
 
 
-# Reasons for which a probe may wait for the next step if others of its step took the room.
-CROWDED = (probe_admission.NO_PLACE, probe_admission.NO_BLOCKS, probe_admission.NO_TOKENS)
-
-
 class ProbeRunner:
     """The probes of one engine.
 
@@ -86,7 +82,7 @@ class ProbeRunner:
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe_of(live.own_state.start)) + again
             reason = self._never or probe_admission.refusal(live, self._room(scheduler, placed), self._block_size, cost)
-            if placed and may_wait and reason in CROWDED:
+            if placed and may_wait and reason in probe_admission.CROWDED:
                 probes.put_back(asked, past)
                 continue
             if reason or not observes:
@@ -134,16 +130,14 @@ class ProbeRunner:
         # Requests whose probes have reached their places, and wait for others.
         reached = list(probes.reached) if self.collects(scheduler) else ()
         collected = {live: past for live in reached if (past := probes.past(live)) is not None}
-        waits = self.waiting(probes) | probes.reached.keys()
-        for each in [each for each in probes if each[1] not in waits or each[1] in collected]:
+        waits = (self.waiting(probes) | probes.reached.keys()) - collected.keys()
+        for each in [each for each in probes if each[1] not in waits]:
             _, live, flags, _ = each
-            past = collected.get(live)
+            past, misplaced = collected.get(live), False
             if past is None:
                 # If a step brings several tokens, the end of a sentence need not be the last of them.
                 past = live.since_boundary(flags, scheduler.num_spec_tokens)
-            misplaced = past is None or (
-                live not in collected and markers.longest > 1 and live.state.may_be_in_marker(markers)
-            )
+                misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
             if live.phase is not Phase.THINK or live.ending is not None or not misplaced:
                 probes.take(live)
                 here.append((each, past))

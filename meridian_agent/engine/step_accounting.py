@@ -173,9 +173,9 @@ class StepAccounting:
         self._tracker.count(others, told)
         if others or len(own) < len(runner_output.req_ids):
             index, signals = runner_output.req_id_to_index, None
-            if self._probing.placed or isinstance(told, tuple):
-                # Only probes have signals here; and only with draft tokens a request's row is not its place.
-                signals = None if told is None else StepSignals.decode(told)
+            # Only the signals of probes are read here, and only with draft tokens a request's row is not its place.
+            if told is not None and (self._probing.placed or isinstance(told, tuple)):
+                signals = StepSignals.decode(told)
             if self._probing.placed:
                 for group in outputs.values():
                     self._probing.collect(group, signals, index)
