@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
@@ -39,7 +40,11 @@ def watch() -> None:
 
     def laid(ring: Any, item: Any, presses: bool = False) -> None:
         if isinstance(item, STEPS):
-            ring.__dict__.setdefault("steps", []).append(item[0] if isinstance(item, tuple) else item.step)
+            steps: deque[int] = ring.__dict__.setdefault("steps", deque())
+            steps.append(item[0] if isinstance(item, tuple) else item.step)
+            # Only the steps that wait and the newest one that was taken are asked for.
+            while len(steps) > ring.qsize() + 2:
+                steps.popleft()
         lay(ring, item, presses)
 
     def received(link: Link, response: agent_pb2.ConnectResponse) -> None:
@@ -95,7 +100,7 @@ class Settled:
         if waiting and (ring.presses or ring.qsize() >= ring._wanted):
             # The link's sender is about to take the records.
             return False
-        steps: list[int] = getattr(ring, "steps", [])
+        steps: deque[int] = getattr(ring, "steps", deque())
         taken = len(steps) - len(waiting)
         if not taken:
             return True
