@@ -43,6 +43,8 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
         # A start marker that the model writes itself is not measured, because the request does not think before it.
         thinking = [i for i, m in enumerate(measured) if m[0] == Phase.THINK and tokens[i] != start]
         assert [measured[i][4] for i in thinking] == pytest.approx(expected[thinking], abs=5e-5)
+        own = [m for token, m in zip(tokens, measured, strict=True) if token == start]
+        assert all(math.isnan(m[2]) for m in own)
         margins = (logprobs.max(axis=1) - expected)[thinking]
         assert [measured[i][5] for i in thinking] == pytest.approx(margins, rel=0, abs=1e-5)
         answer = [m for before, m in itertools.pairwise(measured) if before[0] == m[0] == Phase.OUTPUT]
