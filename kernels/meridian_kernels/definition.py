@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Number of columns of RowSignals.
-COLUMNS = 6
+# Number of columns of RowSignals, and how many of them, the first ones, are floats.
+COLUMNS, FLOATS = 6, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RowSignals:
 def of_columns(columns: NDArray[np.float32]) -> RowSignals:
     """Return the signals in an array [COLUMNS, rows] with the columns of RowSignals in their order; the memory of the
     integer columns holds int32."""
-    return RowSignals(*columns[:4], *columns[4:].view(np.int32))
+    return RowSignals(*columns[:FLOATS], *columns[FLOATS:].view(np.int32))
 
 
 def columns(signals: RowSignals) -> dict[str, NDArray[Any]]:

@@ -18,7 +18,7 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from meridian_kernels import checks, cpu
-from meridian_kernels.definition import COLUMNS
+from meridian_kernels.definition import COLUMNS, FLOATS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,19 +110,36 @@ def _sums(logits: Any, top: Any, end: Any) -> Any:
 
 _INTEGER, _FLOATS, _INTEGERS = types.int64, types.CPointer(types.float32), types.CPointer(types.int32)
 _ROWS, _ENDS = (_FLOATS, _INTEGER, _INTEGER, _INTEGERS, _INTEGER), (_INTEGERS, _INTEGER)
+_OUT = (_FLOATS, _INTEGER, _INTEGERS, _INTEGER)
+# Which rows are measured, and where their columns go: the first rows, each to its own place; the selected rows, one
+# after the other; the selected rows, each to its own place.
+_FIRST, _GATHERED, _IN_PLACE = range(3)
 
 
 def _measure(  # noqa: PLR0917
-    logits: Any, stride: Any, vocab: Any, selected: Any, selects: Any, ends: Any, end_count: Any, out: Any, count: Any
+    logits: Any,
+    stride: Any,
+    vocab: Any,
+    selected: Any,
+    which: Any,
+    ends: Any,
+    end_count: Any,
+    out: Any,
+    places: Any,
+    order: Any,
+    count: Any,
 ) -> None:
-    """Fill the columns `out` [6, count] for the selected rows or, if `selects` is 0, for the first `count` rows."""
-    columns, tokens = carray(out, (6, count)), carray(ends, (end_count,))
+    """Measure `count` rows. out: the columns [6, places]; order: the index in `out` of each column of RowSignals."""
+    columns, tokens, to = carray(out, (6, places)), carray(ends, (end_count,)), carray(order, (6,))
     for j in range(count):
-        at = stride * carray(selected, (count,))[j] if selects else stride * j
-        row = carray(logits, (at + vocab,))[at:]
+        number = j if which == _FIRST else np.int64(carray(selected, (count,))[j])
+        begin, place = stride * number, j if which == _GATHERED else number
+        row = carray(logits, (begin + vocab,))[begin:]
         top = _top(row)
         if np.isnan(top):
-            columns[:4, j], columns[4, j], columns[5, j] = top, _float(np.int32(-1)), _ZERO
+            for k in range(4):
+                columns[to[k], place] = top
+            columns[to[4], place], columns[to[5], place] = _float(np.int32(-1)), _ZERO
             continue
         end = row[tokens[0]]
         for k in range(1, end_count):
@@ -133,16 +150,16 @@ def _measure(  # noqa: PLR0917
             total, weighted, above = total + part[0], weighted + part[1], above + part[2]
             first = min(first, begin + part[3])
         log_total = math.log(total)
-        columns[0, j] = log_total - weighted / total
-        columns[1, j] = top + log_total
-        columns[2, j] = -log_total
-        columns[3, j] = end - top - log_total
-        columns[4, j], columns[5, j] = _float(np.int32(first)), _float(above)
+        columns[to[0], place] = log_total - weighted / total
+        columns[to[1], place] = top + log_total
+        columns[to[2], place] = -log_total
+        columns[to[3], place] = end - top - log_total
+        columns[to[4], place], columns[to[5], place] = _float(np.int32(first)), _float(above)
 
 
 def _compiled() -> Any:
     """Compile `_measure`, or load its code from numba's cache, which needs a folder that can be written to."""
-    decorate = functools.partial(cfunc, types.void(*_ROWS, *_ENDS, _FLOATS, _INTEGER), fastmath=_FAST)
+    decorate = functools.partial(cfunc, types.void(*_ROWS, *_ENDS, *_OUT), fastmath=_FAST)
     try:
         return decorate(cache=True)(_measure)
     except RuntimeError:
@@ -153,13 +170,24 @@ _code = _compiled()
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 # ctypes releases the interpreter's lock during the call.
 _call = ctypes.CFUNCTYPE(
-    None, *(_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _NUMBER), *(_ADDRESS, _NUMBER), *(_ADDRESS, _NUMBER)
+    None,
+    *(_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _NUMBER),
+    *(_ADDRESS, _NUMBER),
+    *(_ADDRESS, _NUMBER, _ADDRESS, _NUMBER),
 )(_code.address)
 
 
 @functools.lru_cache(maxsize=16)
 def _token_array(tokens: tuple[int, ...]) -> Any:
     return (ctypes.c_int32 * len(tokens))(*tokens)
+
+
+_IN_ORDER = _token_array(tuple(range(COLUMNS)))
+
+
+def _is_plain(logits: Any) -> bool:
+    """Whether the code can read checked logits where they are: float32 in a tensor whose rows are contiguous."""
+    return checks.is_tensor(logits) and logits.itemsize == 4 and logits.stride(1) == 1 and not logits.is_neg()
 
 
 class OnePass:
@@ -181,7 +209,7 @@ class OnePass:
         count = logits.shape[0] if selected is None else len(selected)
         if count > self._rows:
             self._room(count)
-        if checks.is_tensor(logits) and logits.itemsize == 4 and logits.stride(1) == 1:
+        if _is_plain(logits):
             return self._columns((logits.data_ptr(), logits.stride(0), logits.shape[1]), selected, ends, count)
         columns = np.empty((COLUMNS, count), np.float32)
         for at, rows in cpu.chunks(logits, selected):
@@ -190,13 +218,72 @@ class OnePass:
             columns[:, at] = self._columns((near.ctypes.data, vocab, vocab), None, ends, len(near))
         return columns
 
+    def repeated(self, logits: Any, ends: tuple[int, ...], wanted: tuple[int, ...]) -> Repeated | None:
+        """Return the same as `EntropyProbe.repeated`, for checked arguments."""
+        return Repeated(logits, ends, wanted) if _is_plain(logits) else None
+
     def _columns(
         self, rows: tuple[int, int, int], selected: NDArray[np.int32] | None, ends: tuple[int, ...], count: int
     ) -> NDArray[np.float32]:
         """Return the columns [COLUMNS, count] of rows in memory. rows: address of the first row, logits from row to
         row, and logits of a row."""
+        which = _FIRST if selected is None else _GATHERED
         if selected is not None:
             self._selected[:count] = selected
-        picked = self._selected_address, selected is not None
-        _call(*rows, *picked, _token_array(ends), len(ends), self._out_address, count)
+        picked, out = (self._selected_address, which), (self._out_address, count, _IN_ORDER, count)
+        _call(*rows, *picked, _token_array(ends), len(ends), *out)
         return self._out[: COLUMNS * count].copy().reshape(COLUMNS, count)
+
+
+class Repeated:
+    """Measures logits that come one after another from one computation, such as a model's steps, and returns the bytes
+    of some columns.
+
+    Checks are made again only if the rows or the shape have changed; all other measurements are one call of the
+    compiled code. An object belongs to one thread.
+    """
+
+    def __init__(self, logits: Any, ends: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        self._dtype, self._vocab, self._wanted = logits.dtype, logits.shape[1], len(wanted)
+        self._ends = _token_array(ends), len(ends)
+        rest = [column for column in range(COLUMNS) if column not in wanted]
+        self._order = (ctypes.c_int32 * COLUMNS)(*np.argsort([*wanted, *rest]).tolist())
+        # The value of each wanted column in a row that is not measured.
+        self._blank = np.array([np.nan if column < FLOATS else 0.0 for column in wanted], np.float32)[:, None]
+        self._shape: Any = None
+        self._strides: Any = None
+        self._rows: NDArray[np.int32] | None = None
+
+    def measure(self, logits: Any, rows: NDArray[np.int32] | None = None) -> bytes | None:
+        """Return the wanted columns of all rows of these logits, one after another; None, and nothing is measured, if
+        the logits have another dtype or vocabulary than the first ones, or rows that are not contiguous.
+
+        rows: as in `EntropyProbe.begin`, but a different object whenever the rows have changed; a row that is not among
+        them has NaN in the columns of floats and 0 in those of integers. Raises KernelError.
+        """
+        shape, strides = logits.shape, logits.stride()
+        if logits.dtype is not self._dtype or shape[1] != self._vocab or strides[1] != 1:
+            return None
+        if not shape[0]:
+            return b""
+        if rows is not self._rows or shape != self._shape or strides != self._strides:
+            self._prepare(shape, strides, rows)
+        _call(logits.data_ptr(), *self._rest)
+        return self._bytes.tobytes()
+
+    def _prepare(self, shape: Any, strides: Any, rows: NDArray[np.int32] | None) -> None:
+        """Make everything ready that stays the same until the rows or the shape change."""
+        count, self._selected = shape[0], None if rows is None else checks.row_numbers(rows, shape[0])
+        if shape != self._shape:
+            self._out = np.empty((COLUMNS, count), np.float32)
+            self._bytes = memoryview(self._out[: self._wanted]).cast("B")
+        if self._selected is None:
+            picked, measured = (None, _FIRST), count
+        else:
+            # The caller's array may change, but the rows are known to be within the logits.
+            self._out[: self._wanted] = self._blank
+            self._selected = self._selected.copy()
+            picked, measured = (self._selected.ctypes.data, _IN_PLACE), len(self._selected)
+        out = self._out.ctypes.data, count, self._order, measured
+        self._rest = strides[0], self._vocab, *picked, *self._ends, *out
+        self._shape, self._strides, self._rows = shape, strides, rows

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_kernels.definition import RowSignals
-    from meridian_kernels.one_pass import OnePass
+    from meridian_kernels.one_pass import OnePass, Repeated
 
 Backend = Literal["cpu", "cuda"]
 
@@ -197,6 +197,21 @@ class EntropyProbe:
             return self._gpu.begin(logits, ends, selected)
         measure = cpu.measure if self._one_pass is None else self._one_pass.measure
         return _Done(measure(self._on_cpu(logits), ends, selected))
+
+    def repeated(
+        self, logits: Any, think_end_token_ids: int | Sequence[int] | NDArray[np.integer], wanted: Sequence[int]
+    ) -> Repeated | None:
+        """Return an object that measures further logits [rows, vocabulary] of the computation that these come from,
+        such as a model's steps, with fewer calls than `begin`; None if only `begin` can measure them.
+
+        wanted: indices, among the columns of RowSignals, of the columns that the object returns, in this order. Raises
+        KernelError.
+        """
+        checks.logits(logits, ("rows", "vocabulary"))
+        ends = checks.end_tokens(think_end_token_ids, logits.shape[1])
+        if self._one_pass is None or checks.is_on_gpu(logits):
+            return None
+        return self._one_pass.repeated(logits, ends, tuple(wanted))
 
     def compile(self) -> None:
         """Compile the measurement on the CPU with numba, so that it takes a fraction of NumPy's time.

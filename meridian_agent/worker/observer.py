@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     from meridian_kernels import Pending
+    from meridian_kernels.one_pass import Repeated
     from numpy.typing import NDArray
 
     from meridian_agent.core.step_signals import SignalBytes
@@ -57,6 +58,16 @@ class Measurement:
             columns[:, rows.chosen] = chosen
         encoded = columns.tobytes()
         return encoded if self._first_row is None else (encoded, self._first_row.tobytes()), probed
+
+
+class Measured:
+    """The measurement of one step's rows that is over. signals: the bytes of its StepSignals."""
+
+    def __init__(self, signals: bytes) -> None:
+        self._signals = signals
+
+    def encoded(self) -> tuple[SignalBytes, list[tuple[float, int]]]:
+        return self._signals, []
 
 
 class ChosenRows:
@@ -136,7 +147,11 @@ class Observer:
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
         # The end marker's first token id, and the ids of the requests whose rows are not measured.
         self._wanted: tuple[int, Set[str]] | None = None
-        self._measurement: Measurement | None = None
+        self._measurement: Measurement | Measured | None = None
+        # What measures most steps, and for which token of the end marker; None if only `EntropyProbe.begin` can measure
+        # this worker's logits.
+        self._repeated: Repeated | None = None
+        self._repeated_for: int | None = None
         # The probes that steps compute as rows of their requests; None if this runner cannot.
         self.probe_rows: ProbeRows | ProbeRowsV2 | None = None
         # With Model Runner V2: the batch for which the runner computes logits next.
@@ -192,6 +207,9 @@ class Observer:
         probed = None if self.probe_rows is None else self.probe_rows.logits
         rows = self._which.rows(req_ids, excluded_ids, first_row, len(logits)) if excluded_ids else None
         chosen = None if rows is None else rows.chosen
+        if probed is None and first_row is None and (signals := self._again(logits, end, chosen)) is not None:
+            self._measurement = Measured(signals)
+            return
         if probed is None:
             self._measurement = Measurement(self.probe.begin(logits, end, chosen), first_row, rows)
             return
@@ -200,12 +218,18 @@ class Observer:
             chosen = np.concatenate((chosen, np.arange(own, len(probed), dtype=np.int32)))
         self._measurement = Measurement(self.probe.begin(probed, end, chosen), first_row, rows, len(probed) - own)
 
-    def take(self) -> Measurement | None:
+    def _again(self, logits: Any, end: int, rows: NDArray[np.int32] | None) -> bytes | None:
+        """Return the bytes of the StepSignals of these logits, if compiled code can measure them; None otherwise."""
+        if end != self._repeated_for:
+            self._repeated, self._repeated_for = self.probe.repeated(logits, end, SENT), end
+        return None if self._repeated is None else self._repeated.measure(logits, rows)
+
+    def take(self) -> Measurement | Measured | None:
         """Return the step's measurement and forget it; None if nothing was measured."""
         measurement, self._measurement = self._measurement, None
         return measurement
 
-    def put(self, output: Any, measurement: Measurement | None) -> None:
+    def put(self, output: Any, measurement: Measurement | Measured | None) -> None:
         """Put the step's signals on the output that goes to the engine core, or the fault that prevented them."""
         # vLLM may use one shared object for all outputs without requests, so nothing is set on such an output.
         if not getattr(output, "req_ids", None):

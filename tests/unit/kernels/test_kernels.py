@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian_kernels import EntropyProbe, KernelError, RowSignals, reference
+from meridian_kernels.definition import COLUMNS, FLOATS
 from meridian_kernels.pending import SLOTS
 from meridian_kernels.torch_ops import TorchOps
 
@@ -287,3 +288,63 @@ def test_torch_operations_say_what_they_cannot_take() -> None:
     ):
         with pytest.raises(KernelError, match=complaint):
             operations.begin(logits, (0,), None)
+
+
+# -------------------------------------------------------------------------------------------- measured again and again
+
+
+def bytes_of(logits: torch.Tensor, end: int, rows: Sequence[int] | None, wanted: Sequence[int]) -> bytes:
+    """Return what a repeated measurement must return, from a measurement that is begun anew."""
+    columns = np.full((COLUMNS, len(logits)), np.nan, np.float32)
+    columns[FLOATS:] = 0
+    at = slice(None) if rows is None else np.array(rows, int)
+    columns[:, at] = compiled().begin(logits, end, rows).columns()
+    return columns[list(wanted)].tobytes()
+
+
+STEP = st.tuples(st.integers(1, 9), st.sampled_from(["all", "same", "some", "none"]), st.sampled_from([33, 40]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(STEP, min_size=1, max_size=12), st.permutations(range(COLUMNS)), st.integers(1, COLUMNS), st.data())
+def test_a_repeated_measurement_returns_what_each_measurement_would(
+    steps: list[tuple[int, str, int]], order: list[int], columns: int, data: st.DataObject
+) -> None:
+    """The rows, their number and their distance in memory change from step to step, and some rows cannot be
+    measured. Each step has its own bytes, although the buffers are used again."""
+    wanted, end, rows = order[:columns], 7, None
+    repeated, told = compiled().repeated(rows_of("random", 2, 33), end, wanted), list[tuple[bytes | None, bytes]]()
+    assert repeated is not None
+    for number, (count, kind, width) in enumerate(steps):
+        logits = rows_of("random", count, width, number)[:, :33]
+        logits[number % count, 5] = (1.0, math.nan, math.inf)[number % 3]
+        if kind != "same" or rows is None or rows.max(initial=-1) >= count:
+            some = data.draw(st.sets(st.integers(0, count - 1))) if kind == "some" else ()
+            rows = None if kind == "all" else np.array(sorted(some), np.int32)
+        chosen = None if rows is None else rows.tolist()
+        told.append((repeated.measure(logits, rows), bytes_of(logits, end, chosen, wanted)))
+    for got, want in told:
+        assert got == want
+
+
+def test_what_cannot_be_measured_repeatedly() -> None:
+    """Arrays of NumPy, other dtypes and rows that are not contiguous are left to `begin`; wrong arguments are refused
+    as `begin` refuses them; nothing is measured outside of the logits."""
+    logits, wanted = rows_of("random", 4, 33), range(COLUMNS)
+    assert EntropyProbe().repeated(logits, 7, wanted) is None
+    for other in (logits.numpy(), logits.bfloat16(), logits.double(), logits.T.contiguous().T):
+        assert compiled().repeated(other, 7, wanted) is None
+    with pytest.raises(KernelError, match="think_end_token_ids must be in"):
+        compiled().repeated(logits, 33, wanted)
+    repeated = compiled().repeated(logits, 7, wanted)
+    assert repeated is not None
+    for other in (logits[:, :32], logits.bfloat16(), logits.double(), logits.T.contiguous().T):
+        assert repeated.measure(other) is None
+    for rows in ([4], [-1]):
+        with pytest.raises(KernelError, match="rows must be in"):
+            repeated.measure(logits, np.array(rows, np.int32))
+    assert repeated.measure(logits[:0]) == b""
+    kept = np.array([0, 2], np.int32)
+    assert repeated.measure(logits, kept) == bytes_of(logits, 7, [0, 2], wanted)
+    kept[:] = 1 << 20
+    assert repeated.measure(logits, kept) == bytes_of(logits, 7, [0, 2], wanted)
