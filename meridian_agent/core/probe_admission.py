@@ -140,7 +140,7 @@ class Placed:
     decision_id: int
     parent: LiveRequest
     think_tokens: int
-    # Number of tokens whose KV the parent request has computed.
+    # Number of tokens whose KV the parent request has computed; 0 for a row of its request's own step.
     shared_tokens: int
     cost_tokens: int = 0
 

@@ -141,8 +141,22 @@ class TextRun:
         self._by_row[row], self._stale = live, True
         self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
-        self._steps_until_cap = min(self._steps_until_cap, self.steps + left - (self.tokens_per_step - 1))
         live.join_run(row, self.counted(row))
+        self._watch(left)
+
+    def watch(self, live: LiveRequest) -> None:
+        """Let a member leave if it is being ended or near its cap, which may have changed; do nothing if the request is
+        not a member."""
+        if live.run_row < 0:
+            return
+        if (left := live.text_tokens()) < self.tokens_per_step:
+            self.leave(live)
+        else:
+            self._watch(left)
+
+    def _watch(self, left: int) -> None:
+        """Check the caps before a member has got as many tokens of text as are left to it."""
+        self._steps_until_cap = min(self._steps_until_cap, self.steps + left - (self.tokens_per_step - 1))
 
     def leave(self, live: LiveRequest) -> None:
         """Let a request leave, because something is about to change for it; do nothing if it is not a member."""

@@ -201,12 +201,11 @@ class Tracker:
         return closed + sum(live.take_think_tokens() for live in self.by_id.values())
 
     def watch_limit(self, live: LiveRequest) -> None:
-        """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise. Any other
-        request stays in the run, because no limit concerns it until it thinks."""
+        """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise. It stays in
+        the run while its limit is far; no limit concerns any other request until it thinks."""
         if live.own_state.phase is not Phase.THINK and live.ending is None:
             self.due.pop(live, None)
             return
-        self.run.leave(live)
         limit = limit_in(live, live.state, self.markers)
         early = self.lookahead if limit is None else self.lookahead + may_lengthen(self.markers, limit)
         live.watch_from = NEVER if limit is None else limit.tokens - early
@@ -216,6 +215,7 @@ class Tracker:
             self.due[live] = None
         else:
             self.due.pop(live, None)
+        self.run.watch(live)
 
     @property
     def boundaries(self) -> bytes:

@@ -314,18 +314,18 @@ class Agent:
         """Tell the workers what to measure; under asynchronous scheduling, let vLLM wait for tokens that a forced end
         depends on."""
         scheduled, tracker, run = output.num_scheduled_tokens, self.tracker, self.tracker.run
-        rows, requests = self.probing.rows, len(scheduled)
-        if self._asks_same and self.calm.number == run.number and requests == run.members and not rows:
+        requests = len(scheduled)
+        if self.probing.rows:
+            self.probing.take_rows(scheduler, output)
+        if self._asks_same and self.calm.number == run.number and requests == run.members:
             # Since the newest full look nothing has changed for a live request, and each gets more text.
             if self._asked is not None:
                 setattr(output, REQUEST, self._asked)
-            if output.scheduled_spec_decode_tokens:
+            if output.scheduled_spec_decode_tokens or self.probing.computed:
                 self.accounts.count_prompts(output)
             else:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
-        if rows:
-            self.probing.take_rows(scheduler, output)
         self._asked = None
         read = tracker.answering < len(tracker.by_id) if self.is_async else tracker.thinking
         if read and self.observe_entropy and scheduled and tracker.markers.known:

@@ -168,12 +168,11 @@ class ProbeRunner:
         blocks = rows * probe_admission.free_blocks(len(tokens), self._block_size)
         if blocks > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
             return False
-        if not probe_rows.fits(scheduler, live.ref, len(tokens)):
+        request = live.ref
+        if not probe_rows.fits(scheduler, request, len(tokens)):
             return False
-        live.forget_sentence_end()
-        probe_rows.append(live.ref, tokens)
-        known = live.ref.num_tokens
-        self.rows[live.ref.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, known - 1)
+        probe_rows.append(request, tokens)
+        self.rows[request.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, 0)
         return True
 
     @property

@@ -104,7 +104,7 @@ def test_a_request_that_a_step_leaves_out_joins_again() -> None:
     assert (a.state.think_tokens, b.state.think_tokens) == (7, 6)
 
 
-def test_a_limit_concerns_the_run_only_while_its_request_thinks() -> None:
+def test_a_limit_concerns_the_run_only_while_its_request_thinks_and_is_near_it() -> None:
     tracker = tracker_of()
     a, b = opened(tracker, "a", prompt=[TEXT]), opened(tracker, "b")
     batch = {"a": [TEXT], "b": [TEXT]}
@@ -119,7 +119,20 @@ def test_a_limit_concerns_the_run_only_while_its_request_thinks() -> None:
     number = tracker.run.number
     b.set_cap(Cap(2, 100, False))
     tracker.watch_limit(b)
-    assert tracker.run.number != number, "the request thinks"
+    assert tracker.run.number == number, "its cap is far"
+    cap = b.think_tokens + 3
+    b.set_cap(Cap(3, cap, False))
+    tracker.watch_limit(b)
+    assert tracker.run.number == number, "its cap is nearer"
+    assert [step(tracker, {"b": [TEXT]}) for _ in range(3)] == ["", "", "b"]
+    assert b in tracker.due
+    assert b.state.think_tokens == cap
+    c = opened(tracker, "c")
+    assert step(tracker, {"c": [TEXT]}) == "c"
+    number = tracker.run.number
+    c.set_cap(Cap(4, c.think_tokens + 1, False))
+    tracker.watch_limit(c)
+    assert tracker.run.number != number, "its cap comes with the next token"
 
 
 def test_the_number_changes_with_the_members_and_the_live_requests() -> None:
@@ -127,7 +140,7 @@ def test_the_number_changes_with_the_members_and_the_live_requests() -> None:
     a, b = (opened(tracker, name) for name in "ab")
     stepped(tracker, {"a": [TEXT], "b": [TEXT]})
     changes: list[Callable[[], object]] = [
-        lambda: tracker.watch_limit(b),
+        lambda: tracker.run.leave(b),
         lambda: step(tracker, {"a": [TEXT], "b": [TEXT]}),
         lambda: step(tracker, {"b": [TEXT], "a": [TEXT]}),
         lambda: opened(tracker, "c"),
