@@ -6,7 +6,7 @@ them out in vLLM. Pure but for the tracker that it changes. Runs on the engine-c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
@@ -44,9 +44,10 @@ STEP_DECISIONS = 1024
 
 @dataclass(slots=True)
 class DispatchPlan:
-    """A meridian.v1.DispatchPlan without its ranks, which are kept with the live requests. None means no limit."""
+    """A meridian.v1.DispatchPlan without its ranks, which are kept with the live requests. None means no limit. Two
+    plans are equal if they differ at most in their ranks."""
 
-    decision_id: int
+    decision_id: int = field(compare=False)
     think_per_step: int | None
     output_per_step: int | None
     max_skip_steps: int
@@ -54,7 +55,7 @@ class DispatchPlan:
     hold_admission: bool
     shadow: bool
     stock: bool
-    reported: bool = False
+    reported: bool = field(default=False, compare=False)
 
 
 class Directives:

@@ -40,6 +40,9 @@ class CalmSteps:
         self.limits: list[Limit] = []
         self._connected = False
         self._until_s = 0.0
+        # The plan of the newest full look, and whether another one with other ranks has come since.
+        self._plan: DispatchPlan | None = None
+        self._reranked = False
         # The flags of the tokens that probes wait for, by row of the run; whether one of the probes needs a free place;
         # and the requests for which such a token has come.
         self.awaited: dict[int, int] = {}
@@ -56,7 +59,7 @@ class CalmSteps:
         """Count a step with a full look; return whether a message, a lease or the stream may have changed what is in
         force since the newest full look. now_s: the time on the lease's clock."""
         self.full_steps += 1
-        self.number, self.due = 0, []
+        self.number, self.due, self._reranked = 0, [], False
         lease = self._lease
         if lease.attention:
             lease.attention, self._until_s = False, 0.0
@@ -67,11 +70,16 @@ class CalmSteps:
     def took(self, message: agent_pb2.Directives | None) -> None:
         """End the calm if a message, which the agent has taken in, has decisions that act before vLLM schedules the
         coming step; None is the mark of a new stream. A cap acts there only by taking a request that thinks out of the
-        run, and a tier acts when vLLM frees the request's blocks. A probe that waits for the end of a sentence or a
-        paragraph joins the awaited ones, unless it needs a place that the newest full look has not kept free."""
-        if message is None or message.forces or message.hand_overs or message.HasField("plan"):
+        run, and a tier acts when vLLM frees the request's blocks. A plan that differs from the one before only in its
+        ranks changes the order alone. A probe that waits for the end of a sentence or a paragraph joins the awaited
+        ones, unless it needs a place that the newest full look has not kept free."""
+        if message is None or message.forces or message.hand_overs:
             self.number = 0
-        elif message.probes and self.number:
+        elif message.HasField("plan"):
+            self._reranked = True
+            if self._directives.plan != self._plan:
+                self.number = 0
+        if self.number and message is not None and message.probes:
             kept = self.needs_places
             if self.number != self._run.number or not self._await_probes() or (self.needs_places and not kept):
                 self.number = 0
@@ -97,11 +105,16 @@ class CalmSteps:
         )
 
     def go_on(self, scheduler: Any) -> bool:
-        """Place the probes that have come due since the newest look, and keep the places that probes need. Return
-        False, and the step needs a full look, if one of them cannot be a row of its request, if probes are placed
-        together in this step, or if the places that were kept for probes are free again."""
-        if not (self.due or self.needs_places or self.limits):
+        """Order the queues if ranks have changed, place the probes that have come due since the newest look, and keep
+        the places that probes need. Return False, and the step needs a full look, if one of them cannot be a row of its
+        request, if probes are placed together in this step, or if the places that were kept for probes are free
+        again."""
+        if not (self.due or self.needs_places or self.limits or self._reranked):
             return True
+        if self._reranked:
+            self._reranked = False
+            if (plan := self._directives.active_plan()) is not None:
+                self._queues.obey(scheduler, plan)
         if self.due:
             due, self.due = self.due, []
             if not self._probing.place_rows(scheduler, due):
@@ -128,6 +141,7 @@ class CalmSteps:
         if self._until_s == 0.0:
             self._connected, self._until_s = lease.connected, lease.steady_until()
         self.limits, self._reserved, self.number = limits, self._probing.reserved(scheduler), run.number
+        self._plan = self._directives.plan
 
     def _nothing_due(self, plan: DispatchPlan | None) -> bool:
         """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves

@@ -14,6 +14,7 @@ from meridian_agent.core.directives import Directives
 from meridian_agent.core.phases import FLAG_SENTENCE, Markers
 from meridian_agent.core.probe_admission import COLLECT_STEPS, PLACE_STEPS, Placed
 from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.probe_runner import ProbeRunner
@@ -127,7 +128,7 @@ ENDS: list[Callable[[Engine], Any]] = [
     lambda engine: engine.tracker.open(RequestInfo("c", "", "", "", 0, 9, None), [START], 0, None),
     lambda engine: engine.tracker.feed(engine.tracker.by_id["a"], [END], 0),
     lambda engine: engine.tracker.close(engine.tracker.by_id["a"], 1),
-    lambda engine: engine.tracker.watch_limit(engine.tracker.by_id["a"]),
+    lambda engine: engine.tracker.run.leave(engine.tracker.by_id["a"]),
 ]
 
 
@@ -211,6 +212,36 @@ def test_a_probe_that_needs_a_place_ends_the_calm_until_places_are_kept_free() -
     engine.link.inbox.put(agent_pb2.Directives(step=1, probes=probes[1:]))
     engine.take()
     assert engine.holds()
+
+
+def test_new_ranks_change_the_order_in_a_calm_step() -> None:
+    """A plan that differs from the one before in its ranks alone is obeyed and reported without a full look; any other
+    plan needs one."""
+    engine, obeyed = Engine(), list[Any]()
+    engine.queues.obey = lambda scheduler, plan: obeyed.append(plan)
+
+    def arrives(number: int, **fields: Any) -> bool:
+        plan = agent_pb2.DispatchPlan(decision_id=number, slot=[1], rank=[number], **fields)
+        engine.link.inbox.put(agent_pb2.Directives(step=1, plan=plan))
+        engine.take()
+        return engine.holds()
+
+    assert engine.look()
+    assert not arrives(1), "there was no plan before"
+    assert engine.look(engine.directives.active_plan())
+    for number in (2, 3):
+        assert arrives(number)
+        assert engine.calm.go_on(engine.scheduler)
+        assert engine.tracker.by_id["b"].rank == number
+    assert engine.calm.go_on(engine.scheduler)
+    assert [plan.decision_id for plan in obeyed] == [2, 3]
+    assert [outcome[:2] for outcome in engine.tracker.record.outcomes] == [(n, Outcome.APPLIED) for n in (1, 2, 3)]
+    for number, fields in enumerate(({"prefill_tokens_per_step": 9}, {"hold_admission": True}, {"stock": True}), 4):
+        assert not arrives(number, **fields)
+        assert engine.look(engine.directives.active_plan())
+    assert arrives(7, stock=True)
+    assert engine.calm.go_on(engine.scheduler)
+    assert len(obeyed) == 2, "vLLM's own order applies"
 
 
 def test_settings_and_a_new_stream_need_a_full_look() -> None:
