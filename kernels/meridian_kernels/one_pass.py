@@ -111,8 +111,8 @@ def _sums(logits: Any, top: Any, end: Any) -> Any:
 _INTEGER, _FLOATS, _INTEGERS = types.int64, types.CPointer(types.float32), types.CPointer(types.int32)
 _ROWS, _ENDS = (_FLOATS, _INTEGER, _INTEGER, _INTEGERS, _INTEGER), (_INTEGERS, _INTEGER)
 _OUT = (_FLOATS, _INTEGER, _INTEGERS, _INTEGER)
-# Which rows are measured, and where their columns go: the first rows, each to its own place; the selected rows, one
-# after the other; the selected rows, each to its own place.
+# The code measures the first rows, or the selected rows. The columns of selected rows go one after the other, or to the
+# rows' own places.
 _FIRST, _GATHERED, _IN_PLACE = range(3)
 
 
@@ -276,7 +276,8 @@ class Repeated:
         count, self._selected = shape[0], None if rows is None else checks.row_numbers(rows, shape[0])
         if shape != self._shape:
             self._out = np.empty((COLUMNS, count), np.float32)
-            self._bytes = memoryview(self._out[: self._wanted]).cast("B")
+            self._bytes = self._out[: self._wanted].data.cast("B")
+        picked: tuple[int | None, int]
         if self._selected is None:
             picked, measured = (None, _FIRST), count
         else:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Indices of the columns of StepSignals, in their order, among the columns that a probe measures; and the place of the
 # end marker's rank among them.
-SENT, RANK = np.array((0, 5, 3, 2)), 1
+SENT, RANK = (0, 5, 3, 2), 1
 # Indices, among the columns that a probe measures, of the entropy and of the likeliest token.
 EAT, ANSWER = 0, 4
 
@@ -60,7 +60,7 @@ class Measurement:
         return encoded if self._first_row is None else (encoded, self._first_row.tobytes()), probed
 
 
-class Measured:
+class FinishedMeasurement:
     """The measurement of one step's rows that is over. signals: the bytes of its StepSignals."""
 
     def __init__(self, signals: bytes) -> None:
@@ -147,9 +147,9 @@ class Observer:
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
         # The end marker's first token id, and the ids of the requests whose rows are not measured.
         self._wanted: tuple[int, Set[str]] | None = None
-        self._measurement: Measurement | Measured | None = None
-        # What measures most steps, and for which token of the end marker; None if only `EntropyProbe.begin` can measure
-        # this worker's logits.
+        self._measurement: Measurement | FinishedMeasurement | None = None
+        # The object that measures most steps, and the token of the end marker for which it was made. The object is None
+        # if only `EntropyProbe.begin` can measure this worker's logits.
         self._repeated: Repeated | None = None
         self._repeated_for: int | None = None
         # The probes that steps compute as rows of their requests; None if this runner cannot.
@@ -208,7 +208,7 @@ class Observer:
         rows = self._which.rows(req_ids, excluded_ids, first_row, len(logits)) if excluded_ids else None
         chosen = None if rows is None else rows.chosen
         if probed is None and first_row is None and (signals := self._again(logits, end, chosen)) is not None:
-            self._measurement = Measured(signals)
+            self._measurement = FinishedMeasurement(signals)
             return
         if probed is None:
             self._measurement = Measurement(self.probe.begin(logits, end, chosen), first_row, rows)
@@ -224,12 +224,12 @@ class Observer:
             self._repeated, self._repeated_for = self.probe.repeated(logits, end, SENT), end
         return None if self._repeated is None else self._repeated.measure(logits, rows)
 
-    def take(self) -> Measurement | Measured | None:
+    def take(self) -> Measurement | FinishedMeasurement | None:
         """Return the step's measurement and forget it; None if nothing was measured."""
         measurement, self._measurement = self._measurement, None
         return measurement
 
-    def put(self, output: Any, measurement: Measurement | Measured | None) -> None:
+    def put(self, output: Any, measurement: Measurement | FinishedMeasurement | None) -> None:
         """Put the step's signals on the output that goes to the engine core, or the fault that prevented them."""
         # vLLM may use one shared object for all outputs without requests, so nothing is set on such an output.
         if not getattr(output, "req_ids", None):

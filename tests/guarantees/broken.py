@@ -106,8 +106,8 @@ BROKEN: tuple[Broken, ...] = (
         MEASURED,
         "entropy 1e-4 nats too high",
         ONE_PASS,
-        "        columns[0, j] = log_total - weighted / total\n",
-        "        columns[0, j] = log_total - weighted / total + 1e-4\n",
+        "        columns[to[0], place] = log_total - weighted / total\n",
+        "        columns[to[0], place] = log_total - weighted / total + 1e-4\n",
         "tests/engine/test_signals.py::test_token_signals",
     ),
     _new(

@@ -236,7 +236,8 @@ def test_new_ranks_change_the_order_in_a_calm_step() -> None:
     assert engine.calm.go_on(engine.scheduler)
     assert [plan.decision_id for plan in obeyed] == [2, 3]
     assert [outcome[:2] for outcome in engine.tracker.record.outcomes] == [(n, Outcome.APPLIED) for n in (1, 2, 3)]
-    for number, fields in enumerate(({"prefill_tokens_per_step": 9}, {"hold_admission": True}, {"stock": True}), 4):
+    others: list[dict[str, Any]] = [{"prefill_tokens_per_step": 9}, {"hold_admission": True}, {"stock": True}]
+    for number, fields in enumerate(others, 4):
         assert not arrives(number, **fields)
         assert engine.look(engine.directives.active_plan())
     assert arrives(7, stock=True)
