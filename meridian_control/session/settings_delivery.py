@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Steps merged into a report if the policy sets no number: if no rule in force reads reports, and if one does. A report
 # costs the machine several times as much as the steps in it, but the ends that a rule decides come later.
-USUAL_INTERVAL_STEPS, RULED_INTERVAL_STEPS = 16, 8
+USUAL_INTERVAL_STEPS, RULED_INTERVAL_STEPS = 24, 8
 # Smallest cap, in thinking tokens, that may arrive as late as other decisions and still be exact.
 LEAST_LATE_CAP = 128
 

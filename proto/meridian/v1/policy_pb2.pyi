@@ -1583,7 +1583,7 @@ class TelemetryPolicy(_message.Message):
     REPORT_INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     DECISION_LOG_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
-    """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 16 steps;
+    """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 24 steps;
     8 if a rule in force, a budget, pressure or an extension may end thinking or change a cap; 1 if the strategy is
     deadline, if a rule reads ranks at sentence ends, or if probes without a hold may be less than 8 tokens apart.
     """

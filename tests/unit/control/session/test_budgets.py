@@ -333,7 +333,7 @@ def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
 
 
 def test_a_budget_in_force_needs_ranks_and_earlier_reports() -> None:
-    for shadow, measured, steps in ((False, True, 8), (True, False, 16)):
+    for shadow, measured, steps in ((False, True, 8), (True, False, 24)):
         made = stream(budgeted(shadow=shadow))
         (told,) = [response.settings for response in made.responses if response.HasField("settings")]
         assert (told.observe_entropy, told.report_interval_steps) == (measured, steps)
