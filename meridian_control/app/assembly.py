@@ -27,6 +27,7 @@ from meridian_control.common.errors import EtagMismatch
 from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
+from meridian_control.fleet.pressure_log import restore_idle
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
 from meridian_control.policy.directory import PolicyDirectory
@@ -97,6 +98,7 @@ class Parts:
             self.whole.share_pool(),
             self.guard.run(),
             self.budgets.run(),
+            restore_idle(self.whole.fleet.connections, self.whole.fleet.clock),
             *more,
         ]
 

@@ -1,14 +1,25 @@
-"""Logs each change of level of a pressure entry, with the numbers behind it."""
+"""Logs each change of level of a pressure entry, with the numbers behind it, and restores the levels of engines without
+requests, which send no reports."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from meridian_control.fleet.in_turns import in_turns
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from datetime import datetime
+
+    from meridian_control.fleet.connection import Connection
     from meridian_control.session.session import Session
 
 logger = logging.getLogger(__name__)
+
+# Seconds between two looks for engines without requests.
+REST_S = 1.0
 
 
 def log_changes(session: Session) -> None:
@@ -22,3 +33,13 @@ def log_changes(session: Session) -> None:
         )
         levels = change.level_before, change.level, why, " (shadow)" * change.shadow
         logger.info("pressure %s on engine %s: level %d to %d, %s%s", change.name, session.hello.engine_id, *levels)
+
+
+async def restore_idle(connections: Collection[Connection], clock: Callable[[], datetime]) -> None:
+    """Restore the levels of engines without requests by the time that passes, until cancelled. connections: the fleet's
+    own set."""
+    while True:
+        async for connection in in_turns(list(connections)):
+            connection.session.rest(clock())
+            log_changes(connection.session)
+        await asyncio.sleep(REST_S)

@@ -17,7 +17,16 @@ from meridian_control.budgets.stages import UNSHORTENED
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
 from meridian_control.decisions.token_rows import differs
-from meridian_control.pressure.controller import MAX_HOLD, MAX_LEVEL, Controller, LevelChange, Reading, stage_at, worst
+from meridian_control.pressure.controller import (
+    FORGET,
+    MAX_HOLD,
+    MAX_LEVEL,
+    Controller,
+    LevelChange,
+    Reading,
+    stage_at,
+    worst,
+)
 from meridian_control.pressure.gains import least_gain_first
 from meridian_control.pressure.window import Window
 
@@ -35,7 +44,7 @@ if TYPE_CHECKING:
 # Number of newest changes that are kept of each entry.
 CHANGES = 8
 # Windows of an idle engine that are judged at most; after so many, every level is 0 and earlier misses are forgotten.
-MOST_IDLE = MAX_LEVEL * (MAX_HOLD + 1) + 1
+MOST_IDLE = 1 + MAX_LEVEL * (MAX_HOLD + 1) + FORGET
 
 
 class EnginePressure:
@@ -211,6 +220,24 @@ class EnginePressure:
         for index, window in enumerate(self._windows):
             window.restart(now_ms, self._answering(index))
 
+    def rest(self, now_ms: float, now: datetime) -> None:
+        """Judge the windows that are over on an engine without requests, which sends no reports. Windows keep their
+        length, so the levels do not depend on how often the method is called."""
+        if self._table.live.any():
+            return
+        for index, window in enumerate(self._windows):
+            length_ms = 1e3 * window.entry.window_s
+            # Times are whole microseconds.
+            over = int(round(now_ms - window.start_ms, 3) / length_ms)
+            if over > 0:
+                self._judge(index, now_ms, now)
+                window.restart(round(window.start_ms + over * length_ms, 3))
+            if over > 1:
+                # The windows after the first one have no values.
+                readings = self.readings[window.entry.name] = window.readings({})
+                for _ in range(min(over - 1, MOST_IDLE)):
+                    self._decide(window.entry, readings, now)
+
     def judge(self, now_ms: float, now: datetime) -> list[int]:
         """Compare the values of windows that are over with the targets; return the slots of the live requests whose
         stage changes. The table must not have taken in the next report yet."""
@@ -223,6 +250,7 @@ class EnginePressure:
         before = {slot: self.stages(slot) for slot in self._table.slots().tolist()}
         for index in over:
             self._judge(index, now_ms, now)
+            self._windows[index].restart(now_ms, self._answering(index))
         return [slot for slot, stages in before.items() if stages != self.stages(slot)]
 
     def _judge(self, index: int, now_ms: float, now: datetime) -> None:
@@ -230,12 +258,6 @@ class EnginePressure:
         readings = self.readings[entry.name] = window.readings(self._waiting_ms(index, now_ms))
         self.missed.update((entry.name, reading.target) for reading in readings if reading.missed)
         self._decide(entry, readings, now)
-        if not self._table.live.any():
-            # An idle engine sends no reports, so the windows since its newest report are judged now.
-            idle = int((now_ms - window.start_ms) / (1e3 * entry.window_s)) - 1
-            for _ in range(min(idle, MOST_IDLE)):
-                self._decide(entry, [], now)
-        window.restart(now_ms, self._answering(index))
         self._choose(index)
 
     def _decide(self, entry: PressurePolicy, readings: list[Reading], now: datetime) -> None:

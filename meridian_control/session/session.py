@@ -244,6 +244,7 @@ class Session:
         kind = message.WhichOneof("message")
         if self._journal is not None:
             self._journal.now = now
+        self.rest(now)
         try:
             if kind == "step":
                 return self._on_step(message.step, now)
@@ -256,6 +257,11 @@ class Session:
         except ValueError as error:
             raise InvalidRequest(str(kind), str(error)) from error
         raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
+
+    def rest(self, now: datetime) -> None:
+        """Restore the levels of pressure on an engine without requests by the time that has passed."""
+        if self.pressure.entries:
+            self.pressure.rest(self._clock_ms(now), now)
 
     def close(self, now: datetime) -> None:
         """End the session, because its stream has ended."""

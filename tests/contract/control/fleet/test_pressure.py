@@ -3,6 +3,7 @@ recording replays to the same decisions. The control plane's clock moves with th
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from datetime import datetime, timedelta
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.fleet.pressure_log import restore_idle
 from meridian_control.telemetry.pressure_metrics import pressures
 from tests.contract.control.fleet.test_record import Recorder, replayed
 from tests.contract.ctl import run
@@ -46,9 +48,12 @@ class Stepped:
     def clock(self) -> datetime:
         return self._now
 
+    def pass_time(self, time: timedelta) -> None:
+        self._now += time
+
     async def step(self, step_ms: float, *engines: LinkedEngine) -> None:
         """Make a step on each engine, and wait until the control plane has the reports."""
-        self._now += timedelta(milliseconds=step_ms)
+        self.pass_time(timedelta(milliseconds=step_ms))
         for engine in engines:
             engine.step()
         await until(lambda: all(self._shown(engine).step == engine.engine.step for engine in engines))
@@ -184,3 +189,23 @@ async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> 
             waiting.close()
             records = await recorder.rest()
     assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [{"chat": 2}]
+
+
+async def test_an_engine_that_is_left_alone_is_shown_restored(
+    control: Control, caplog: pytest.LogCaptureFixture
+) -> None:
+    stepped = Stepped(control)
+    await control.set_policy(pressed(CHAT))
+    with LinkedEngine([control.target], "left") as engine:
+        await begin(control, engine, "chat")
+        await stepped.level(4, SLOW_MS, engine)
+        for name in list(engine.engine.live):
+            engine.engine.abort(name)
+        await stepped.step(FAST_MS, engine)
+        stepped.pass_time(timedelta(hours=5))
+        with caplog.at_level(logging.INFO):
+            restoring = asyncio.create_task(restore_idle(control.fleet.connections, control.fleet.clock))
+            await until(lambda: not control.engine("left").pressures[0].level)
+            restoring.cancel()
+        logged = [record.getMessage() for record in caplog.records if "pressure chat" in record.getMessage()]
+        assert logged[-1] == "pressure chat on engine left: level 1 to 0, nothing was measured"

@@ -13,7 +13,7 @@ from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
 from meridian_control.decisions.control_group import held_out
-from meridian_control.pressure.controller import MAX_LEVEL
+from meridian_control.pressure.controller import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
 from meridian_control.session.session import Session
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
@@ -330,13 +330,17 @@ def test_requests_from_before_the_stream_have_no_time_since_submission() -> None
     assert {reading.samples for reading in readings(made).values()} == {0}
 
 
+def idle(made: Stream) -> None:
+    for name in ANSWERS:
+        made.agent.abort(name)
+    made.step()
+
+
 def test_an_idle_engine_is_restored_by_the_time_that_passes() -> None:
     made = answering(pressed())
     seconds(made, 3.2, SLOW_MS)
     assert level(made) == 4
-    for name in ANSWERS:
-        made.agent.abort(name)
-    made.step()
+    idle(made)
     made.now += timedelta(seconds=9)
     made.open("a", 10_000, tenant="chat")
     made.step(2)
@@ -348,6 +352,52 @@ def test_an_idle_engine_is_restored_by_the_time_that_passes() -> None:
     made.step(2)
     assert level(made) == 0
     assert caps(made)["b"] == 100
+
+
+def test_a_changed_policy_finds_an_idle_engine_restored() -> None:
+    made = answering(pressed())
+    seconds(made, 5.2, SLOW_MS)
+    assert level(made) == 6
+    idle(made)
+    made.now += timedelta(hours=5)
+    made.apply(pressed({**CHAT, "max_think_tokens": 30}))
+    made.open("a", 10_000, tenant="chat")
+    made.step(2)
+    assert (level(made), caps(made)["a"]) == (0, 100)
+
+
+def test_an_idle_engine_forgets_its_misses() -> None:
+    made = answering(pressed())
+    controller = made.session.pressure._controllers["chat"]
+    for _ in range(5):
+        while level(made) < 6:
+            seconds(made, 1, SLOW_MS)
+        while level(made) == 6:
+            seconds(made, 1, FAST_MS)
+    assert controller.hold == MAX_HOLD
+    idle(made)
+    made.now += timedelta(days=9)
+    made.session.rest(made.now)
+    assert (controller.level, controller.hold) == (0, FIRST_HOLD)
+
+
+@pytest.mark.parametrize("every_ms", [7, 700, 1000, 61_000])
+def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) -> None:
+    looked_at, alone = (answering(pressed({**CHAT, "window_s": 3})) for _ in range(2))
+    for made in (looked_at, alone):
+        seconds(made, 21, SLOW_MS)
+        idle(made)
+    for _ in range(61_000 // every_ms):
+        looked_at.now += timedelta(milliseconds=every_ms)
+        looked_at.session.rest(looked_at.now)
+    alone.now = looked_at.now
+    for made in (looked_at, alone):
+        made.open("a", 10_000, tenant="chat")
+        made.step(2)
+    found = [made.session.pressure for made in (looked_at, alone)]
+    assert found[0]._controllers == found[1]._controllers
+    assert found[0]._windows[0].start_ms == found[1]._windows[0].start_ms
+    assert 0 < level(alone) < 6
 
 
 def test_an_engine_that_makes_no_step_leaves_no_room() -> None:
