@@ -102,10 +102,14 @@ class FleetBudgets:
         """Thinking tokens that a crash of this replica would lose, summed over all budgets."""
         return self._unsaved.total()
 
-    def messages(self, policy: model.Policy, now: datetime) -> list[fleet_pb2.Budget]:
-        """Return the budgets of a policy, in its order."""
-        told = forms.to_proto(model.Policy(budget=policy.budget)).budget
-        return [self._message(budget, entry, now) for budget, entry in zip(policy.budget, told, strict=True)]
+    def messages(self, policies: Iterable[model.Policy], now: datetime) -> list[fleet_pb2.Budget]:
+        """Return the budgets of several policies in their order, each as the first policy that has it sets it."""
+        found: dict[str, fleet_pb2.Budget] = {}
+        for policy in policies:
+            told = forms.to_proto(model.Policy(budget=policy.budget)).budget
+            for budget, entry in zip(policy.budget, told, strict=True):
+                found.setdefault(budget.name, self._message(budget, entry, now))
+        return list(found.values())
 
     def _message(self, budget: BudgetPolicy, entry: policy_pb2.BudgetPolicy, now: datetime) -> fleet_pb2.Budget:
         account = self._account(budget, now)

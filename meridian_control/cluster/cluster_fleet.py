@@ -159,11 +159,11 @@ class WholeFleet:
         return told
 
     def budgets(self) -> fleet_pb2.ListBudgetsResponse:
-        """Return the thinking budgets of the policy in force. Every replica knows the usage of all replicas."""
+        """Return the thinking budgets of the policy in force, and those that only the candidate of the active rollout
+        has. Every replica knows the usage of all replicas."""
         fleet = self.fleet
         told = fleet_pb2.ListBudgetsResponse()
-        if fleet.policy is not None:
-            told.budgets.extend(fleet.budgets.messages(fleet.policy.policy, fleet.clock()))
+        told.budgets.extend(fleet.budgets.messages(fleet.policies, fleet.clock()))
         if fleet.budgets.share_time is not None:
             told.share_time.FromDatetime(fleet.budgets.share_time)
         return told

@@ -91,8 +91,7 @@ class BudgetSharing:
             self._heard = False
 
     def _policies(self) -> list[Policy]:
-        """Return the policy in force first, then the other policies of sessions, such as a rollout's candidate."""
-        stored = self._fleet.policy
-        found = {id(stored.policy): stored.policy} if stored is not None else {}
+        """Return the policy in force first, then a rollout's candidate, then the earlier policies of sessions."""
+        found = {id(policy): policy for policy in self._fleet.policies}
         found |= {id(s.policy): s.policy for s in self._fleet.counted_sessions() if s.policy is not None}
         return list(found.values())

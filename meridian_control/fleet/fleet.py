@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from meridian_control.policy.diff import Subject
+    from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
     from meridian_control.session.freeze_state import Freeze
@@ -336,6 +337,11 @@ class Fleet:
     def policy(self) -> StoredRevision | None:
         """The revision that engines outside a rollout's group are given; None before there is one."""
         return self._policies.newest
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policy in force, and the candidate of the active rollout."""
+        return self._policies.policies
 
     def counted_sessions(self) -> list[Session]:
         """Return all sessions, also those that a newer stream has replaced, until they end."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from meridian_control.fleet.connection import Connection
+    from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
     from meridian_control.session.session import Session
@@ -59,6 +60,12 @@ class PolicyDelivery:
         # If a policy newer than the candidate is in force, the rollout has ended although this replica does not know it
         # yet.
         return candidate if mine and candidate.revision > stored.revision else stored
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policies that engines may be given: the newest one, and the candidate of the active rollout."""
+        candidate = [self._staged[1].policy] if self._staged is not None else []
+        return [self.newest.policy, *candidate] if self.newest is not None else candidate
 
     def _send_soon(self) -> None:
         loop = asyncio.get_running_loop()

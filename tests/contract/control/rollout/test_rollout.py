@@ -11,8 +11,10 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
+from meridian_control.budgets.stages import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
-from meridian_control.policy.formats import to_proto
+from meridian_control.policy.formats import parse_toml, to_proto
+from meridian_control.telemetry.budget_metrics import budgets
 from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, run
 from tests.contract.rollouts import (
@@ -43,6 +45,16 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
 
 
 # ----------------------------------------------------------------------------------------------------- step by step
+
+
+async def test_budgets_of_a_candidate_are_shown_on_every_replica(control: Control) -> None:
+    """No engine of this replica has the candidate."""
+    new = to_proto(parse_toml('[[budget]]\nname = "trial"\ntokens_per_day = 9'))
+    await control.begin(CANARY, ALL, policy=new)
+    await control.parts.budgets.share()
+    rows = (await run("budgets", server=control.target)).stdout.splitlines()
+    assert [row.split()[:3] for row in rows[1:2]] == [["trial", "all", "unshortened"]]
+    assert dict(budgets(control.fleet))["meridian_budget_stage"] == [(("trial",), UNSHORTENED)]
 
 
 async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None:

@@ -61,7 +61,7 @@ async def test_replicas_see_the_usage_of_all_and_their_stages_fall_as_time_passe
     assert (one.stages, two.stages) == ({}, {"a": SOFT_CLOSE})
     await store.share(one)
     assert one.stages == two.stages
-    (a, b) = one.messages(OWN, NOW)
+    (a, b) = one.messages([OWN], NOW)
     assert (a.used_tokens, a.minute_left_tokens, a.HasField("day_left_tokens"), a.stage) == (
         350,
         250,
@@ -84,7 +84,7 @@ async def test_unsaved_tokens_count_for_the_stage_and_are_kept() -> None:
         await store.share(one)
     one.find_stages(NOW)
     assert (one.stages, one.unsaved_tokens) == ({"a": LOWER_CAP}, 250)
-    assert one.messages(OWN, NOW)[0].unsaved_tokens == 250
+    assert one.messages([OWN], NOW)[0].unsaved_tokens == 250
     store.away = False
     await store.share(one)
     assert (store.accounts["a"].used_tokens, one.unsaved_tokens) == (450, 0)
