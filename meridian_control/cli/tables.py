@@ -15,8 +15,8 @@ from meridian_control.common.enum_names import (
     state_name,
 )
 
-# Highest level of a pressure entry, as in fleet.proto.
-MAX_PRESSURE_LEVEL = 6
+# Highest level of a pressure entry, and the smallest number of samples that may miss a target, as in fleet.proto.
+MAX_PRESSURE_LEVEL, MIN_PRESSURE_SAMPLES = 6, 10
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
@@ -93,13 +93,14 @@ def budget_table(rows: Iterable[fleet_pb2.Budget]) -> Table:
 
 
 def pressure_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
-    """Return the pressure entries of each engine, with the value that is nearest to its limit or furthest above it, and
-    the newest change of the level."""
+    """Return the pressure entries of each engine, with the newest change of the level, and the value that is nearest to
+    its limit or furthest above it; values with too few samples to miss a target come last."""
     shown = new_table("engine", "pressure", "level", "target", "measured", "limit", "samples", "newest change")
     for e in rows:
         for row in e.pressures:
             level = f"{row.level}/{MAX_PRESSURE_LEVEL}" + " (shadow)" * row.shadow
-            worst = max((r for r in row.readings if r.samples), key=lambda r: r.measured / r.limit, default=None)
+            measured = (r for r in row.readings if r.samples)
+            worst = max(measured, key=lambda r: (r.samples >= MIN_PRESSURE_SAMPLES, r.measured / r.limit), default=None)
             value = ("", "", "", "")
             if worst is not None:
                 value = worst.target, f"{worst.measured:.4g}", f"{worst.limit:.4g}", str(worst.samples)

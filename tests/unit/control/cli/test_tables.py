@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.cli.tables import engine_table, handover_table, limit_lines, pool_lines
+from meridian_control.cli.tables import engine_table, handover_table, limit_lines, pool_lines, pressure_table
 
 
 @pytest.mark.parametrize("connector", ["", "NixlConnector"])
@@ -64,3 +64,12 @@ def test_engines_name_the_limits_that_the_policy_changes() -> None:
         "a runs with running 32 (started with 128), piece 512 (started with 0)",
         "b runs with running 128 (started with 128; the policy sets 500, the engine takes 1 to 128)",
     ]
+
+
+def test_a_value_that_may_miss_its_target_is_shown_before_one_with_too_few_samples() -> None:
+    few = {"target": "ttot_p99_ms", "measured": 900.0, "limit": 100.0, "samples": 9}
+    enough = {"target": "output_itl_p99_ms", "measured": 42.0, "limit": 40.0, "samples": 10}
+    row = fleet_pb2.Pressure(name="chat", level=1, readings=[fleet_pb2.PressureReading(**r) for r in (few, enough)])  # type: ignore[arg-type]
+    table = pressure_table([fleet_pb2.Engine(engine_id="e", pressures=[row])])
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert (cells["target"], cells["measured"], cells["samples"]) == (["output_itl_p99_ms"], ["42"], ["10"])
