@@ -57,10 +57,13 @@ def test_each_phase_counts_in_one_of_two_queries(pair: tuple[str, str]) -> None:
     assert "unknown" in phases[0], "a fault of an agent would look like less load"
 
 
-def test_the_autoscaler_reads_a_metric_that_the_adapter_makes() -> None:
-    made = {rule["name"]["as"] for rule in loaded("prometheus-adapter")["rules"]}
-    (metric,) = loaded("hpa")["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] in made
+def test_the_autoscaler_reads_what_the_adapter_makes_and_asks_for_as_many_pods_as_keda() -> None:
+    made = [rule["name"]["as"] for rule in loaded("prometheus-adapter")["rules"]]
+    metrics = [metric["pods"] for metric in loaded("hpa")["spec"]["metrics"]]
+    assert [metric["metric"]["name"] for metric in metrics] == made
+    triggers = loaded("keda")["spec"]["triggers"]
+    wanted = {f"meridian_{trigger['name']}_requests": trigger["metadata"]["threshold"] for trigger in triggers}
+    assert {metric["metric"]["name"]: metric["target"]["averageValue"] for metric in metrics} == wanted
 
 
 def test_the_endpoint_pickers_parts_fit_each_other() -> None:
