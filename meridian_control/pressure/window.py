@@ -20,6 +20,9 @@ SHARE = 0.99
 # the quantile exceeds it; the measured value itself is rounded up to the next bound.
 STEP, BOUNDS_BELOW, BOUNDS_ABOVE = 1.1, 48, 48
 RATIOS = STEP ** np.arange(-BOUNDS_BELOW, BOUNDS_ABOVE + 1, dtype=np.float64)
+# Times are rounded to whole microseconds, so that one that meets its limit exactly does not exceed it by an error of
+# floating-point arithmetic.
+DECIMALS = 3
 PREEMPTED = "preempted_answer_ratio"
 
 
@@ -46,7 +49,7 @@ class Window:
 
     def add(self, target: str, times_ms: NDArray[np.float64]) -> None:
         """Add measured milliseconds of a target that the entry has."""
-        self._times[target].add(times_ms)
+        self._times[target].add(times_ms.round(DECIMALS))
 
     def is_over(self, now_ms: float) -> bool:
         return now_ms >= self.start_ms + 1e3 * self.entry.window_s
@@ -56,7 +59,7 @@ class Window:
         these, times above the limit count as samples, because a request that waits has no time yet."""
         found = []
         for target, histogram in self._times.items():
-            limit, waited = self.limits[target], waiting_ms.get(target, np.zeros(0))
+            limit, waited = self.limits[target], waiting_ms.get(target, np.zeros(0)).round(DECIMALS)
             histogram.add(waited[waited > limit])
             samples = int(histogram.counts.sum())
             found.append(Reading(target, histogram.upper_quantile(SHARE) if samples else 0.0, limit, samples))

@@ -269,6 +269,13 @@ def test_each_target_is_measured() -> None:
     assert told["preempted_answer_ratio"] == ("preempted_answer_ratio", 0.25, 0.5, 4)
 
 
+@pytest.mark.parametrize(("limit_ms", "missed"), [(100.0, False), (99.999, True)])
+def test_a_target_that_is_met_exactly_is_not_missed(limit_ms: float, missed: bool) -> None:
+    made = answering(pressed({**CHAT, "output_itl_p99_ms": limit_ms}))
+    seconds(made, 9, 100.0)
+    assert (level(made) > 0) == missed
+
+
 def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
     made = stream(pressed({**EVERY, "ttft_p99_ms": 500.0, "ttfvt_p99_ms": 500.0}))
     made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
