@@ -146,10 +146,10 @@ def pressure(
     engine: Annotated[str, typer.Option(help="Show only this engine.")] = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """List the pressure entries of each engine: their levels, the measured values and their targets, and the newest
-    changes of the level."""
+    """List the pressure entries of each connected engine: their levels, the measured values and their targets, and the
+    newest changes of the level."""
     with connect(context) as client:
-        found, unreachable = _engines(client)
+        found, unreachable = _connected(client)
     warn_unreachable(unreachable)
     rows = [e for e in found if engine in ("", e.engine_id)]
     if output is Output.table:

@@ -209,3 +209,7 @@ async def test_an_engine_that_is_left_alone_is_shown_restored(
             restoring.cancel()
         logged = [record.getMessage() for record in caplog.records if "pressure chat" in record.getMessage()]
         assert logged[-1] == "pressure chat on engine left: level 1 to 0, nothing was measured"
+        assert "left" in (await run("pressure", server=control.target)).stdout
+    await until(lambda: not control.fleet.connections)
+    assert control.engine("left").pressures
+    assert "left" not in (await run("pressure", server=control.target)).stdout
