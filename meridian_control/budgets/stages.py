@@ -40,6 +40,15 @@ class Shortening(NamedTuple):
     without: Policy
 
 
+class ShortenedBy(NamedTuple):
+    """The entries that shorten a request: the one that sets its cap, the one that lets soft close begin, and the one
+    that puts the entropy rules in force, or the strictest one if none does."""
+
+    cap: Shortening
+    soft: Shortening
+    rules: Shortening
+
+
 def stage_of(left_ratio: float, before: int = UNSHORTENED) -> int:
     """Return the stage of a budget of which the share `left_ratio` is left; before: its stage so far."""
     in_force = (
@@ -62,12 +71,12 @@ def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> lis
 
 def shortened(
     own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False, control: bool = False
-) -> tuple[Policy, Shortening | None]:
-    """Return the policy that holds for a request once its entries have shortened it, and the strictest of them.
+) -> tuple[Policy, ShortenedBy | None]:
+    """Return the policy that holds for a request once its entries have shortened it, and the entries that did.
 
     own: the request's policy without them. entries: those that match the request, each with its stage. shadow: whether
     to ask the entries in shadow, which shorten nothing, instead of those in force. control: whether the request is in
-    the control group, whose entropy rules stay in shadow. The entry is None if the request's own values are as strict.
+    the control group, whose entropy rules stay in shadow. The result is None if the request's own values are as strict.
     """
     found = [(entry, stage) for entry, stage in entries if entry.shadow is shadow]
     if not found:
@@ -75,14 +84,20 @@ def shortened(
     scheduler, entropy = own.scheduler, own.entropy
     for one in found:
         scheduler = _shortened(scheduler, *one)
-    if not control and any(isinstance(one, PressurePolicy) and one.entropy_in_force for one, _ in found):
+    ruling = [one for one in found if not control and isinstance(one[0], PressurePolicy) and one[0].entropy_in_force]
+    if ruling:
         entropy = entropy.model_copy(update={"shadow": False})
     if (scheduler, entropy) == (own.scheduler, own.entropy):
         return own, None
-    entry, stage = max(found, key=_strictness)
-    section = "budget" if isinstance(entry, BudgetPolicy) else "pressure"
     held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
-    return held, Shortening(section, entry.name, stage, own)
+    found.sort(key=_strictness, reverse=True)
+    softest = min(found, key=lambda one: _shortened(own.scheduler, *one).soft_think_tokens)
+    strictest = max(ruling or found, key=_strictness)
+    return held, ShortenedBy(*(_shortening(*one, own) for one in (found[0], softest, strictest)))
+
+
+def _shortening(entry: Shortener, stage: int, own: Policy) -> Shortening:
+    return Shortening("budget" if isinstance(entry, BudgetPolicy) else "pressure", entry.name, stage, own)
 
 
 def _strictness(found: tuple[Shortener, int]) -> tuple[int, int]:

@@ -99,7 +99,7 @@ class Ledger:
     def _log(self, slot: int, decisions: list[Decision], indices: list[int], shadow: bool, seen: Seen) -> None:
         """Log decisions about requests that have the same policy as the request in a slot."""
         if self._journal is not None:
-            revision, behind = self._groups.revision, self._groups.behind(slot)
+            revision, behind = self._groups.revision, self._groups.behind(slot, decisions[0].reason)
             self._journal.decided(decisions, indices, seen, shadow=shadow, revision=revision, behind=behind)
 
     def concerns(self, decision: Decision) -> bool:

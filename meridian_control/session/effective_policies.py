@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from meridian_control.budgets.stages import Shortening, in_stages, matching, shortened
+from meridian_control.budgets.stages import ShortenedBy, Shortening, in_stages, matching, shortened
+from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.masks import any_in
 from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
@@ -73,10 +74,10 @@ class Groups:
         self._experiment: Experiment | None = None
         self.policy: Policy | None = None
         self.revision = 0
-        # The policies; beside each the entry that shortens it, None for a policy that none shortens, and the policy
+        # The policies; beside each the entries that shorten it, None for a policy that none shortens, and the policy
         # without such entries.
         self._policies: list[Policy] = []
-        self._shortenings: list[Shortening | None] = []
+        self._shortenings: list[ShortenedBy | None] = []
         self._unshortened: list[Policy] = []
         self._room = ROOM
         # The stages of budgets by the budget's name; a missing budget is unshortened.
@@ -179,7 +180,7 @@ class Groups:
             return None
         return termination.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
 
-    def _index_of(self, policy: Policy, by: Shortening | None, own: Policy) -> int:
+    def _index_of(self, policy: Policy, by: ShortenedBy | None, own: Policy) -> int:
         """Return the index of a policy, which is added to the list if it is new."""
         for index, known in enumerate(zip(self._shortenings, self._policies, self._unshortened, strict=True)):
             if known == (by, policy, own):
@@ -264,14 +265,18 @@ class Groups:
         return policies[0] if len(policies) == 1 else policies[int(self._table.group[slot])]
 
     def shortening(self, slot: int) -> Shortening | None:
-        """Return the entry that shortens the request in a slot, None if none does."""
-        return self._shortenings[int(self._table.group[slot])]
+        """Return the entry that sets the cap of the request in a slot, None if none does."""
+        by = self._shortenings[int(self._table.group[slot])]
+        return by.cap if by is not None else None
 
-    def behind(self, slot: int) -> tuple[Policy, Shortening | None, LevelChange | None]:
-        """Return the policy that holds for the request in a slot, the entry that shortens it, and the newest change of
-        level of that entry; None for no entry, and None for no pressure entry."""
+    def behind(self, slot: int, reason: str) -> tuple[Policy, Shortening | None, LevelChange | None]:
+        """Return the policy that holds for the request in a slot, the entry that has changed what a decision with this
+        reason depends on, and the newest change of level of that entry; None for no entry, and None for no pressure
+        entry."""
         group = int(self._table.group[slot])
-        by = self._shortenings[group]
+        by = None
+        if (found := self._shortenings[group]) is not None:
+            by = found.soft if reason == "soft_close" else found.rules if reason in ENTROPY_REASONS else found.cap
         change = self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
         return self._policies[group], by, change
 

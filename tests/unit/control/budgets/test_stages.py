@@ -64,7 +64,7 @@ def test_each_stage_shortens_and_none_goes_below_the_floor(
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
     assert held.scheduler.min_think_tokens == own.scheduler.min_think_tokens
     assert by is not None
-    assert (by.section, by.name, by.stage, by.without) == ("budget", "acme", stage, own)
+    assert (by.cap.section, by.cap.name, by.cap.stage, by.cap.without) == ("budget", "acme", stage, own)
 
 
 def test_no_stage_begins_soft_close_later_than_the_stage_before() -> None:
@@ -112,7 +112,7 @@ def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int
     own = policy(budget=[ACME, every])
     held, by = shortened(own, in_stages(matching(own.budget, WHO), stages))
     assert by is not None
-    assert (by.name, held.scheduler.max_think_tokens) == (name, cap)
+    assert (by.cap.name, held.scheduler.max_think_tokens) == (name, cap)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_no_stage_of_a_budget_undoes_what_another_one_shortened(stage: int, soft
     held, by = shortened(own, in_stages(own.budget, {"acme": SOFT_CLOSE, "all": stage}))
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
     assert by is not None
-    assert by.name == name
+    assert by.cap.name == name
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_pressure_puts_entropy_rules_in_force(
     held, by = shortened(own, [(own.budget[0], FLOOR), *pressed], control=control)
     assert held.entropy == own.entropy.model_copy(update={"shadow": not in_force})
     assert by is not None
-    assert by.name == "acme"
+    assert by.cap.name == "acme"
 
 
 def test_pressure_may_change_the_entropy_rules_alone() -> None:
@@ -162,4 +162,4 @@ def test_pressure_may_change_the_entropy_rules_alone() -> None:
     held, by = shortened(own, [(own.pressure[0], SOFT_CLOSE)])
     assert (held.scheduler, held.entropy.shadow) == (own.scheduler, False)
     assert by is not None
-    assert (by.section, by.name) == ("pressure", "chat")
+    assert (by.cap.section, by.cap.name) == ("pressure", "chat")

@@ -103,6 +103,19 @@ def test_soft_close_begins_earlier_and_names_the_budget() -> None:
     assert not [event for event in life(made, "other").events if event.decision.kind == "force"]
 
 
+def test_soft_close_names_the_budget_that_lets_it_begin() -> None:
+    """The other budget is in a higher stage, and sets the cap."""
+    early = {"name": "early", "tokens_per_day": 1, "soft_think_tokens": 10, "max_think_tokens": 60_000, "shadow": False}
+    strict = {**early, "name": "strict", "soft_think_tokens": 60_000, "max_think_tokens": 50_000}
+    made = closable(policy(scheduler={"max_think_tokens": 100_000}, entropy={"enabled": False}, budget=[early, strict]))
+    made.stages(early=SOFT_CLOSE, strict=LOWER_CAP)
+    made.open("ours")
+    made.step(600)
+    cap, force = [e.decision for e in life(made, "ours").events if e.decision.reason in ("budget", "soft_close")]
+    assert (cap.budget, cap.budget_stage) == ("strict", LOWER_CAP)
+    assert (force.budget, force.budget_stage) == ("early", SOFT_CLOSE)
+
+
 def test_a_soft_close_of_the_policy_names_no_budget() -> None:
     made = closable(budgeted(soft_think_tokens=8))
     made.stages(acme=LOWER_CAP)

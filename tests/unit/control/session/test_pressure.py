@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
@@ -123,6 +123,25 @@ def test_converged_thinking_ends_only_under_pressure() -> None:
     made.step(60)
     assert made.session.totals.ends == {"natural": 2, "eat": 1, "eat_shadowed": 3}, "in shadow again"
     assert made.balanced()
+
+
+def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None:
+    budget = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": 60_000, "shadow": False}
+    rules = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
+        entropy=CALIBRATED | {"shadow": True},
+        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
+        budget=[{**budget, "soft_think_tokens": 60_000}],
+    )
+    made = answering(rules)
+    made.open("ours", 10_000, tenant="chat")
+    made.step(60)
+    made.stages(acme=LOWER_CAP)
+    made.step(2)
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 2
+    (end,) = [e.decision for e in life(made, "ours").events if e.decision.kind == "force" and not e.decision.shadow]
+    assert (end.reason, end.budget, end.pressure.name, end.budget_stage) == ("eat", "", "chat", SOFT_CLOSE)
 
 
 def test_pressure_leaves_the_control_group_in_shadow() -> None:
