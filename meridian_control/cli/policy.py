@@ -14,8 +14,10 @@ import typer
 from meridian.v1 import policy_pb2
 from rich.table import Table
 
+from meridian_control import __version__
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
+    FAILED,
     INVALID,
     Client,
     Output,
@@ -30,6 +32,7 @@ from meridian_control.cli.console import (
     reported,
     show,
 )
+from meridian_control.common.errors import PolicyError
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy.diff import diff
@@ -63,7 +66,7 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOpt
     if output is Output.json:
         typer.echo(json.dumps(as_dict(stored), indent=2))
         return
-    policy = forms.from_proto(stored.policy)
+    policy = _readable(stored.policy)
     if output is Output.table:
         rows = [(change.path, change.after, change.before) for change in diff(schema.Policy(), policy)]
         console().print(_rows(("field", "value", "default"), rows))
@@ -219,6 +222,15 @@ def policy_explain(
 def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:
     """Return a stored policy revision, or for 0 the revision in force."""
     return client.policy.GetPolicy(policy_pb2.GetPolicyRequest(revision=revision), timeout=CALL_TIMEOUT_S).revision
+
+
+def _readable(message: policy_pb2.Policy) -> schema.Policy:
+    """Return the policy of a message. If a newer control plane has sent fields that are unknown here, exit."""
+    try:
+        return forms.from_proto(message)
+    except PolicyError as error:
+        reason = f"the control plane is newer than this meridianctl ({__version__}), which cannot read its policy:"
+        fail(FAILED, reason, *map(str, error.violations()))
 
 
 def _current_etag(client: Client) -> str:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 from typer.testing import Result
 
+from meridian_control import __version__
 from meridian_control.cli.console import error_lines
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model_families import model_families
@@ -39,6 +41,29 @@ async def test_get_before_anything_is_stored(control: Control) -> None:
     result = await control("policy", "get")
     assert (result.exit_code, result.stdout) == (FAILED, "")
     assert result.stderr == "NOT_FOUND: no policy is stored yet\n"
+
+
+async def test_get_says_that_the_control_plane_is_newer() -> None:
+    """The server's policy has the field 1000, which this version does not know."""
+
+    async def get(request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+        stored = policy_pb2.PolicyRevision(revision=3, policy=policy_pb2.Policy.FromString(b"\xc0\x3e\x01"))
+        return policy_pb2.GetPolicyResponse(revision=stored)
+
+    to_bytes, from_bytes = policy_pb2.GetPolicyResponse.SerializeToString, policy_pb2.GetPolicyRequest.FromString
+    methods = {"GetPolicy": grpc.unary_unary_rpc_method_handler(get, from_bytes, to_bytes)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("meridian.v1.PolicyService", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        result = await run("policy", "get", server=f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    reason, *fields = result.stderr.splitlines()
+    assert reason.startswith(f"the control plane is newer than this meridianctl ({__version__})")
+    assert fields == ['"field 1000" is not a known key']
 
 
 async def test_dry_run_changes_nothing(control: Control, file: Path) -> None:
