@@ -53,7 +53,7 @@ QUEUEING = _histogram(
     "meridian_queueing_seconds",
     (),
     "Queueing time: from when vLLM adds a request to its queue until it schedules the first step that the request "
-    "joins. Agents of 0.1 do not report it.",
+    "joins. Older agents do not report it.",
     "Rises: requests wait for others to end; add engines, or set `queueing_p99_ms`.",
 )
 
