@@ -20,7 +20,7 @@ demo: $(VENV)/ready ## run a control plane and a real engine with live requests,
 	$(BIN)/python -m tests.demo
 
 # Four processes run on two cores, because many tests wait; lint and type checks run at the same time.
-test: $(VENV)/ready ## run all tests, lint and type checks
+test: $(VENV)/ready ## run all tests but the longest, lint and type checks
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: $(VENV)/ready
