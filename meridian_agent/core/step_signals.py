@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Set, Sized
 
     from numpy.typing import NDArray
 
@@ -33,44 +33,62 @@ BACKEND = "meridian_backend"
 PROBE_ROWS = "meridian_probe_rows"
 PROBED = "meridian_probed"
 
-# The id of the end marker's first token, the version of the list of request ids to leave out, and the list itself, or
-# None if the list of this version was sent before.
-WorkerRequest = tuple[int, int, tuple[str, ...] | None]
+# The id of the end marker's first token; the version of the list of request ids to leave out; the list itself, or None
+# if the list of this version was sent before; and the sentence flags of all token ids if only tokens that follow a
+# sentence end are to be measured, empty if the flags were sent before, or None if all tokens are to be measured.
+WorkerRequest = tuple[int, int, tuple[str, ...] | None, bytes | None]
 # The bytes of the four columns of StepSignals, one after the other; with draft tokens, a pair of these bytes and the
 # bytes of `first_row`.
 SignalBytes = bytes | tuple[bytes, bytes]
 
 
 class WorkerRequestEncoder:
-    """Encodes requests in the engine core: sends the list of request ids to leave out only if the list has changed."""
+    """Encodes requests in the engine core: sends the list of request ids to leave out only if the list has changed, and
+    the sentence flags once."""
 
     def __init__(self) -> None:
         self._sent: Set[str] | None = None
-        self._request: WorkerRequest = (-1, 0, None)
+        # The sentence flags of all token ids if only tokens that follow a sentence end are read; empty if all are. The
+        # flags are always the same.
+        self.flags = b""
+        self._sent_flags = False
+        self._request: WorkerRequest = (-1, 0, None, None)
 
-    def request(self, end_token_id: int, excluded_ids: Set[str]) -> WorkerRequest:
-        """Return the request for a step. excluded_ids: a different object whenever the ids have changed."""
-        known_end, version, _ = self._request
-        if excluded_ids is not self._sent:
-            self._sent, self._request = excluded_ids, (end_token_id, version + 1, None)
-            return end_token_id, version + 1, tuple(excluded_ids)
-        if end_token_id != known_end:
-            self._request = end_token_id, version, None
+    def request(self, end_token_id: int, excluded_ids: Set[str], probes: Sized = ()) -> WorkerRequest:
+        """Return the request for a step. excluded_ids: a different object whenever the ids have changed. probes:
+        probes that are requests of their own, because of which all tokens are read."""
+        known_end, version, _, known_flags = self._request
+        flags = b"" if self.flags and not probes else None
+        if excluded_ids is not self._sent or (flags is not None and not self._sent_flags):
+            told = flags if flags is None or self._sent_flags else self.flags
+            self._sent, self._sent_flags = excluded_ids, self._sent_flags or flags is not None
+            self._request = end_token_id, version + 1, None, flags
+            return end_token_id, version + 1, tuple(excluded_ids), told
+        if end_token_id != known_end or flags != known_flags:
+            self._request = end_token_id, version, None, flags
         return self._request
 
 
 class WorkerRequestDecoder:
-    """Decodes requests in the worker: keeps the newest list of request ids to leave out."""
+    """Decodes requests in the worker: keeps the newest list of request ids to leave out, and the sentence flags."""
 
     def __init__(self) -> None:
         self._version, self._excluded_ids = 0, frozenset[str]()
+        self._flags: NDArray[np.uint8] | None = None
 
     def excluded_ids(self, request: WorkerRequest) -> Set[str]:
         """Return the request ids to leave out; empty if the list of this version never arrived."""
-        _, version, excluded_ids = request
+        _, version, excluded_ids, _ = request
         if excluded_ids is not None:
             self._version, self._excluded_ids = version, frozenset(excluded_ids)
         return self._excluded_ids if version == self._version else frozenset()
+
+    def flags(self, request: WorkerRequest) -> NDArray[np.uint8] | None:
+        """Return the sentence flags by token id, with a last entry of 0 for all larger ids; None if all tokens are
+        wanted, or if the flags never arrived."""
+        if flags := request[3]:
+            self._flags = np.frombuffer(flags + b"\0", np.uint8)
+        return None if flags is None else self._flags
 
 
 @dataclass(slots=True)

@@ -97,11 +97,11 @@ class Agent:
         """Obey these settings from now on."""
         was_known = self.tracker.markers.known
         self.tracker.use(markers, settings.supports_think_disable, settings.merge_openings, settings.merge_answers)
-        has_cap = settings.HasField("max_think_tokens")
-        self.default_cap = settings.max_think_tokens if has_cap else None
+        self.default_cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
         self.default_reserve = settings.answer_reserve_tokens
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
+        self._asking.flags = self.facts.boundaries if settings.only_sentence_ends else b""
         self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens, settings.merge_loops)
         self.facts.limits.obey(settings)
         if markers.known != was_known:
@@ -329,7 +329,7 @@ class Agent:
         self._asked = None
         read = tracker.answering < len(tracker.by_id) if self.is_async else tracker.thinking
         if read and self.observe_entropy and scheduled and tracker.markers.known:
-            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.unmeasured_ids)
+            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.unmeasured_ids, self.probing.placed)
             setattr(output, REQUEST, self._asked)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)

@@ -271,8 +271,8 @@ V1_RUNNER: Table = {
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids",),
     _OUTPUT: ("get_output()",),
 }
-# The API that the engine core, and each of vLLM's model runners, needs to compute an EAT probe as a row of the probed
-# request. Without this API, or before the first release with which it was tried, each probe is a request of its own.
+# The API needed to compute an EAT probe as a row of the probed request, and in V1's worker to know the newest tokens.
+# Without this API, or before the first release with which it was tried, each probe is a request of its own.
 PROBE_ROWS_FROM = (0, 32)
 PROBE_ROWS: Table = {
     "vllm.v1.core.sched.scheduler:Scheduler": ("connector", "use_v2_model_runner"),
@@ -286,6 +286,7 @@ V1_PROBE_ROWS: Table = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_prepare_inputs(_, _)",),
     "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("sample_hidden_states",),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_tokens_no_spec", "req_id_to_index", "token_ids_cpu"),
+    "vllm.config.scheduler:SchedulerConfig": ("async_scheduling",),
 }
 V2_PROBE_ROWS: Table = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("prepare_inputs(_, **_)", "sample(_, **_)"),

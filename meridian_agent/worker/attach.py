@@ -63,7 +63,7 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
 
     unfit: returns what the model runner (V2 if its argument is true) lacks for measuring; empty if nothing is missing.
     no_probe_rows: returns what this vLLM and model runner lack for probes that are rows of their requests; empty if
-    nothing is missing.
+    nothing is missing. Without that the worker does not know the newest tokens either.
     """
     if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
         return
@@ -90,6 +90,9 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
     drafting = worker.vllm_config.speculative_config is not None
     if not (drafting or observer.guard.fault or no_probe_rows(v2_runner)):
         observer.probe_rows = ProbeRowsV2(runner) if v2_runner else ProbeRows(runner)
+        # A GPU measures while it samples. Under asynchronous scheduling the newest tokens may still be unknown.
+        may_be_unknown = v2_runner or worker.vllm_config.scheduler_config.async_scheduling
+        observer.knows_newest = worker.device.type == "cpu" and not may_be_unknown
     probe_rows = observer.probe_rows
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 

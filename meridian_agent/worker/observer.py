@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 SENT, RANK = (0, 5, 3, 2), 1
 # Indices, among the columns that a probe measures, of the entropy and of the likeliest token.
 EAT, ANSWER = 0, 4
+# The bytes of a float that is NaN.
+NAN = np.float32(np.nan).tobytes()
 
 
 class Measurement:
@@ -57,6 +59,8 @@ class Measurement:
             chosen, columns = columns, rows.blank.copy()
             columns[:, rows.chosen] = chosen
         encoded = columns.tobytes()
+        if rows is not None and rows.at_ends:
+            encoded = without_entropy(encoded)
         return encoded if self._first_row is None else (encoded, self._first_row.tobytes()), probed
 
 
@@ -73,14 +77,18 @@ class FinishedMeasurement:
 class ChosenRows:
     """The rows of a step that are measured.
 
-    chosen: indices of the measured rows, ascending. blank: the columns of StepSignals for `count` rows, the step's
-    number of rows, of which none is measured.
+    chosen: indices of the measured rows, ascending. at_ends: whether these are rows of `rows_after_ends`.
     """
 
-    def __init__(self, count: int, chosen: NDArray[np.int32]) -> None:
-        self.chosen = chosen
-        self.blank = np.full((len(SENT), count), np.nan, np.float32)
-        self.blank[RANK] = 0.0
+    def __init__(self, count: int, chosen: NDArray[np.int32], *, at_ends: bool = False) -> None:
+        self.chosen, self.at_ends, self._count = chosen, at_ends, count
+
+    @functools.cached_property
+    def blank(self) -> NDArray[np.float32]:
+        """The columns of StepSignals for all rows of the step, of which none is measured."""
+        blank = np.full((len(SENT), self._count), np.nan, np.float32)
+        blank[RANK] = 0.0
+        return blank
 
 
 def rows_wanted(
@@ -97,6 +105,25 @@ def rows_wanted(
     if first_row is not None:
         wanted = np.repeat(wanted, np.diff(first_row, append=count))
     return ChosenRows(count, np.flatnonzero(wanted).astype(np.int32))
+
+
+def rows_after_ends(batch: Any, flags: NDArray[np.uint8], rows: ChosenRows | None, count: int) -> ChosenRows:
+    """Return those of the rows, or of all the step's `count` rows, whose newest token ends a sentence.
+
+    batch: that of Model Runner V1, without draft tokens. flags: as `WorkerRequestDecoder.flags` returns them.
+    """
+    among = np.arange(count, dtype=np.int32) if rows is None else rows.chosen
+    newest = batch.token_ids_cpu[among, batch.num_tokens_no_spec[among] - 1]
+    return ChosenRows(count, among[flags.take(newest, mode="clip") != 0], at_ends=True)
+
+
+def without_entropy(signals: bytes) -> bytes:
+    """Return the bytes of StepSignals with NaN as the entropy of each row.
+
+    RPDI is a mean over all tokens, and a mean over the tokens that follow a sentence end would pass for it.
+    """
+    size = len(signals) // len(SENT)
+    return NAN * (size // len(NAN)) + signals[size:]
 
 
 def first_rows(req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> NDArray[np.int32] | None:
@@ -145,8 +172,11 @@ class Observer:
         self._runner = runner
         self._recovered = False
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
-        # The end marker's first token id, and the ids of the requests whose rows are not measured.
-        self._wanted: tuple[int, Set[str]] | None = None
+        # The end marker's first token id; the ids of the requests whose rows are not measured; and the sentence flags
+        # by token id if only rows are measured whose newest token ends a sentence, else None.
+        self._wanted: tuple[int, Set[str], NDArray[np.uint8] | None] | None = None
+        # Whether the runner's batch has the newest token of each row before sampling.
+        self.knows_newest = False
         self._measurement: Measurement | FinishedMeasurement | None = None
         # The object that measures most steps, and the token of the end marker for which it was made. The object is None
         # if only `EntropyProbe.begin` can measure this worker's logits.
@@ -172,8 +202,12 @@ class Observer:
     def begin(self, scheduler_output: Any) -> None:
         """Remember which rows the engine core asks for in this step."""
         request = getattr(scheduler_output, REQUEST, None)
-        self._wanted = None if request is None else (request[0], self._asked.excluded_ids(request))
-        self._tells_backend |= request is not None and request[2] is not None
+        if request is None:
+            self._wanted = None
+            return
+        flags = self._asked.flags(request)
+        self._wanted = request[0], self._asked.excluded_ids(request), flags if self.knows_newest else None
+        self._tells_backend |= request[2] is not None
 
     def before_sampling(self) -> None:
         """Begin to measure if the step's logits exist already. Model Runner V1 keeps the raw logits between its forward
@@ -202,13 +236,15 @@ class Observer:
     def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
         """Begin to measure the rows of the requests, and those of the step's probes."""
         assert self._wanted is not None
-        end, excluded_ids = self._wanted
+        end, excluded_ids, flags = self._wanted
         # The rows of the requests, followed by those of the probes; None without probes.
         probed = None if self.probe_rows is None else self.probe_rows.logits
         rows = self._which.rows(req_ids, excluded_ids, first_row, len(logits)) if excluded_ids else None
+        if flags is not None:
+            rows = rows_after_ends(self._runner.input_batch, flags, rows, len(logits))
         chosen = None if rows is None else rows.chosen
         if probed is None and first_row is None and (signals := self._again(logits, end, chosen)) is not None:
-            self._measurement = FinishedMeasurement(signals)
+            self._measurement = FinishedMeasurement(signals if flags is None else without_entropy(signals))
             return
         if probed is None:
             self._measurement = Measurement(self.probe.begin(logits, end, chosen), first_row, rows)

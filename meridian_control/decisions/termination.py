@@ -74,6 +74,14 @@ def needs_signals(policy: Policy) -> bool:
     return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
 
 
+def reads_every_token(policy: Policy) -> bool:
+    """Whether the entropy of every thinking token is read: by a rule that may apply to some request, or by calibration,
+    because a section in shadow may be recorded. Everything else reads signals at sentence ends only."""
+    entropy, _ = _of_any_request(policy)
+    reads = any(e.rpdi_threshold or e.shadow for e in entropy)
+    return (reads and any(e.enabled for e in entropy)) or reads_entropy(policy)
+
+
 def may_shorten(policy: Policy) -> bool:
     """Whether a budget or pressure may make soft close begin earlier."""
     shadows = [*(budget.shadow for budget in policy.budget), *(entry.shadow for entry in policy.pressure)]

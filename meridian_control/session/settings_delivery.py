@@ -125,6 +125,7 @@ def merge_answers(policy: Policy) -> bool:
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """Return the part of a policy that the agent needs."""
     model = model_of(policy, hello)
+    observe_entropy = termination.needs_signals(policy) and hello.capabilities.token_entropy
     made = agent_pb2.Settings(
         revision=revision,
         nonce=nonce,
@@ -134,7 +135,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         supports_think_disable=model.supports_think_disable,
         closing_text=model.closing_text,
         eat_answer_prefix=model.eat_answer_prefix,
-        observe_entropy=termination.needs_signals(policy) and hello.capabilities.token_entropy,
+        observe_entropy=observe_entropy,
+        only_sentence_ends=observe_entropy and not termination.reads_every_token(policy),
         report_interval_steps=report_interval_steps(policy),
         lease_ms=policy.fallback.lease_ms,
         scheduler_lease_ms=policy.scheduler.lease_ms,

@@ -7,6 +7,12 @@ from typing import Any
 # All features are on but no token changes: caps are out of reach, and entropy rules are in shadow.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}
 
+# No token changes either, but the rules read signals at sentence ends only: the soft budget is out of reach.
+SENTENCE_ENDS: dict[str, Any] = {
+    "scheduler": {"max_think_tokens": 100_000, "soft_think_tokens": 90_000},
+    "entropy": {"enabled": False},
+}
+
 # Probes are placed wherever one is possible, and no decision is applied.
 DENSE: dict[str, Any] = {
     "scheduler": {"max_think_tokens": 100_000, "min_think_tokens": 0},

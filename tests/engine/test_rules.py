@@ -108,16 +108,17 @@ def test_the_margin_rule_ends_thinking_at_its_sentence_end(
         assert min(bound, natural) <= at <= min(bound + LATE_TOKENS, natural)
 
 
-@pytest.mark.parametrize("rule", ["rank", "soft_close"])
-def test_rank_and_soft_close_end_thinking_at_their_boundary(
-    llm: Any, agent: Any, control: Control, settled: Settled, rule: str
+@pytest.mark.parametrize(("rule", "rpdi_threshold"), [("rank", 2.0), ("rank", 0.0), ("soft_close", 0.0)])
+def test_rank_and_soft_close_end_thinking_at_their_boundary(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, settled: Settled, rule: str, rpdi_threshold: float
 ) -> None:
-    """Thinking equals the free run's up to the boundary that the rule asks for, and ends soon after it, not before."""
+    """Thinking equals the free run's up to the boundary that the rule asks for, and ends soon after it, not before,
+    whether all tokens are measured or only those that follow a sentence end."""
     free, measured = free_run(llm, agent)
     end = agent.tracker.markers.end[0]
     expected = [first_likely_end(m, 2, 40 if rule == "soft_close" else 6) for m in measured]
     in_force = {"shadow": False, "holdout_share": 0.0, "rank_conditions": [{"max_ranks": [2]}]}
-    rank = {"scheduler": {"min_think_tokens": 6}, "entropy": in_force}
+    rank = {"scheduler": {"min_think_tokens": 6}, "entropy": in_force | {"rpdi_threshold": rpdi_threshold}}
     soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
     before = dict(control.settled().ends)
     control.apply(rank if rule == "rank" else soft)

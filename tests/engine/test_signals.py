@@ -6,13 +6,14 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from meridian_agent.core.phases import FLAG_END, Phase
+from meridian_agent.core.phases import FLAG_END, FLAG_SENTENCE, Phase
 from tests.engine import cases, chat, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
-from tests.engine.policies import DENSE
+from tests.engine.policies import DENSE, NEUTRAL, SENTENCE_ENDS
 from tests.engine.recording import probes, records, rows
 
 if TYPE_CHECKING:
@@ -51,6 +52,30 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
         assert all(math.isnan(m[2]) for m in answer), "the entropy of an answer is measured, but no rule reads it"
 
 
+def test_tokens_that_no_rule_reads_are_not_measured(llm: Any, agent: Any, control: Control) -> None:
+    """If the rules read signals at sentence ends only, thinking tokens that follow a sentence end have the rank and the
+    log-probabilities that they have under other policies. No other token has a signal, and no token an entropy."""
+    params, runs = SamplingParams(temperature=1.0, max_tokens=120, seed=7), []
+    for policy in (NEUTRAL, SENTENCE_ENDS):
+        control.apply(policy)
+        with records(agent) as seen:
+            tokens = chat(llm, cases(), params)
+        runs.append((tokens, [row for of in rows(seen).values() for row in zip(of, [None, *of], strict=False)]))
+    (free, everywhere), (governed, at_ends) = runs
+    assert governed == free
+    compared = 0
+    for (full, before), (told, _) in zip(everywhere, at_ends, strict=True):
+        assert told[:2] == full[:2]
+        assert math.isnan(told[2])
+        if before is not None and before[1] & FLAG_SENTENCE and full[3]:
+            compared += 1
+            assert told[3:] == pytest.approx(full[3:], rel=0, abs=1e-5)
+        elif before is not None:
+            assert told[3] == 0
+            assert np.isnan(told[4:]).all()
+    assert compared > 10
+
+
 def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
     """Every token's phase is that of its place before or after the markers."""
     chosen = cases()
@@ -75,13 +100,20 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("prefix", ["", "is where"])
+# Rules in force that end no thinking, and read no entropy but that of probes, for which no request waits.
+READS_PROBES = {
+    **{"shadow": False, "holdout_share": 0.0, "eat_hold_ms": 0},
+    **{"rpdi_threshold": 0.0, "eat_level_threshold_nats": 0.0},
+}
+
+
+@pytest.mark.parametrize(("prefix", "rules"), [("", {}), ("is where", {}), ("", READS_PROBES)])
 def test_eat_probe(  # noqa: PLR0917
-    llm: Any, agent: Any, control: Control, settled: Settled, offline: Any, prefix: str, kind: str
+    llm: Any, agent: Any, control: Control, settled: Settled, offline: Any, prefix: str, rules: Any, kind: str
 ) -> None:
-    """A probe returns the entropy after the text that it appends, to 1e-5 nats. A row costs the tokens of that text, a
-    request one more."""
-    control.apply({**DENSE, "model": {"maze": {"eat_answer_prefix": prefix}}})
+    """A probe returns the entropy after the text that it appends, to 1e-5 nats, also if no rule reads the entropy of
+    other tokens. A row costs the tokens of that text, a request one more."""
+    control.apply({**DENSE, "entropy": DENSE["entropy"] | rules, "model": {"maze": {"eat_answer_prefix": prefix}}})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
         params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

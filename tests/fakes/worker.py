@@ -25,7 +25,7 @@ def asked(logits: torch.Tensor, excluded_ids: frozenset[str] | None = frozenset(
 
     excluded_ids: requests whose rows the engine core does not request; None for all.
     """
-    wanted = {} if excluded_ids is None else {REQUEST: (END_TOKEN, 1, tuple(excluded_ids))}
+    wanted = {} if excluded_ids is None else {REQUEST: (END_TOKEN, 1, tuple(excluded_ids), None)}
     return SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens=drafts, **wanted)
 
 
@@ -64,7 +64,9 @@ def worker(device: str = "cpu", *, v2: bool = False, later: bool = False) -> Any
         rank=0,
         device=SimpleNamespace(type=device, index=0),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        vllm_config=SimpleNamespace(speculative_config=None, scheduler_config=SimpleNamespace(max_num_seqs=2)),
+        vllm_config=SimpleNamespace(
+            speculative_config=None, scheduler_config=SimpleNamespace(max_num_seqs=2, async_scheduling=False)
+        ),
         use_v2_model_runner=v2,
         model_runner=Runner(v2=v2, later=later),
     )

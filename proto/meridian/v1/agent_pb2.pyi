@@ -1834,6 +1834,7 @@ class Settings(_message.Message):
     MERGE_OPENINGS_FIELD_NUMBER: _builtins.int
     MERGE_ANSWERS_FIELD_NUMBER: _builtins.int
     MERGE_LOOPS_FIELD_NUMBER: _builtins.int
+    ONLY_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -1843,7 +1844,9 @@ class Settings(_message.Message):
     supports_think_disable: _builtins.bool
     """Whether a closed think block at the end of the prompt means that the request does not think."""
     observe_entropy: _builtins.bool
-    """Whether the engine measures every token's entropy and the end marker's rank."""
+    """Whether the engine measures every thinking token's entropy and the end marker's rank, or less under
+    only_sentence_ends.
+    """
     report_interval_steps: _builtins.int
     """Smallest number of engine steps that are merged into one report. A report merges fewer steps if one of them has
     more to report than text tokens.
@@ -1889,6 +1892,10 @@ class Settings(_message.Message):
     """Whether a step in which the agent finds a cycle or repeated tokens waits for others like a step of text. Without it
     the report ends with that step. The control plane sets this if no rule that is in force reads them.
     """
+    only_sentence_ends: _builtins.bool
+    """Whether no rule reads the signals of other tokens than those that follow a sentence end. The engine may then leave
+    all other tokens unmeasured, and all entropies. The control plane never sets this without observe_entropy.
+    """
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the start marker, in place of those that the tokenizer and the reasoning parser name; empty keeps
@@ -1928,10 +1935,11 @@ class Settings(_message.Message):
         merge_openings: _builtins.bool = ...,
         merge_answers: _builtins.bool = ...,
         merge_loops: _builtins.bool = ...,
+        only_sentence_ends: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -231,7 +231,7 @@ def test_names_go_out_when_they_have_changed() -> None:
     asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
     first, second = frozenset("ab"), frozenset("b")
     sent = [asking.request(3, first), asking.request(3, first), asking.request(4, first), asking.request(4, second)]
-    assert [(end, names is None) for end, _, names in sent] == [(3, False), (3, True), (4, True), (4, False)]
+    assert [(end, names is None) for end, _, names, _ in sent] == [(3, False), (3, True), (4, True), (4, False)]
     assert [asked.excluded_ids(request) for request in sent] == [first, first, first, second]
     assert asking.request(4, second) is asking.request(4, second)
 
@@ -244,6 +244,27 @@ def test_rows_are_measured_whose_names_were_lost() -> None:
     assert asked.excluded_ids(asking.request(3, other)) == frozenset()
     # Another agent in the same engine begins anew, and sends all its excluded ids.
     assert asked.excluded_ids(WorkerRequestEncoder().request(3, other)) == other
+
+
+def test_sentence_flags_go_out_once() -> None:
+    """The flags have a byte for each token id. Steps with a probe that is a request of its own ask for all tokens."""
+    asking, asked, ids = WorkerRequestEncoder(), WorkerRequestDecoder(), frozenset("a")
+    assert asked.flags(asking.request(3, ids)) is None
+    asking.flags = bytes([0, 5])
+    sent = [asking.request(3, ids), asking.request(3, ids), asking.request(3, ids, "p"), asking.request(3, ids)]
+    assert [(names is None, flags) for _, _, names, flags in sent] == [
+        (False, asking.flags),
+        (True, b""),
+        (True, None),
+        (True, b""),
+    ]
+    # No larger id ends a sentence.
+    expected = [[0, 5, 0], [0, 5, 0], None, [0, 5, 0]]
+    assert [None if (flags := asked.flags(request)) is None else flags.tolist() for request in sent] == expected
+    assert [asked.excluded_ids(request) for request in sent] == [ids] * 4
+    assert WorkerRequestDecoder().flags(sent[1]) is None, "all tokens are measured if the flags never arrived"
+    asking.flags = b""
+    assert asking.request(3, frozenset("b")) == (3, 3, ("b",), None)
 
 
 @pytest.mark.parametrize("first_row", [None, np.array([0, 3], np.int32)])

@@ -161,6 +161,33 @@ def test_entropy_is_observed_where_it_is_wanted_and_can_be(entropy: bool, can: b
     made = Stream(capabilities=agent_pb2.Capabilities(token_entropy=can))
     (response,) = made.session.on_policy(1, policy(entropy={"enabled": entropy}))
     assert response.settings.observe_entropy == observe
+    assert not response.settings.only_sentence_ends
+
+
+RANKS: dict[str, Any] = {"shadow": False, "rpdi_threshold": 0.0, "rank_conditions": [{"max_ranks": [2]}]}
+SOFT: dict[str, Any] = {"scheduler": {"soft_think_tokens": 600}, "entropy": {"enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "only"),
+    [
+        ({"entropy": RANKS}, True),
+        (SOFT, True),
+        ({}, False),
+        ({"entropy": RANKS | {"rpdi_threshold": 2.0}}, False),
+        # RPDI may be calibrated from a recording of rules in shadow.
+        ({"entropy": RANKS | {"shadow": True}}, False),
+        ({"entropy": RANKS, "override": [{"tenant": "a", "entropy": {"rpdi_threshold": 2.0}}]}, False),
+        ({"entropy": RANKS, "override": [{"tenant": "a", "entropy": {"shadow": True}}]}, False),
+        ({"entropy": RANKS, "loop": {"near_repeated_tokens": 600}}, False),
+        ({**SOFT, "loop": {"near_repeated_tokens": 600, "entropy_collapse_ratio": 0.0}}, True),
+    ],
+)
+def test_all_tokens_are_measured_unless_sentence_ends_are_all_that_is_read(
+    sections: dict[str, Any], only: bool
+) -> None:
+    (response,) = Stream().session.on_policy(1, policy(**sections))
+    assert (response.settings.observe_entropy, response.settings.only_sentence_ends) == (True, only)
 
 
 def test_nothing_is_decided_before_the_first_policy_is_applied() -> None:
