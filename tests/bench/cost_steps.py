@@ -21,7 +21,7 @@ from tests.engine import ENGINE_ARGS, prompt_ids
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 SIZES = (1, 16, 64, 256)
@@ -88,12 +88,13 @@ def instrument(clock: Clock, scheduler: Any) -> None:
 class Steps:
     """The engine, its control plane, and windows of steps with and without the agent."""
 
-    def __init__(self, folder: Path, step_ms: float) -> None:
+    def __init__(self, folder: Path, step_ms: float, args: Mapping[str, Any] = {}) -> None:
+        """Start the engine. args: arguments of the engine, in place of the benchmark's."""
         self._control = Control(folder)
         self.clock = Clock()
         try:
             with output_into(folder / "engine.log"):
-                self._llm = self._start(step_ms)
+                self._llm = self._start(step_ms, args)
             self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
             self._agent = self._scheduler._agent
             instrument(self.clock, self._scheduler)
@@ -102,7 +103,7 @@ class Steps:
             self.close()
             raise
 
-    def _start(self, step_ms: float) -> Any:
+    def _start(self, step_ms: float, own_args: Mapping[str, Any]) -> Any:
         os.environ.update(ENGINE_ENV)
         os.environ.update(
             MERIDIAN_CONTROL=self._control.target,
@@ -124,6 +125,7 @@ class Steps:
             "hf_overrides": {"max_position_embeddings": CONTEXT},
             "num_gpu_blocks_override": max(SIZES) * (CONTEXT // ENGINE_ARGS["block_size"] + 1),
             "worker_cls": "tests.bench.cost_worker.CountingWorker",
+            **own_args,
         }
         # If the engine core runs in this process, vLLM's default would run the worker in it, too.
         return vllm.LLM(**args, distributed_executor_backend="mp")

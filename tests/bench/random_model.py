@@ -29,13 +29,13 @@ CALLS = """{%- if message.tool_calls -%}{%- for call in message.tool_calls -%}
 END_OF_TURN = "{{- '<|im_start|>' + message.role + '\\n' + turn.text + '<|im_end|>\\n' -}}"
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, vocabulary: int = VOCABULARY) -> Path:
     """Write the model into `folder` unless it exists there; return the folder."""
     done = folder / "model.safetensors"
     if done.exists():
         return folder
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    _write_weights(unfinished)
+    _write_weights(unfinished, vocabulary)
     _write_tokenizer(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
@@ -48,13 +48,13 @@ def parameters() -> int:
     return LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE) + 2 * VOCABULARY * HIDDEN
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, vocabulary: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_hidden_layers=LAYERS,
