@@ -538,7 +538,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "settings never put in force",
         AGENT,
-        "        self.default_cap = settings.max_think_tokens if has_cap else None\n",
+        '        self.default_cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None\n',
         "        self.default_cap = None\n",
     ),
     Mutant(
