@@ -84,6 +84,8 @@ def free_port() -> int:
 BUSY = 6
 # Deadline of a call in seconds.
 RPC_S = 60.0
+# Seconds between two looks at an engine that seems to be at rest.
+REST_S = 0.1
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -255,12 +257,15 @@ class Control:
         return revision
 
     def settled(self) -> fleet_pb2.Engine:
-        """Return the engine when every decision has its outcome."""
+        """Return the engine when every decision has its outcome. The reports of a request that has just ended may still
+        be under way, so the engine must be found at rest twice."""
 
         def quiet() -> fleet_pb2.Engine | None:
             engine = self.engine()
             done = engine.running == 0 and sum(engine.decisions.values()) == sum(engine.outcomes.values())
             return engine if done else None
 
+        wait_for(quiet, 10, "every decision to have its outcome")
+        time.sleep(REST_S)
         engine: fleet_pb2.Engine = wait_for(quiet, 10, "every decision to have its outcome")
         return engine
