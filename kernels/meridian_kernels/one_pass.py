@@ -133,8 +133,8 @@ def _measure(  # noqa: PLR0917
     columns, tokens, to = carray(out, (6, places)), carray(ends, (end_count,)), carray(order, (6,))
     for j in range(count):
         number = j if which == _FIRST else np.int64(carray(selected, (count,))[j])
-        begin, place = stride * number, j if which == _GATHERED else number
-        row = carray(logits, (begin + vocab,))[begin:]
+        at, place = stride * number, j if which == _GATHERED else number
+        row = carray(logits, (at + vocab,))[at:]
         top = _top(row)
         if np.isnan(top):
             for k in range(4):
@@ -273,6 +273,7 @@ class Repeated:
 
     def _prepare(self, shape: Any, strides: Any, rows: NDArray[np.int32] | None) -> None:
         """Make everything ready that stays the same until the rows or the shape change."""
+        # A copy, because the caller's array may change, and the code checks nothing.
         count, self._selected = shape[0], None if rows is None else checks.row_numbers(rows, shape[0])
         if shape != self._shape:
             self._out = np.empty((COLUMNS, count), np.float32)
@@ -281,9 +282,7 @@ class Repeated:
         if self._selected is None:
             picked, measured = (None, _FIRST), count
         else:
-            # The caller's array may change, but the rows are known to be within the logits.
             self._out[: self._wanted] = self._blank
-            self._selected = self._selected.copy()
             picked, measured = (self._selected.ctypes.data, _IN_PLACE), len(self._selected)
         out = self._out.ctypes.data, count, self._order, measured
         self._rest = strides[0], self._vocab, *picked, *self._ends, *out
