@@ -14,9 +14,7 @@ from meridian_control.common.enum_names import (
     phase_name,
     state_name,
 )
-
-# Highest level of a pressure entry, and the smallest number of samples that may miss a target, as in fleet.proto.
-MAX_PRESSURE_LEVEL, MIN_PRESSURE_SAMPLES = 6, 10
+from meridian_control.pressure.controller import MAX_LEVEL, Reading, worst
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
@@ -98,12 +96,11 @@ def pressure_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
     shown = new_table("engine", "pressure", "level", "target", "measured", "limit", "samples", "newest change")
     for e in rows:
         for row in e.pressures:
-            level = f"{row.level}/{MAX_PRESSURE_LEVEL}" + " (shadow)" * row.shadow
-            measured = (r for r in row.readings if r.samples)
-            worst = max(measured, key=lambda r: (r.samples >= MIN_PRESSURE_SAMPLES, r.measured / r.limit), default=None)
+            level = f"{row.level}/{MAX_LEVEL}" + " (shadow)" * row.shadow
+            reading = worst([Reading(r.target, r.measured, r.limit, r.samples) for r in row.readings])
             value = ("", "", "", "")
-            if worst is not None:
-                value = worst.target, f"{worst.measured:.4g}", f"{worst.limit:.4g}", str(worst.samples)
+            if reading is not None:
+                value = reading.target, f"{reading.measured:.4g}", f"{reading.limit:.4g}", str(reading.samples)
             newest = row.changes[0] if row.changes else None
             changed = f"{newest.level_before} to {newest.level}, {newest.time.ToJsonString()}" if newest else ""
             add(shown, e.engine_id, row.name, level, *value, changed)
