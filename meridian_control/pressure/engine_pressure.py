@@ -28,7 +28,7 @@ from meridian_control.pressure.controller import (
     worst,
 )
 from meridian_control.pressure.gains import least_gain_first
-from meridian_control.pressure.window import Window
+from meridian_control.pressure.window import DECIMALS, Window
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -226,12 +226,10 @@ class EnginePressure:
         if self._table.live.any():
             return
         for index, window in enumerate(self._windows):
-            length_ms = 1e3 * window.entry.window_s
-            # Times are whole microseconds.
-            over = int(round(now_ms - window.start_ms, 3) / length_ms)
+            over = int(round(now_ms - window.start_ms, DECIMALS) / window.length_ms)
             if over > 0:
                 self._judge(index, now_ms, now)
-                window.restart(round(window.start_ms + over * length_ms, 3))
+                window.restart(round(window.start_ms + over * window.length_ms, DECIMALS))
             if over > 1:
                 # The windows after the first one have no values.
                 readings = self.readings[window.entry.name] = window.readings({})

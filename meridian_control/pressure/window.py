@@ -51,8 +51,12 @@ class Window:
         """Add measured milliseconds of a target that the entry has."""
         self._times[target].add(times_ms.round(DECIMALS))
 
+    @property
+    def length_ms(self) -> float:
+        return 1e3 * self.entry.window_s
+
     def is_over(self, now_ms: float) -> bool:
-        return now_ms >= self.start_ms + 1e3 * self.entry.window_s
+        return now_ms >= self.start_ms + self.length_ms
 
     def readings(self, waiting_ms: dict[str, NDArray[np.float64]]) -> list[Reading]:
         """Return the window's values. waiting_ms: by target, the milliseconds for which requests have waited so far; of
