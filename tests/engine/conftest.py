@@ -65,6 +65,7 @@ def llm(stock_tokens: Path, control: Control) -> Iterator[LLM]:
     torch.set_num_threads(1)
     llm = vllm.LLM(**ENGINE_ARGS)
     control.engine()
+    control.caught_up = Settled(llm.llm_engine.engine_core.engine_core.scheduler, control)
     # The engine's many objects stay until the end, so no garbage collection needs to look at them.
     gc.freeze()
     yield llm

@@ -39,7 +39,7 @@ class Engine:
         self.build, self.llm, self.control, self.stock = build, llm, control, stock
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.agent = self.scheduler._agent
-        self.settled = Settled(self.scheduler, control)
+        self.settled = control.caught_up = Settled(self.scheduler, control)
         self.end: int = self.agent.tracker.markers.end[0]
         self.start: int = self.agent.tracker.markers.starts[0][0]
         # Triton's interpreter generates some 70 tokens a second; drafts on a CPU are not fast either.
