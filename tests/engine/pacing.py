@@ -12,7 +12,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
@@ -26,25 +25,22 @@ if TYPE_CHECKING:
 
 # Limit against hanging, and the polling interval; even a busy machine answers within milliseconds.
 PATIENCE_S, LOOK_S = 120.0, 0.0005
-# Seconds of rest after the control plane has refused a call because one caller made too many.
-REST_S = 0.05
 # Types of a ring's items that are steps; a tuple is a TextStep, whose first field is the step's number.
 STEPS = (StepRecord, tuple)
 
 
 @functools.cache
 def watch() -> None:
-    """Make each stream's ring note the steps laid on it and the newest decision received; call it before an engine is
-    made.
-
-    Decision ids count up from 1 on each stream, so the newest id is the number of decisions received.
-    """
+    """Make each stream's ring note the steps laid on it, each with the outcomes told so far, and the number of
+    decisions received; call it before an engine is made."""
     lay, receive = RecordQueue.lay, Link._receive
 
     def laid(ring: Any, item: Any, presses: bool = False) -> None:
         if isinstance(item, STEPS):
-            steps: deque[int] = ring.__dict__.setdefault("steps", deque())
-            steps.append(item[0] if isinstance(item, tuple) else item.step)
+            steps: deque[tuple[int, int]] = ring.__dict__.setdefault("steps", deque())
+            step, outcomes = (item[0], 0) if isinstance(item, tuple) else (item.step, len(item.outcomes))
+            ring.told = getattr(ring, "told", 0) + outcomes
+            steps.append((step, ring.told))
             # Only the steps that wait and the newest one that was taken are asked for.
             while len(steps) > ring.qsize() + 2:
                 steps.popleft()
@@ -52,9 +48,8 @@ def watch() -> None:
 
     def received(link: Link, response: agent_pb2.ConnectResponse) -> None:
         ring: Any = link.outbox.ring
-        newest = max(_ids(response.directives), default=0)
         receive(link, response)
-        ring.heard = max(newest, getattr(ring, "heard", 0))
+        ring.heard = getattr(ring, "heard", 0) + sum(map(bool, _ids(response.directives)))
 
     setattr(RecordQueue, "lay", laid)  # noqa: B010
     setattr(Link, "_receive", received)  # noqa: B010
@@ -99,25 +94,22 @@ class Settled:
 
     def _answered(self, link: Link, stub: Any) -> bool:
         ring: Any = link.outbox.ring
-        waiting = [item for item in tuple(ring._items) if isinstance(item, STEPS)]
+        waiting = _waiting(ring)
         if waiting and (ring.presses or ring.qsize() >= ring._wanted):
             # The link's sender is about to take the records.
             return False
-        steps: deque[int] = getattr(ring, "steps", deque())
-        taken = len(steps) - len(waiting)
-        if not taken:
+        steps: deque[tuple[int, int]] = getattr(ring, "steps", deque())
+        if len(steps) == waiting:
             return True
-        try:
-            found = stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=PATIENCE_S).engines
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise
-            # On a quiet machine steps follow each other faster than one caller may ask.
-            time.sleep(REST_S)
-            return False
+        found = stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=PATIENCE_S).engines
         engine = next((e for e in found if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED), None)
-        return (
-            engine is not None
-            and engine.step >= steps[taken - 1]
-            and sum(engine.decisions.values()) == getattr(ring, "heard", 0)
-        )
+        if engine is None or _waiting(ring) != waiting:
+            return False
+        step, told = steps[-waiting - 1]
+        # A decision that the control plane never sends, because its request ended in the report, is not open.
+        return bool(engine.step >= step and engine.open_decisions == getattr(ring, "heard", 0) - told)
+
+
+def _waiting(ring: Any) -> int:
+    """Return the number of steps that the link's sender has not taken yet."""
+    return sum(isinstance(item, STEPS) for item in tuple(ring._items))
