@@ -239,8 +239,8 @@ class Repeated:
     """Measures logits that come one after another from one computation, such as a model's steps, and returns the bytes
     of some columns.
 
-    Checks are made again only if the rows or the shape have changed; all other measurements are one call of the
-    compiled code. An object belongs to one thread.
+    Checks are made again only if the selected rows have changed, and little work is done if the number of logits has;
+    all other measurements are one call of the compiled code. An object belongs to one thread.
     """
 
     def __init__(self, logits: Any, ends: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -250,6 +250,7 @@ class Repeated:
         self._order = (ctypes.c_int32 * COLUMNS)(*np.argsort([*wanted, *rest]).tolist())
         # The value of each wanted column in a row that is not measured.
         self._blank = np.array([np.nan if column < FLOATS else 0.0 for column in wanted], np.float32)[:, None]
+        self._room = 0
         self._shape: Any = None
         self._strides: Any = None
         self._rows: NDArray[np.int32] | None = None
@@ -273,17 +274,17 @@ class Repeated:
 
     def _prepare(self, shape: Any, strides: Any, rows: NDArray[np.int32] | None) -> None:
         """Make everything ready that stays the same until the rows or the shape change."""
-        # A copy, because the caller's array may change, and the code checks nothing.
-        count, self._selected = shape[0], None if rows is None else checks.row_numbers(rows, shape[0])
-        if shape != self._shape:
-            self._out = np.empty((COLUMNS, count), np.float32)
-            self._bytes = self._out[: self._wanted].data.cast("B")
-        picked: tuple[int | None, int]
-        if self._selected is None:
-            picked, measured = (None, _FIRST), count
-        else:
-            self._out[: self._wanted] = self._blank
+        count = shape[0]
+        if count > self._room:
+            self._room, self._out = count, np.empty(COLUMNS * count, np.float32)
+            self._address, self._memory = self._out.ctypes.data, self._out.data.cast("B")
+        self._bytes = self._memory[: 4 * self._wanted * count]
+        picked: tuple[int | None, int] = (None, _FIRST)
+        measured = count
+        if rows is not None:
+            # A copy, because the caller's array may change, and the code checks nothing.
+            self._selected = checks.row_numbers(rows, count)
+            self._out[: self._wanted * count].reshape(self._wanted, count)[:] = self._blank
             picked, measured = (self._selected.ctypes.data, _IN_PLACE), len(self._selected)
-        out = self._out.ctypes.data, count, self._order, measured
-        self._rest = strides[0], self._vocab, *picked, *self._ends, *out
+        self._rest = strides[0], self._vocab, *picked, *self._ends, self._address, count, self._order, measured
         self._shape, self._strides, self._rows = shape, strides, rows

@@ -283,7 +283,7 @@ PROBE_ROWS: Table = {
     "vllm.config.model:ModelConfig": ("enable_prompt_embeds",),
 }
 V1_PROBE_ROWS: Table = {
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_prepare_inputs(_, _)",),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_prepare_inputs(_, _)", "query_start_loc"),
     "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("sample_hidden_states",),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_tokens_no_spec", "req_id_to_index", "token_ids_cpu"),
     "vllm.config.scheduler:SchedulerConfig": ("async_scheduling",),

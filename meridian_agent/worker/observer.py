@@ -9,6 +9,7 @@ runs.
 from __future__ import annotations
 
 import functools
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 # Indices of the columns of StepSignals, in their order, among the columns that a probe measures; and the place of the
 # end marker's rank among them.
 SENT, RANK = (0, 5, 3, 2), 1
-# Indices, among the columns that a probe measures, of the entropy and of the likeliest token.
+# Indices, among the columns that a probe measures, of the entropy and of the likeliest token: the columns of PROBED.
 EAT, ANSWER = 0, 4
 # The bytes of a float that is NaN.
 NAN = np.float32(np.nan).tobytes()
@@ -65,13 +66,18 @@ class Measurement:
 
 
 class FinishedMeasurement:
-    """The measurement of one step's rows that is over. signals: the bytes of its StepSignals."""
+    """The measurement of one step's rows that is over. signals: the bytes of its StepSignals. probed: the bytes of the
+    columns of PROBED for the step's probes."""
 
-    def __init__(self, signals: bytes) -> None:
-        self._signals = signals
+    def __init__(self, signals: bytes, probed: bytes) -> None:
+        self._signals, self._probed = signals, probed
 
     def encoded(self) -> tuple[SignalBytes, list[tuple[float, int]]]:
-        return self._signals, []
+        if not self._probed:
+            return self._signals, []
+        count = len(self._probed) // 8
+        values = struct.unpack(f"={count}f{count}i", self._probed)
+        return self._signals, list(zip(values[:count], values[count:], strict=True))
 
 
 class ChosenRows:
@@ -182,6 +188,8 @@ class Observer:
         # if only `EntropyProbe.begin` can measure this worker's logits.
         self._repeated: Repeated | None = None
         self._repeated_for: int | None = None
+        # The object that measures the rows of probes behind rows that `_repeated` measures.
+        self._repeated_probes: Repeated | None = None
         # The probes that steps compute as rows of their requests; None if this runner cannot.
         self.probe_rows: ProbeRows | ProbeRowsV2 | None = None
         # With Model Runner V2: the batch for which the runner computes logits next.
@@ -243,8 +251,9 @@ class Observer:
         if flags is not None:
             rows = rows_after_ends(self._runner.input_batch, flags, rows, len(logits))
         chosen = None if rows is None else rows.chosen
-        if probed is None and first_row is None and (signals := self._again(logits, end, chosen)) is not None:
-            self._measurement = FinishedMeasurement(signals if flags is None else without_entropy(signals))
+        if first_row is None and (finished := self._again(logits, end, chosen, probed)) is not None:
+            signals, eat = finished
+            self._measurement = FinishedMeasurement(signals if flags is None else without_entropy(signals), eat)
             return
         if probed is None:
             self._measurement = Measurement(self.probe.begin(logits, end, chosen), first_row, rows)
@@ -254,11 +263,20 @@ class Observer:
             chosen = np.concatenate((chosen, np.arange(own, len(probed), dtype=np.int32)))
         self._measurement = Measurement(self.probe.begin(probed, end, chosen), first_row, rows, len(probed) - own)
 
-    def _again(self, logits: Any, end: int, rows: NDArray[np.int32] | None) -> bytes | None:
-        """Return the bytes of the StepSignals of these logits, if compiled code can measure them; None otherwise."""
+    def _again(self, logits: Any, end: int, rows: NDArray[np.int32] | None, probed: Any) -> tuple[bytes, bytes] | None:
+        """Return the bytes of the StepSignals of these logits, and those of the columns EAT and ANSWER of the probes'
+        rows, if compiled code can measure them; None otherwise. probed: the logits followed by the probes' rows; None
+        without probes."""
         if end != self._repeated_for:
             self._repeated, self._repeated_for = self.probe.repeated(logits, end, SENT), end
-        return None if self._repeated is None else self._repeated.measure(logits, rows)
+        signals = None if self._repeated is None else self._repeated.measure(logits, rows)
+        if signals is None or probed is None:
+            return None if signals is None else (signals, b"")
+        rest = probed[len(logits) :]
+        if self._repeated_probes is None:
+            self._repeated_probes = self.probe.repeated(rest, end, (EAT, ANSWER))
+        eat = None if self._repeated_probes is None else self._repeated_probes.measure(rest)
+        return None if eat is None else (signals, eat)
 
     def take(self) -> Measurement | FinishedMeasurement | None:
         """Return the step's measurement and forget it; None if nothing was measured."""

@@ -9,16 +9,22 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meridian_agent.core.step_signals import PROBE_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
 
 class ProbeRows:
     """The probe rows of one Model Runner V1, whose `_prepare_inputs` it wraps."""
 
     def __init__(self, runner: Any) -> None:
+        import torch
+
         self._runner = runner
         # All rows of the newest step, those of its probes at the end; and the number of these.
         self.logits: Any = None
@@ -32,7 +38,8 @@ class ProbeRows:
                 return prepare_inputs(scheduler_output, *args, **kwargs)
             rows = self._write(probes)
             last, *others = prepare_inputs(scheduler_output, *args, **kwargs)
-            return self._indices(last, rows, [len(tokens) for tokens in probes.values()]), *others
+            indices = self._indices(len(last), rows, [len(tokens) for tokens in probes.values()])
+            return torch.from_numpy(indices).to(last.device), *others
 
         runner._prepare_inputs = with_probes
 
@@ -46,14 +53,17 @@ class ProbeRows:
         self.count = len(rows)
         return rows
 
-    @staticmethod
-    def _indices(last: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:
-        """Return the indices of the hidden states from which logits are computed: of each request's newest token, and
-        then of each probe's last token. last: [requests] index of each request's last token in the step."""
-        own, probed = len(last), list(rows)
-        indices = last.new_empty(own + len(probed))
-        indices[:own], indices[own:] = last, last[probed]
-        indices[probed] -= last.new_tensor(list(tokens))
+    def _indices(self, own: int, rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Return the indices of the hidden states from which logits are computed: of the newest token of each of the
+        step's `own` requests, and then of each probe's last token.
+
+        Operations on tensors would take several times as long between two steps of a large model, or wait for the GPU.
+        """
+        indices = np.empty(own + len(rows), np.int32)
+        np.subtract(self._runner.query_start_loc.np[1 : own + 1], 1, out=indices[:own])
+        for place, (row, count) in enumerate(zip(rows, tokens, strict=True), own):
+            indices[place] = indices[row]
+            indices[row] -= count
         return indices
 
     def split(self) -> None:

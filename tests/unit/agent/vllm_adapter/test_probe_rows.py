@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from meridian.v1 import agent_pb2
@@ -96,9 +97,14 @@ class Runner:
             req_id_to_index={"a": 0, "b": 1, "c": 2}, num_tokens_no_spec=[10, 20, 30], token_ids_cpu=ids
         )
         self.execute_model_state: Any = None
+        # The places after the requests' own say where the step ends, as in vLLM.
+        self.query_start_loc = SimpleNamespace(np=np.zeros(6, np.int32))
 
     def _prepare_inputs(self, output: Any, tokens: list[int]) -> tuple[Any, None, int]:
-        return torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1, None, 1
+        starts = self.query_start_loc.np
+        starts[1:4] = np.cumsum(tokens)
+        starts[4:] = starts[3]
+        return torch.from_numpy(starts[1:4].copy()) - 1, None, 1
 
 
 class State(SimpleNamespace):
