@@ -100,6 +100,13 @@ class TextRun:
         """Note that something has changed for the live requests."""
         self.number += 1
 
+    def has_rows(self, request_ids: list[str]) -> bool:
+        """Return whether these are the ids of the newest step's rows."""
+        if self._joined is None or len(request_ids) != len(self.request_ids):
+            return request_ids == self.request_ids
+        # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
+        return SEPARATOR.join(request_ids) == self._joined
+
     def arrange(self, request_ids: list[str]) -> None:
         """Give the members the rows that their requests have in a new step, which differ from those in the newest step;
         members without a row there leave."""
@@ -218,7 +225,6 @@ class TextRun:
         rows = len(request_ids)
         if not self.whole or rows != self.members or rows != len(sampled):
             return None
-        # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
         if self.steps >= self._steps_until_cap or SEPARATOR.join(request_ids) != self._joined:
             return None
         try:

@@ -4,9 +4,10 @@ The module owns the newest tokens of each thinking request. It knows neither tex
 request lists its output tokens.
 
 The engine-core thread chooses the requests (`LoopWatch`), and the thread that sends the records looks at them
-(`LoopSearch`), at each request once in LOOK_TOKENS tokens. A look adds these tokens and searches the MAX_PERIOD tokens
-before them for the newest SUFFIX_TOKENS. Only if these occur again is the text copied and are the places compared, so
-the time per token is constant, whatever the length of the request.
+(`LoopSearch`), at each request once in LOOK_TOKENS tokens, or in twice as many if no end of thinking follows from a
+look. A look adds these tokens and searches the MAX_PERIOD tokens before them for the newest SUFFIX_TOKENS. Only if
+these occur again is the text copied and are the places compared, so the time per token is constant, whatever the length
+of the request.
 
 If the settings ask for near-loops, in which a counter or a name changes from round to round, the agent also counts how
 many of the newest tokens end a sequence that the thinking already had. The agent remembers sequences in a table of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 MAX_PERIOD = 512
 # Tokens between two looks at a request, and requests that take their turn together: a step without a look costs little,
 # and the first look in a step costs more than the next ones.
-LOOK_TOKENS, TURN_REQUESTS = 32, 8
+LOOK_TOKENS, TURN_REQUESTS = 32, 16
 # Newest tokens that must occur again before places are compared.
 SUFFIX_TOKENS = 16
 # Newest tokens of a request that the agent keeps: four rounds of the longest period, and the tokens between two looks.
@@ -202,10 +203,13 @@ class LoopWatch:
     """Chooses the live requests of an engine at whose thinking `LoopSearch` looks, some of them in each step.
 
     A look at a request takes some microseconds, so the requests take turns. The watch chooses each request after at
-    most LOOK_TOKENS tokens. tokens_per_step: largest number of tokens that a step may bring a request.
+    most LOOK_TOKENS tokens, or twice as many if no end of thinking follows. tokens_per_step: largest number of tokens
+    that a step may bring a request.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        # Steps between two turns of a request.
         self._interval = max(1, LOOK_TOKENS // tokens_per_step)
         self.enabled = False
         # Repeated tokens from which on a request is reported; 0 if repeated tokens are not counted.
@@ -222,6 +226,7 @@ class LoopWatch:
         """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
         0. merge_loops: no end of thinking follows from a look."""
         self.enabled, self._repeats_from, self._merge_loops = find_loops, repeats_from, merge_loops
+        self._interval = max(1, (2 if merge_loops else 1) * LOOK_TOKENS // self._tokens_per_step)
 
     def is_turn_of_any(self, slots: int) -> bool:
         """Let the next requests have their turn; return whether there are any. slots: number of slots that were ever

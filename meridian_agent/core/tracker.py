@@ -195,10 +195,10 @@ class Tracker:
         answered, self.answered = self.answered, []
         return answered
 
-    def take_think_tokens(self) -> int:
-        """Return the thinking tokens of all requests since the last call; below 0 if markers have taken tokens back."""
+    def take_closed_think_tokens(self) -> int:
+        """Return the untaken thinking tokens of requests that have ended; below 0 if markers have taken tokens back."""
         closed, self._closed_think_tokens = self._closed_think_tokens, 0
-        return closed + sum(live.take_think_tokens() for live in self.by_id.values())
+        return closed
 
     def watch_limit(self, live: LiveRequest) -> None:
         """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise. It stays in
@@ -236,7 +236,7 @@ class Tracker:
         run, markers = self.run, self.markers
         if markers.longest > 1 or len(sampled) != len(request_ids):
             return self.note_nothing(request_ids)
-        if request_ids != run.request_ids:
+        if not run.has_rows(request_ids):
             run.arrange(request_ids)
         starts_and_ends = markers.by_last.keys()
         try:

@@ -85,10 +85,13 @@ class PhaseNumberSender:
     def _take(self) -> PhaseNumbers:
         requests, kv_tokens = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
         tracker = self._tracker
+        self._think_tokens += tracker.take_closed_think_tokens()
+        # One pass, because the requests' memory is no longer in the caches.
         for live in tracker.by_id.values():
-            requests[live.phase] += 1
-            kv_tokens[live.phase] += live.ref.num_computed_tokens
-        self._think_tokens += tracker.take_think_tokens()
+            phase = live.phase
+            requests[phase] += 1
+            kv_tokens[phase] += live.ref.num_computed_tokens
+            self._think_tokens += live.take_think_tokens()
         think_tokens = max(0, self._think_tokens)
         self._think_tokens -= think_tokens
         saved_tokens, self._saved_tokens = tracker.saved_tokens - self._saved_tokens, tracker.saved_tokens

@@ -1890,7 +1890,8 @@ class Settings(_message.Message):
     """
     merge_loops: _builtins.bool
     """Whether a step in which the agent finds a cycle or repeated tokens waits for others like a step of text. Without it
-    the report ends with that step. The control plane sets this if no rule that is in force reads them.
+    the report ends with that step. The control plane sets this if no rule that is in force reads them, and the agent
+    then looks for cycles half as often.
     """
     only_sentence_ends: _builtins.bool
     """Whether no rule reads the signals of other tokens than those that follow a sentence end. The engine may then leave

@@ -93,6 +93,16 @@ def test_a_step_of_several_tokens_is_looked_at_no_later(tokens_per_step: int) ->
     assert max(gaps) <= LOOK_TOKENS
 
 
+@pytest.mark.parametrize(("merge_loops", "gap"), [(False, LOOK_TOKENS), (True, 2 * LOOK_TOKENS)])
+def test_looks_are_half_as_often_while_no_end_follows_from_one(merge_loops: bool, gap: int) -> None:
+    writer = Writer(tracker(), "a")
+    writer.tracker.loops.obey(find_loops=True, repeats_from=0, merge_loops=merge_loops)
+    for _ in range(300):
+        writer.write(100)
+    tokens = [tokens for _, _, tokens in writer.tracker.record.loops]
+    assert {after - before for before, after in pairwise(tokens)} == {gap}
+
+
 def test_only_the_thinking_that_goes_on_counts() -> None:
     """Neither the prompt, nor an answer, nor thinking before an answer belongs to a loop."""
     writer = Writer(tracker(), "a")
