@@ -190,19 +190,23 @@ class TextRun:
         if self.steps >= self._steps_until_cap:
             self._check_caps()
         if self._stale:
-            self._renew_columns()
+            return self._renew_columns()
+        return self._others()
+
+    def _others(self) -> list[int]:
+        """Return the rows of the newest step whose requests are not members."""
         if self.members == len(self._by_row):
             return []
         return [row for row, live in enumerate(self._by_row) if live is None]
 
-    def _renew_columns(self) -> None:
-        self._stale = False
-        if self.members == len(self._by_row):
-            self.rows, self.slots, self.phases = [*range(self.members)], [*self._slots], [*self._phases]
-            return
-        self.rows = [row for row, live in enumerate(self._by_row) if live is not None]
-        self.slots = [self._slots[row] for row in self.rows]
-        self.phases = [self._phases[row] for row in self.rows]
+    def _renew_columns(self) -> list[int]:
+        """Make the columns anew, and return the rows whose requests are not members, which are few."""
+        self._stale, others = False, self._others()
+        rows, slots, phases = [*range(len(self._by_row))], [*self._slots], [*self._phases]
+        for row in reversed(others):
+            del rows[row], slots[row], phases[row]
+        self.rows, self.slots, self.phases = rows, slots, phases
+        return others
 
     def _check_caps(self) -> None:
         left = {live: live.text_tokens() for live in self._by_row if live is not None}
