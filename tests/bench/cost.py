@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RESULTS, UNSAVED = Path(__file__).parent / "results", ROOT / "build" / "bench-cost"
 STEP_MS = 10.0
-PAIRS, ROUNDS, MOST_ROUNDS, CONTROL_ROUNDS = 3, 8, 60, 3
+PAIRS, STARTS, MOST_MINUTES, ROUNDS, CONTROL_ROUNDS = 3, 3, 20.0, 10, 3
 
 
 class Progress:
@@ -62,10 +62,8 @@ def _throughput(options: argparse.Namespace, folder: Path, progress: Progress) -
         progress.say(f"{where}: {ratio.value:.4f} of stock so far ({ratio.low:.4f} to {ratio.high:.4f})")
 
     progress.say("starting three engines")
-    rounds = cost_throughput.Rounds(
-        options.rounds, options.throughput_interval, options.most_rounds, options.throughput_requests
-    )
-    cost_throughput.measure(folder, rounds, said)
+    plan = cost_throughput.Plan(options.starts, options.throughput_interval, options.most_minutes * 60, options.rounds)
+    cost_throughput.measure(folder, plan, said)
 
 
 def control(options: argparse.Namespace, folder: Path, progress: Progress) -> None:
@@ -108,11 +106,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", type=_parts, default=",".join(PARTS), help="parts to run, separated by commas")
     add("--pairs", type=int, default=PAIRS, help="steps: pairs of windows per batch size in wall time")
     add("--sizes", type=int, nargs="+", default=list(SIZES), help="steps: running requests")
-    add("--rounds", type=int, default=ROUNDS, help="throughput: rounds with all arms")
+    add("--starts", type=int, default=STARTS, help="throughput: how often to start the engines at least")
+    add("--rounds", type=int, default=ROUNDS, help="throughput: rounds of each start")
     add("--throughput-interval", type=float, help="throughput: go on until the interval reaches at most so far from "
         "the ratio, for example 0.005")  # fmt: skip
-    add("--most-rounds", type=int, default=MOST_ROUNDS, help="throughput: rounds after which to stop at the latest")
-    add("--throughput-requests", type=int, default=cost_throughput.REQUESTS, help="throughput: requests of a window")
+    add("--most-minutes", type=float, default=MOST_MINUTES, help="throughput: minutes after which to go on no longer")
     add("--control-rounds", type=int, default=CONTROL_ROUNDS, help="control: windows of each server")
     add("--control-s", type=float, default=cost_control.MEASURE_S, help="control: seconds of a window")
     add("--engines", type=int, default=cost_control.ENGINES, help="control: simulated engines")

@@ -25,9 +25,13 @@ class Stored:
         folder.mkdir(parents=True, exist_ok=True)
 
     def parts(self) -> dict[str, Part]:
-        """Return the stored parts by name."""
+        """Return the stored parts by name, without those of another layout."""
         stored = json.loads(self._data.read_text()) if self._data.exists() else {}
-        return {name: part for name, part in stored.items() if name in SECTIONS and "measured" in part}
+        return {
+            name: part
+            for name, part in stored.items()
+            if name in SECTIONS and {"measured", LAYOUT[name]} <= part.keys()
+        }
 
     def put(self, name: str, part: Part) -> None:
         """Replace a part, and leave the others as they are."""
@@ -126,16 +130,17 @@ def _throughput(part: Part) -> list[str]:
     """Return the table of all arms: tokens per second, the ratio to stock, and processor time by process."""
     names, body = list(part["cpu_us"]["governed"]), []
     for arm, rate in part["tokens_per_s"].items():
-        ratio, count = part["ratio"].get(arm), len(part["ratios"].get(arm, ()))
-        over = f"{ratio['value']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}), {count} rounds" if ratio else "1"
+        ratio = part["ratio"].get(arm)
+        over = f"{ratio['value']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})" if ratio else "1"
         body.append([arm, f"{rate:.0f}", over, *(f"{part['cpu_us'][arm][name]:.0f}" for name in names)])
     head = ["engine", "tokens per second", "over stock, 95 % interval", *(f"{name}, us per token" for name in names)]
     return [
         "## Throughput",
         "",
-        f"{_measured(part)} The run had {part['rounds']} rounds with steps of {part['step_ms']:.1f} ms; other programs "
-        f"used {part['others_cores']:.2f} cores. `every step` is the governed engine with "
-        "`telemetry.report_interval_steps = 1`; `stock again` is a second stock engine.",
+        f"{_measured(part)} The engines were started {part['starts']} times and had {part['rounds']} rounds in all, "
+        f"with steps of {part['step_ms']:.1f} ms. In {part['unlike']} rounds the engines did not compute the same "
+        f"prompts and tokens. Other programs used at most {part['others_cores']:.2f} cores. `stock again` is a second "
+        "stock engine.",
         "",
         *table(head, body),
         "",
@@ -180,6 +185,8 @@ def _control(part: Part) -> list[str]:
     ]
 
 
+# A figure of each part that other layouts of the part do not have.
+LAYOUT = {"steps": "rows", "throughput": "starts", "control": "arms"}
 SECTIONS = {"steps": _steps, "throughput": _throughput, "control": _control}
 
 

@@ -1,181 +1,248 @@
 """Compare the throughput and the processor time of stock and governed vLLM, side by side.
 
-The module owns the engines, of which one at a time has work, the windows and their rounds. The protocol is in
-tests/bench/README.md.
+The module owns the engines, of which one at a time runs, their windows of steps, and the rounds. The protocol is in
+tests/bench/cost.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
+import itertools
+import operator
 import os
+import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
+from tests.bench.gate import GATE, Keeper, Passed
 from tests.bench.machine import TICKS_PER_S, Others, ticks_of
-from tests.bench.results import Interval, geometric
+from tests.bench.results import Interval, between
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from tests.bench.streamed import Request
 
 BLOCKS = 1024
-# Each place of the engine is taken about twice in a window. The last steps, in which places fall empty, are the same in
-# all arms.
-REQUESTS = 2 * PLACES
-# After its last work, a vLLM worker polls for more without a pause for about a second.
-SPIN_S = 1.2
+# Requests that wait for a place, so that each place is taken in the step after it falls empty, whenever the client
+# learns of that.
+WAITING = 16
+# A window has as many steps as the default policy merges into a report.
+STEPS, WARM_STEPS = 24, 48
 # All features have their defaults, but the budgets are so large that no request is left out of a step.
 NEUTRAL: dict[str, Any] = {"scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0}}
-POLICIES = {
-    "stock": {},
-    "stock again": {},
-    "governed": NEUTRAL,
-    "every step": NEUTRAL | {"telemetry": {"report_interval_steps": 1}},
-}
-ARMS = tuple(POLICIES)
-# The last arm uses the governed engine under another policy, so it needs no engine of its own.
-ENGINES = ARMS[:-1]
-# Rounds from which an interval says something.
+# The governed engine starts last, so that it never stands still for as long as a start takes.
+ARMS = STOCK, AGAIN, GOVERNED = "stock", "stock again", "governed"
+# Starts from which an interval says something.
 FEWEST = 6
-# The arms of the rounds that only narrow the interval.
-COMPARED = ("stock", "governed")
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
+CONTROL, CLIENT = "control plane", "client"
+# Time for a client to take in what the engine has sent, after which the client has nothing to do.
+CLIENT_S = 0.02
+# Large pages for tensors. With small ones, equal processes differ more by where their memory happens to lie.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+# Seeds of one start; each seed is the seed of BATCH requests.
+SEEDS, BATCH = 10_000, 64
 
 
 @dataclass(frozen=True)
 class Window:
-    """One window of one arm. cpu_s: processor seconds by process; others_cores: cores that other programs used."""
+    """Some steps of one arm. cpu_s: processor seconds by process."""
 
-    tokens_per_s: float
-    step_ms: float
+    passed: Passed
     cpu_s: dict[str, float]
-    tokens: int
-    others_cores: float
+
+    def __add__(self, other: Window) -> Window:
+        return Window(self.passed + other.passed, {name: s + other.cpu_s[name] for name, s in self.cpu_s.items()})
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.passed.tokens / self.passed.took_s
+
+
+# Two windows of each arm, as one.
+Round = dict[str, Window]
+
+
+@dataclass
+class Start:
+    """The rounds of one start of all engines. unlike: rounds in which the arms did not have the same tokens to generate
+    and the same prompts to read. others_cores: cores that other programs used."""
+
+    rounds: list[Round] = field(default_factory=list)
+    others_cores: float = 0.0
+
+    @property
+    def unlike(self) -> int:
+        return sum(
+            len({(window.passed.tokens, window.passed.prompt_tokens) for window in found.values()}) > 1
+            for found in self.rounds
+        )
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The figures of all arms against stock: a second stock engine, the governed engine with defaults, and the governed
-    engine with a report for each step.
+    """The figures of the governed engine and of a second stock engine against stock.
 
-    rounds: windows of stock and of the governed engine; the other arms may have fewer. ratio: geometric mean over the
-    rounds, with a bootstrap interval. cpu_us: processor microseconds per generated token, by arm and process. ratios:
-    the ratio of each round, by arm.
+    starts, rounds: how often all engines were started, and how many rounds there were in all. ratio: geometric mean
+    over the starts, with an interval that contains the differences between starts. cpu_us: processor microseconds per
+    generated token, by arm and process. ratios: the ratios of the rounds of each start, by arm.
     """
 
+    starts: int
     rounds: int
+    unlike: int
     ratio: dict[str, Interval]
     tokens_per_s: dict[str, float]
     step_ms: float
     cpu_us: dict[str, dict[str, float]]
     others_cores: float
-    ratios: dict[str, list[float]]
+    ratios: dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """How many rounds to run: `least` with all arms, then more with stock and the governed engine alone until the
-    ratio's interval reaches at most `half_width` to either side, or `most` rounds are over. half_width: None for no
-    more rounds. requests: requests of each window."""
+class Plan:
+    """How often to start the engines: `starts` times, then again until the ratio's interval reaches at most
+    `half_width` to either side, or another start would take more than `most_s` seconds in all. half_width: None for no
+    more starts. rounds: rounds of each start."""
 
-    least: int
+    starts: int
     half_width: float | None
-    most: int
-    requests: int = REQUESTS
+    most_s: float
+    rounds: int
 
-    @property
-    def limit(self) -> int:
-        """The largest number of rounds."""
-        return self.least if self.half_width is None else max(self.least, self.most)
-
-    def go_on(self, done: int, ratio: Interval) -> bool:
-        """Return whether another round follows `done` rounds with this ratio of the governed engine to stock."""
-        if self.half_width is None or done < self.least or done >= self.limit:
-            return done < self.least
+    def go_on(self, done: int, took_s: float, ratio: Interval) -> bool:
+        """Return whether another start follows `done` starts, which took `took_s` seconds, with this ratio of the
+        governed engine to stock."""
+        if self.half_width is None or done < self.starts:
+            return done < self.starts
+        if took_s * (done + 1) / done > self.most_s:
+            return False
         return done < FEWEST or max(ratio.high - ratio.value, ratio.value - ratio.low) > self.half_width
 
 
-def measure(folder: Path, rounds: Rounds, said: Callable[[str, Throughput], None]) -> Throughput:
-    """Measure all arms after a round to warm up; `said` gets the figures so far after each round. Raises BenchError."""
-    return asyncio.run(_measure(folder, rounds, said))
+def measure(folder: Path, plan: Plan, said: Callable[[str, Throughput], None]) -> Throughput:
+    """Measure all arms; `said` gets the figures so far after each start. Raises BenchError."""
+    os.environ.update(LARGE_PAGES)
+    model, began_s = random_model.make(folder / "model"), time.monotonic()
+    starts: list[Start] = []
+    while True:
+        starts.append(asyncio.run(_start(model, folder, len(starts), plan.rounds)))
+        so_far = summary(starts)
+        said(f"start {len(starts)}", so_far)
+        if not plan.go_on(len(starts), time.monotonic() - began_s, so_far.ratio[GOVERNED]):
+            return so_far
 
 
-async def _measure(folder: Path, rounds: Rounds, said: Callable[[str, Throughput], None]) -> Throughput:
-    model = random_model.make(folder / "model")
-    setups = {name: Setup(model, BLOCKS, governed=name == "governed") for name in ENGINES}
-    with contextlib.ExitStack() as stack:
-        engines = {name: stack.enter_context(_engine(setup, folder / name)) for name, setup in setups.items()}
-
-        async def one(arms: Sequence[str], seed: int) -> dict[str, Window]:
-            turned = seed % len(arms)
-            order = [*arms[turned:], *arms[:turned]][:: 1 if seed // len(arms) % 2 else -1]
-            waiting = load.requests(seed, rounds.requests)
-            return {arm: await engines.get(arm, engines["governed"]).window(POLICIES[arm], waiting) for arm in order}
-
-        await one(ARMS, 0)
-        found: list[dict[str, Window]] = []
-        while True:
-            found.append(await one(ARMS if len(found) < rounds.least else COMPARED, len(found) + 1))
-            so_far = summary(found)
-            said(f"round {len(found)}, of {rounds.limit} at most", so_far)
-            if not rounds.go_on(len(found), so_far.ratio["governed"]):
-                return so_far
+async def _start(model: Path, folder: Path, number: int, rounds: int) -> Start:
+    """Start all engines, and run the rounds."""
+    async with contextlib.AsyncExitStack() as stack:
+        arms = {
+            name: await stack.enter_async_context(
+                _arm(Setup(model, BLOCKS, governed=name == GOVERNED), folder / f"{name} {number}", SEEDS * number)
+            )
+            for name in ARMS
+        }
+        found, others, began_s = Start(), Others(), time.monotonic()
+        for turn in range(rounds):
+            order = [*ARMS[turn % len(ARMS) :], *ARMS[: turn % len(ARMS)]]
+            first = {name: await arms[name].window(STEPS) for name in order}
+            found.rounds.append({name: first[name] + await arms[name].window(STEPS) for name in reversed(order)})
+        found.others_cores = others.cores(time.monotonic() - began_s)
+        return found
 
 
-@contextlib.contextmanager
-def _engine(setup: Setup, folder: Path) -> Iterator[Measured]:
-    before = _named()
-    engine = StreamedEngine(setup, folder)
+@contextlib.asynccontextmanager
+async def _arm(setup: Setup, folder: Path, seed: int) -> AsyncIterator[Measured]:
+    folder.mkdir()
+    before, keeper = _named(), Keeper(folder / "gate")
+    os.environ[GATE] = str(folder / "gate")
+    engine = StreamedEngine(dataclasses.replace(setup, extra={"worker_cls": "tests.bench.gated.GatedWorker"}), folder)
+    processes = {pid: name for pid, name in _named().items() if pid not in before}
+    if engine.control is not None:
+        processes[engine.control.process.popen.pid] = CONTROL
+    arm = Measured(engine, keeper, processes)
     try:
-        processes = {pid: name for pid, name in _named().items() if pid not in before}
-        if engine.control is not None:
-            processes[engine.control.process.popen.pid] = "control plane"
-        yield Measured(engine, processes)
+        await arm.begin(NEUTRAL if setup.governed else {}, seed)
+        yield arm
+        await arm.end()
     finally:
+        arm.release()
         engine.close()
+        keeper.close()
 
 
 class Measured:
-    """One engine and its processes."""
+    """One engine and its processes, which run during the windows only."""
 
-    def __init__(self, engine: StreamedEngine, processes: dict[int, str]) -> None:
-        self._engine, self._processes = engine, processes
+    def __init__(self, engine: StreamedEngine, keeper: Keeper, processes: dict[int, str]) -> None:
+        self._engine, self._keeper, self._processes = engine, keeper, processes
+        self._stopped = [pid for pid, name in processes.items() if name != PROCESSES["VLLM::Worker"]]
+        self._places: list[asyncio.Task[None]] = []
 
-    async def window(self, policy: dict[str, Any], requests: Sequence[Request]) -> Window:
-        """Run the requests of a round, which all arms share, with every place of the engine taken."""
-        engine = self._engine
-        await engine.begin(policy)
-        await asyncio.sleep(SPIN_S)
-        before, own_s, others = self._ticks(), time.process_time(), Others()
-        waiting, began_s = iter(requests), time.perf_counter()
-        tokens = 0
+    async def begin(self, policy: dict[str, Any], seed: int) -> None:
+        """Take all places of the engine by requests at all stages of their lengths."""
+        await self._engine.begin(policy)
+        waiting = _endless(seed)
 
         async def place() -> None:
-            nonlocal tokens
             for request in waiting:
-                done = await engine.stream(request)
-                tokens += len(done.tokens)
+                await self._engine.stream(request)
 
-        await asyncio.gather(*(place() for _ in range(PLACES)))
-        took_s = time.perf_counter() - began_s
-        cpu_s = dict.fromkeys((*PROCESSES.values(), "control plane"), 0.0)
+        # The first step has one request in each arm; all others arrive before the second step.
+        self._places.append(asyncio.create_task(place()))
+        await self._keeper.reached()
+        self._places += [asyncio.create_task(place()) for _ in range(PLACES + WAITING - 1)]
+        await asyncio.sleep(CLIENT_S * PLACES)
+        await self.window(WARM_STEPS)
+
+    async def window(self, steps: int) -> Window:
+        """Run some steps. Raises BenchError if a request went wrong."""
+        for place in self._places:
+            if place.done():
+                place.result()
+        before, own_s = self._ticks(), time.process_time()
+        passed = await self._keeper.opened(steps, self._stopped)
+        cpu_s = dict.fromkeys((*PROCESSES.values(), CONTROL), 0.0)
         for pid, ticks in self._ticks().items():
             cpu_s[self._processes[pid]] += (ticks - before[pid]) / TICKS_PER_S
-        cpu_s["client"] = time.process_time() - own_s
-        steps = max(1, engine.meter.steps)
-        return Window(tokens / took_s, took_s / steps * 1e3, cpu_s, tokens, others.cores(took_s))
+        await asyncio.sleep(CLIENT_S)
+        return Window(passed, cpu_s | {CLIENT: time.process_time() - own_s})
+
+    async def end(self) -> None:
+        """Abort the requests, and check that the agent is still in force. Raises BenchError."""
+        self.release()
+        for place in self._places:
+            place.cancel()
+        await asyncio.wait(self._places)
+        await asyncio.to_thread(self._engine.counters)
+
+    def release(self) -> None:
+        """Let the engine's processes go on without windows."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._keeper.leave_open(())
 
     def _ticks(self) -> dict[int, int]:
         return {pid: ticks_of(pid) for pid in self._processes}
+
+
+def _endless(seed: int) -> Iterator[Request]:
+    """Return requests without end. Those of the first PLACES have a part of their thinking left, drawn uniformly."""
+    arrivals = load.open_loop("poisson", 1.0, seed, PLACES, BATCH)
+    yield from (arrival.request for arrival in arrivals)
+    for number in itertools.count(seed + 1):
+        yield from load.requests(number, BATCH)
 
 
 def _named() -> dict[int, str]:
@@ -198,25 +265,25 @@ def _descends(pid: int) -> bool:
     return pid == os.getpid()
 
 
-def summary(rounds: Sequence[dict[str, Window]]) -> Throughput:
-    """Return the figures over all rounds."""
-
-    def of(arm: str, value: Callable[[Window], float]) -> float:
-        return float(np.median([value(found[arm]) for found in rounds if arm in found]))
-
-    def cpu_us(arm: str, process: str) -> float:
-        return of(arm, lambda window: window.cpu_s[process] / window.tokens) * 1e6
-
+def summary(starts: Sequence[Start]) -> Throughput:
+    """Return the figures over all starts."""
+    rounds = [found for start in starts for found in start.rounds]
+    whole = {arm: functools.reduce(operator.add, (found[arm] for found in rounds)) for arm in ARMS}
     ratios = {
-        arm: [found[arm].tokens_per_s / found["stock"].tokens_per_s for found in rounds if arm in found]
+        arm: [[found[arm].tokens_per_s / found[STOCK].tokens_per_s for found in start.rounds] for start in starts]
         for arm in ARMS[1:]
     }
     return Throughput(
+        starts=len(starts),
         rounds=len(rounds),
-        ratio={arm: geometric(values) for arm, values in ratios.items()},
-        tokens_per_s={arm: of(arm, lambda window: window.tokens_per_s) for arm in ARMS},
-        step_ms=of("stock", lambda window: window.step_ms),
-        cpu_us={arm: {p: cpu_us(arm, p) for p in rounds[0][arm].cpu_s} for arm in ARMS},
-        others_cores=max(of(arm, lambda window: window.others_cores) for arm in ARMS),
+        unlike=sum(start.unlike for start in starts),
+        ratio={arm: between(values) for arm, values in ratios.items()},
+        tokens_per_s={arm: window.tokens_per_s for arm, window in whole.items()},
+        step_ms=whole[STOCK].passed.took_s / (2 * STEPS * len(rounds)) * 1e3,
+        cpu_us={
+            arm: {name: cpu_s / window.passed.tokens * 1e6 for name, cpu_s in window.cpu_s.items()}
+            for arm, window in whole.items()
+        },
+        others_cores=max(start.others_cores for start in starts),
         ratios=ratios,
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import special  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and the bounds that contain the share CONFIDENCE of its bootstrap values."""
+    """A value and the bounds of its interval, by default those that contain the share CONFIDENCE of its bootstrap
+    values."""
 
     value: float
     low: float
@@ -91,6 +93,18 @@ def geometric(ratios: ArrayLike, over: ArrayLike = (1.0,)) -> Interval:
     logs, others = np.log(ratios), np.log(over)
     drawn = logs[resampled(len(logs))].mean(axis=1) - others[resampled(len(others), RESAMPLING_SEED + 1)].mean(axis=1)
     return _interval(float(np.exp(logs.mean() - others.mean())), np.exp(drawn))
+
+
+def between(starts: Sequence[Sequence[float]]) -> Interval:
+    """Return the geometric mean of the ratios of all starts, with Student's interval over the starts, which contains
+    their differences. The ratios of a single start count as starts of their own."""
+    logs = np.array([np.log(ratios).mean() for ratios in starts]) if len(starts) > 1 else np.log(starts[0])
+    mean, within = float(logs.mean()), 0.0
+    if len(logs) > 1:
+        quantile = special.stdtrit(len(logs) - 1, (1 + CONFIDENCE) / 2)
+        within = float(quantile * logs.std(ddof=1) / np.sqrt(len(logs)))
+    value, low, high = np.exp([mean, mean - within, mean + within]).tolist()
+    return Interval(value, low, high)
 
 
 def paired(changed: Sequence[bool], base: Sequence[bool]) -> Interval:

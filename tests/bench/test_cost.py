@@ -1,27 +1,27 @@
-"""The arithmetic of the cost benchmark, its stop rule and its files, and the load and the echo of its control part."""
+"""The arithmetic of the cost benchmark, its stop rule, gate and files, and the load and echo of its control part."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.bench import cost_control, cost_report
+from tests.bench import cost_control, cost_report, cost_throughput
 from tests.bench.cost_control import ECHO, OLD, TODAY, Load, Program, Window
 from tests.bench.cost_probes import Probes, Step, probe_cost, time_share
-from tests.bench.cost_throughput import Rounds
-from tests.bench.results import Interval
+from tests.bench.cost_throughput import Plan, Start
+from tests.bench.gate import GATE, Keeper, Passed
+from tests.bench.results import Interval, between
 from tests.processes import ROOT, Control, free_port, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEYS = {
     "agent_of_stock",
@@ -41,27 +41,95 @@ def window(events_per_core_s: float, latency_ms: tuple[float, ...] = ()) -> Wind
 
 
 @pytest.mark.parametrize(
-    ("half_width", "done", "low", "high", "expected"),
+    ("half_width", "done", "took_s", "bounds", "expected"),
     [
-        (None, 7, 0.99, 0.99, True),
-        (None, 8, 0.9, 1.1, False),
-        (0.005, 7, 0.9905, 0.9905, True),
-        (0.005, 8, 0.985, 0.994, True),
-        (0.005, 8, 0.986, 0.995, False),
-        (0.005, 8, 0.986, 0.996, True),
-        (0.005, 9, 0.9, 1.1, False),
+        (None, 6, 600, (0.99, 0.99), True),
+        (None, 7, 600, (0.9, 1.1), False),
+        (0.005, 6, 5000, (0.9905, 0.9905), True),
+        (0.005, 7, 600, (0.985, 0.994), True),
+        (0.005, 7, 600, (0.986, 0.995), False),
+        (0.005, 7, 600, (0.986, 0.996), True),
+        (0.005, 9, 1080, (0.9, 1.1), True),
+        (0.005, 9, 1081, (0.9, 1.1), False),
     ],
 )
-def test_rounds_go_on_until_both_sides_are_narrow(
-    half_width: float | None, done: int, low: float, high: float, expected: bool
+def test_starts_go_on_until_both_sides_are_narrow_or_time_is_up(
+    half_width: float | None, done: int, took_s: float, bounds: tuple[float, float], expected: bool
 ) -> None:
-    assert Rounds(8, half_width, most=9).go_on(done, Interval(0.9905, low, high)) is expected
+    assert Plan(7, half_width, 1200, 10).go_on(done, took_s, Interval(0.9905, *bounds)) is expected
 
 
-def test_an_interval_of_few_rounds_is_not_trusted() -> None:
+def test_an_interval_of_few_starts_is_not_trusted() -> None:
     narrow = Interval(1.0, 1.0, 1.0)
-    assert [done for done in range(1, 9) if Rounds(1, 0.005, most=9).go_on(done, narrow)] == [1, 2, 3, 4, 5]
-    assert not Rounds(1, 0.005, most=2).go_on(2, narrow)
+    assert [done for done in range(1, 9) if Plan(1, 0.005, 1200, 10).go_on(done, 60.0, narrow)] == [1, 2, 3, 4, 5]
+    assert not Plan(1, 0.005, 1200, 10).go_on(2, 1000, narrow)
+
+
+def test_the_interval_contains_the_differences_between_starts() -> None:
+    """Rounds that agree within each start say no more than the starts do."""
+    found = between([[0.99] * 20, [1.0, 0.98, *[0.99] * 18], [1.01] * 20])
+    assert found.value == pytest.approx((0.99 * 0.99 * 1.01) ** (1 / 3), rel=1e-4)
+    # The quantile of Student's distribution with two degrees of freedom is 4.303.
+    assert math.log(found.high / found.low) == pytest.approx(2 * 4.303 * math.log(1.01 / 0.99) / 3, rel=1e-2)
+    assert between([[0.9, 1.1, 1.0]]) == between([[0.9], [1.1], [1.0]])
+    assert asdict(between([[0.9]])) == pytest.approx(dict.fromkeys(("value", "low", "high"), 0.9))
+
+
+def steps(took_s: float, prompt_tokens: int = 50) -> cost_throughput.Window:
+    return cost_throughput.Window(Passed(took_s, 768, prompt_tokens), {"worker": took_s})
+
+
+def test_a_round_has_two_windows_of_each_arm() -> None:
+    """Governed steps take longer, the second start is slower, and one arm once reads another prompt."""
+    starts = [
+        Start([{arm: steps(s) + steps(s) for arm, s in (("stock", 1.0), ("governed", 1.25), ("stock again", 1.0))}]),
+        Start([{"stock": steps(2.0), "governed": steps(2.5, 60), "stock again": steps(2.0)}], 0.5),
+    ]
+    found = cost_throughput.summary(starts)
+    assert found.ratios == {"governed": [[pytest.approx(0.8)]] * 2, "stock again": [[1.0], [1.0]]}
+    assert (found.starts, found.rounds, found.unlike, found.others_cores) == (2, 2, 1, 0.5)
+    assert found.ratio["governed"].value == pytest.approx(0.8)
+    assert found.tokens_per_s["stock"] == pytest.approx(3 * 768 / 4)
+    assert found.cpu_us["governed"]["worker"] == pytest.approx(5.0 / (3 * 768) * 1e6)
+
+
+# Stands in for a worker whose steps need the process of the argument.
+WORKER = """
+import sys
+from tests.bench.gate import Gate
+from tests.bench.test_cost import state
+from tests.processes import wait_for
+gate = Gate()
+while True:
+    gate.step()
+    wait_for(lambda: state(int(sys.argv[1])) != "T", 2, "the other process to go on")
+    gate.tokens += 2
+    gate.prompt_tokens += 3
+"""
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_a_gate_lets_steps_pass_and_stops_the_other_processes_between_windows(tmp_path: Path) -> None:
+    keeper, other = Keeper(tmp_path / "gate"), subprocess.Popen(["sleep", "600"])
+    environment = os.environ | {GATE: str(tmp_path / "gate")}
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(other.pid)], env=environment, cwd=ROOT)
+    try:
+        await keeper.reached()
+        for count in (3, 1):
+            passed = await keeper.opened(count, [other.pid])
+            assert (passed.tokens, passed.prompt_tokens) == (2 * count, 3 * count)
+            assert passed.took_s > 0
+            wait_for(lambda: state(other.pid) == "T", 5, "the other process to stop")
+        keeper.leave_open([other.pid])
+        wait_for(lambda: state(other.pid) == "S", 5, "the other process to go on")
+    finally:
+        for process in (worker, other):
+            process.kill()
+            process.wait()
+        keeper.close()
 
 
 def test_a_probe_costs_the_slope_and_arrivals_do_not_count() -> None:
@@ -115,11 +183,13 @@ def parts() -> dict[str, cost_report.Part]:
     return {
         "steps": {"rows": [row | {"long": False, "probes": None}, long]},
         "throughput": {
+            "starts": 1,
             "rounds": 2,
+            "unlike": 0,
             "step_ms": 20.0,
             "others_cores": 0.0,
             "ratio": {"governed": ratio},
-            "ratios": {"governed": [0.99, 0.99]},
+            "ratios": {"governed": [[0.99, 0.99]]},
             "tokens_per_s": dict.fromkeys(arms, 800.0),
             "cpu_us": {arm: {"worker": 1000.0} for arm in arms},
         },
@@ -151,7 +221,7 @@ def test_a_part_that_has_not_run_is_null() -> None:
 
 
 def test_a_part_is_stored_beside_the_others(tmp_path: Path) -> None:
-    (tmp_path / "cost.json").write_text(json.dumps({"throughput": {"rounds": 1}, "rows": []}))
+    (tmp_path / "cost.json").write_text(json.dumps({"throughput": {"rounds": 1, "measured": "2026-11-23"}, "rows": []}))
     stored = cost_report.Stored(tmp_path)
     assert stored.parts() == {}, "figures of another layout"
     for name, part in parts().items():
