@@ -8,12 +8,16 @@ code does no I/O and reads no clock; each object belongs to one session.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
+from meridian_control.decisions.request_table import MAX_TEXT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from meridian.v1 import agent_pb2
 
     from meridian_control.decisions.request_table import RequestTable
 
@@ -21,23 +25,47 @@ K = TypeVar("K")
 # A tenant and a model.
 Account = tuple[str, str]
 
+
+class User(NamedTuple):
+    """The facts of a request that budgets match on."""
+
+    model: str
+    tenant: str
+    slo_class: str
+    effort: str
+
+
 # Number of combinations of budgets above which those that no live request has are dropped.
 ROOM = 1024
+# The user that stands for all further ones once tokens of ROOM different ones wait for their budgets.
+OTHERS = User(*["(other)"] * 4)
+
+
+class Carried(NamedTuple):
+    """The tokens of live requests that an earlier session of the engine has counted, by request id."""
+
+    session_id: str
+    tokens: Mapping[str, int]
+
+
+NOTHING_CARRIED = Carried("", {})
 
 
 class Charges:
     """The tokens that have not been taken yet. The table's column `budget_set` holds indices into a list of
     combinations of budgets, of which the first has none.
 
-    carried: the tokens of live requests that an earlier stream of the engine has counted, by request id.
+    has_policy: whether a policy is in force, so that the budgets of live requests are known.
     """
 
-    def __init__(self, table: RequestTable, carried: Mapping[str, int]) -> None:
-        self._table, self._carried = table, dict(carried)
+    def __init__(self, table: RequestTable, carried: Carried = NOTHING_CARRIED) -> None:
+        self._table, self._carried, self.has_policy = table, carried, False
         self._sets: list[tuple[str, ...]] = [()]
         self._indices: dict[tuple[str, ...], int] = {(): 0}
         self._open: Counter[str] = Counter()
         self._by_tenant: Counter[Account] = Counter()
+        # Tokens whose budgets are not known here.
+        self._unmatched: Counter[User] = Counter()
 
     def names(self, slot: int) -> tuple[str, ...]:
         """Return the names of the budgets that the request in a slot counts towards."""
@@ -59,7 +87,7 @@ class Charges:
         table = self._table
         if table.holds(slot) and (new := int(table.think_tokens[slot] - table.charged_tokens[slot])):
             self._open.update(dict.fromkeys(self.names(slot), new))
-            self._count_for_tenant(slot, new)
+            self._count_one(slot, new)
             table.note_charged(slot)
 
     def settle_all(self) -> None:
@@ -72,6 +100,24 @@ class Charges:
         self._count()
         taken, self._open = _without_debts(self._open)
         return taken
+
+    def take_unmatched(self) -> Counter[User]:
+        """Return the thinking tokens that were counted since the last call for requests whose budgets are not known
+        here: no policy was in force yet, or they had ended before the stream began."""
+        taken, self._unmatched = _without_debts(self._unmatched)
+        return taken
+
+    def add_ended(self, ended: agent_pb2.EndedThinking) -> None:
+        """Add tokens of requests that ended without a stream. Raises ValueError if a text is too long."""
+        user = _user(ended)
+        if (length := max(map(len, user))) > MAX_TEXT:
+            raise ValueError(f"ended must have texts of at most {MAX_TEXT} characters; got {length}")
+        self._by_tenant[user.tenant, user.model] += ended.think_tokens
+        self._add_unmatched(user, ended.think_tokens)
+
+    def _add_unmatched(self, user: User, tokens: int) -> None:
+        known = user in self._unmatched or len(self._unmatched) < ROOM
+        self._unmatched[user if known else OTHERS] += tokens
 
     def take_by_tenant(self) -> Counter[Account]:
         """Return the thinking tokens since the last call, by tenant and model."""
@@ -89,25 +135,38 @@ class Charges:
         for index in sums.nonzero()[0].tolist():
             self._open.update(dict.fromkeys(self._sets[index], int(sums[index])))
         for slot, tokens in zip(slots.tolist(), new.tolist(), strict=True):
-            self._count_for_tenant(slot, tokens)
+            self._count_one(slot, tokens)
         table.note_charged(slots)
 
-    def _count_for_tenant(self, slot: int, tokens: int) -> None:
+    def _count_one(self, slot: int, tokens: int) -> None:
         opened = self._table.info[slot]
+        if opened is None:
+            return
+        if not self.has_policy:
+            self._add_unmatched(_user(opened), tokens)
         # The first token of a request that another engine decodes is generated there once more.
-        if opened is not None and not opened.remote_decode:
+        if not opened.remote_decode:
             self._by_tenant[opened.tenant, opened.model] += tokens
 
-    def charged(self) -> dict[str, int]:
-        """Count the tokens of all live requests; return the tokens that were counted of each, by its id."""
+    def charged(self, reported_session_id: str = "") -> dict[str, int]:
+        """Count the tokens of all live requests; return the tokens that were counted of each, by its id.
+
+        reported_session_id: as in Snapshot. An earlier session's counts are old if a later stream has brought tokens
+        elsewhere.
+        """
         self._count()
         counted = {opened.request_id: int(self._table.charged_tokens[slot]) for slot, opened in self._table.requests()}
-        carried, self._carried = self._carried, {}
-        return carried | counted
+        carried, self._carried = self._carried, NOTHING_CARRIED
+        return {**carried.tokens, **counted} if reported_session_id in ("", carried.session_id) else counted
+
+    def hand_on(self, session_id: str) -> Carried:
+        """Count the tokens of all live requests; return what the engine's next session must know of this one, or of an
+        earlier one if this one has had no snapshot."""
+        return self._carried if self._carried.session_id else Carried(session_id, self.charged())
 
     def resume(self, charged: Mapping[str, int]) -> None:
         """Note how many tokens of the live requests were counted before the engine's newest snapshot, so that tokens
-        that no report brought count too."""
+        that no report brought count too. The snapshot itself says it of all other requests."""
         for slot, opened in self._table.requests():
             if (tokens := charged.get(opened.request_id)) is not None:
                 self._table.resume_charge(slot, tokens)
@@ -119,6 +178,10 @@ class Charges:
         self._indices = {names: index for index, names in enumerate(self._sets)}
         for slot in self._table.slots().tolist():
             self._table.set_budget_set(slot, self._indices[used[int(self._table.budget_set[slot])]])
+
+
+def _user(told: agent_pb2.RequestOpened | agent_pb2.EndedThinking) -> User:
+    return User(told.model, told.tenant, told.slo_class, told.effort)
 
 
 def _without_debts(counts: Counter[K]) -> tuple[Counter[K], Counter[K]]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.budgets.stages import UNSHORTENED, stage_of
+from meridian_control.budgets.charges import NOTHING_CARRIED
+from meridian_control.budgets.stages import UNSHORTENED, matching, stage_of
 from meridian_control.budgets.token_bucket import Account, charged, left, left_ratio
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import policy_pb2
 
-    from meridian_control.budgets.charges import Charges
+    from meridian_control.budgets.charges import Carried, Charges
     from meridian_control.budgets.store import BudgetStore
     from meridian_control.policy.shortening_schema import BudgetPolicy
 
@@ -40,28 +41,35 @@ class FleetBudgets:
         self._accounts: dict[str, Account] = {}
         self._unsaved: Counter[str] = Counter()
         # By engine id, the incarnation and the counted tokens of its live requests when its stream ended.
-        self._carried: dict[str, tuple[str, dict[str, int]]] = {}
+        self._carried: dict[str, tuple[str, Carried]] = {}
 
     def add(self, tokens: Mapping[str, int]) -> None:
         """Add thinking tokens of this replica's engines, by the budget's name."""
         self.counted.update(tokens)
         self._unsaved.update(tokens)
 
-    def carry(self, engine: tuple[str, str], charges: Charges) -> None:
-        """Keep what a stream that ends has counted, for the next stream of the engine. engine: id and incarnation."""
-        counted = charges.charged()
+    def collect(self, charges: Charges) -> None:
+        """Add what a session has counted since the last call."""
         self.add(charges.take())
-        self._carried[engine[0]] = engine[1], counted
+        for user, tokens in charges.take_unmatched().items():
+            budgets = matching(self.budgets.values(), model.Who(*user))
+            self.add(dict.fromkeys((budget.name for budget in budgets), tokens))
 
-    def carried(self, engine: tuple[str, str], replaced: Iterable[Charges]) -> dict[str, int]:
-        """Return what the engine's previous stream has counted, by request id; empty if nothing is known.
+    def carry(self, engine: tuple[str, str], session_id: str, charges: Charges) -> None:
+        """Keep what a session that ends has counted, for the next one of the engine. engine: id and incarnation."""
+        carried = charges.hand_on(session_id)
+        self.collect(charges)
+        self._carried[engine[0]] = engine[1], carried
 
-        replaced: the charges of streams whose end was not noticed yet.
+    def carried(self, engine: tuple[str, str], replaced: Mapping[str, Charges]) -> Carried:
+        """Return what the engine's previous session on this replica has counted; nothing if it is not known.
+
+        replaced: the charges of sessions whose end was not noticed yet, by session id.
         """
-        for charges in replaced:
-            self.carry(engine, charges)
-        incarnation, counted = self._carried.pop(engine[0], ("", {}))
-        return counted if incarnation == engine[1] else {}
+        for session_id, charges in replaced.items():
+            self.carry(engine, session_id, charges)
+        incarnation, carried = self._carried.pop(engine[0], ("", NOTHING_CARRIED))
+        return carried if incarnation == engine[1] else NOTHING_CARRIED
 
     def forget(self, engine_ids: Iterable[str]) -> None:
         """Drop what is kept of engines that did not come back."""

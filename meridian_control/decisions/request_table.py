@@ -172,8 +172,9 @@ class RequestTable(DecidedColumns):
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
-        # Thinking before the request was opened has been counted for budgets where it happened.
-        self.think_tokens[slot] = self.charged_tokens[slot] = opened.think_tokens
+        # Thinking from before, unless no stream has brought it, has been counted for budgets where it happened.
+        self.think_tokens[slot] = opened.think_tokens
+        self.charged_tokens[slot] = max(0, opened.think_tokens - opened.unreported_think_tokens)
         self.output_tokens[slot] = opened.output_tokens
         self.preempted[slot], self.queued[slot] = opened.preempted, opened.queued
         self.own_min_think_tokens[slot] = opened.min_think_tokens

@@ -60,9 +60,8 @@ class BudgetSharing:
         # Clients choose the names of tenants, so sessions must not keep them for long.
         async for session in in_turns(sessions):
             fleet.tenants.take([session.charges])
+            budgets.collect(session.charges)
         if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
-            async for session in in_turns(sessions):
-                budgets.add(session.charges.take())
             await self._exchange()
             before = budgets.stages
             budgets.find_stages(fleet.clock())

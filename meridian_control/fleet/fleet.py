@@ -111,9 +111,9 @@ class Fleet:
         same = (hello.engine_id, hello.incarnation)
         # An agent has one stream, so an older stream has ended although its end was not noticed yet.
         replaced = [c for c in self._by_engine.get(hello.engine_id, ()) if c.session.identity == same]
-        charged = self.budgets.carried(same, [older.session.charges for older in replaced])
+        carried = self.budgets.carried(same, {c.session.session_id: c.session.charges for c in replaced})
         shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
-        session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, charged=charged)
+        session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, carried=carried)
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session)
         self.note(session, hello_record(session, now))
@@ -251,7 +251,7 @@ class Fleet:
     def leave(self, connection: Connection, reason: str) -> None:
         """End a session and count the reason."""
         if connection in self.connections:
-            self.budgets.carry(connection.session.identity, connection.session.charges)
+            self.budgets.carry(connection.session.identity, connection.session.session_id, connection.session.charges)
         self.tenants.take([connection.session.charges])
         self._disconnect(connection)
         self._counted.discard(connection)

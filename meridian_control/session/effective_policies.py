@@ -88,7 +88,7 @@ class Groups:
         self._pressure.apply(policy.pressure, now_ms)
         if self.policy is not None:
             self._charges.settle_all()
-        self.policy, self.revision = policy, revision
+        self.policy, self.revision, self._charges.has_policy = policy, revision, True
         self._policies, self._shortenings, self._unshortened = [policy], [None], [policy]
         before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)

@@ -53,21 +53,26 @@ class Intake:
         # Step of each entry of the newest report, by the fields whose entries belong to single steps.
         self._steps: dict[str, list[int]] = {}
 
-    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
-        """Replace the table's requests by those of a snapshot. Raises ValueError if one of them is out of range."""
+    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> bool:
+        """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer, because
+        the snapshot says unreported thinking. Raises ValueError if a request is out of range."""
         _check_length("requests", snapshot.requests)
-        charged = self._charges.charged()
+        _check_length("ended", snapshot.ended)
+        charged = self._charges.charged(snapshot.reported_session_id)
         self._table.clear()
         for opened in snapshot.requests:
             self._table.open(opened, now_ms)
         # The agent may hold ranks that were decided before the snapshot.
         self._table.forget_ranks()
         self._charges.resume(charged)
+        for ended in snapshot.ended:
+            self._charges.add_ended(ended)
         self._shadow.new_stream()
         if self._journal is not None:
             self._journal.snapshot(snapshot.requests, self._sample_ratio)
         for opened in snapshot.requests:
             self._groups.assign(opened.slot, opened)
+        return bool(snapshot.ended) or any(opened.unreported_think_tokens for opened in snapshot.requests)
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.

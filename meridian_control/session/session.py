@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.budgets.charges import Charges
+from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
@@ -56,8 +56,8 @@ class Session:
 
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
     streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
-    became of requests that were to be handed over, both over all engines. `charged` has the thinking tokens that an
-    earlier stream has counted for budgets, by request id. `pressure` measures the targets of the engine's requests.
+    became of requests that were to be handed over, both over all engines. `carried` has the thinking tokens that an
+    earlier session has counted for budgets. `pressure` measures the targets of the engine's requests.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Session:
         *,
         experiments: Experiments | None = None,
         handovers: Handovers | None = None,
-        charged: Mapping[str, int] | None = None,
+        carried: Carried = NOTHING_CARRIED,
     ) -> None:
         _check(hello)
         self.session_id, self.hello, self.connected_at = session_id, hello, now
@@ -85,7 +85,7 @@ class Session:
         self.last_report: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
-        self.charges = Charges(self.table, charged or {})
+        self.charges = Charges(self.table, carried)
         self.pressure = EnginePressure(self.table, self.totals.pressure_changes, self.totals.pressure_missed)
         counts = experiments or Experiments()
         self._groups = Groups(
@@ -299,12 +299,12 @@ class Session:
         # A freeze has ended all forced ends, so none is kept after it.
         under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
-        self._intake.begin_anew(snapshot, self._clock_ms(now))
+        awaited = self._intake.begin_anew(snapshot, self._clock_ms(now))
         self.handovers.begin_anew(snapshot, now)
         self._go_on(under_way)
         self._ledger.forget_gone()
         self._ledger.step = snapshot.step
-        return self._decide(now)
+        return self._respond(now, self._ends_of_thinking(reported=False), awaited)
 
     def _ends_under_way(self) -> list[tuple[Decision, int]]:
         """Return the forced ends without an outcome, each with the rule that the table holds for its request."""

@@ -933,31 +933,85 @@ Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """All live requests of the engine, from which the control plane can take over."""
+    """All live requests of the engine, from which the control plane can take over; and the thinking that no stream has
+    brought, so that it still counts. The control plane answers a Snapshot that says such thinking at once.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    REPORTED_SESSION_ID_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the newest engine step that the snapshot includes."""
+    reported_session_id: _builtins.str
+    """Welcome.session_id of the newest stream that has brought thinking tokens, empty if none has. A replica that still
+    knows this session knows better than unreported_think_tokens how many tokens have arrived.
+    """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
         """The live requests."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedThinking]:
+        """Thinking of requests that have ended while the engine had no stream; each entry is sent once per stream. Requests
+        with remote_decode are left out. An older agent leaves the field out.
+        """
 
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         requests: _abc.Iterable[Global___RequestOpened] | None = ...,
+        ended: _abc.Iterable[Global___EndedThinking] | None = ...,
+        reported_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "reported_session_id", b"reported_session_id", "requests", b"requests", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class EndedThinking(_message.Message):
+    """Thinking tokens of requests that have ended, which no report has brought: summed by what thinking budgets match on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in RequestOpened. All four texts are "(other)" in the last entry if the requests have too many combinations."""
+    tenant: _builtins.str
+    """As in RequestOpened."""
+    slo_class: _builtins.str
+    """As in RequestOpened."""
+    effort: _builtins.str
+    """As in RequestOpened."""
+    think_tokens: _builtins.int
+    """Number of thinking tokens."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        effort: _builtins.str = ...,
+        think_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "model", b"model", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedThinking: _TypeAlias = EndedThinking  # noqa: Y015
 
 @_typing.final
 class RequestOpened(_message.Message):
@@ -985,6 +1039,7 @@ class RequestOpened(_message.Message):
     HAND_OVER_CANDIDATE_FIELD_NUMBER: _builtins.int
     HANDED_OVER_REF_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    UNREPORTED_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -1039,6 +1094,10 @@ class RequestOpened(_message.Message):
     """Whether the request waits for its first step, and StepReport.joined will have its queueing time. False if the agent
     did not see vLLM add the request.
     """
+    unreported_think_tokens: _builtins.int
+    """How many of think_tokens no earlier stream has brought; non-zero only in a Snapshot. An older agent leaves the field
+    out, so that none of them counts.
+    """
     def __init__(
         self,
         *,
@@ -1062,10 +1121,11 @@ class RequestOpened(_message.Message):
         hand_over_candidate: _builtins.bool = ...,
         handed_over_ref: _builtins.str = ...,
         queued: _builtins.bool = ...,
+        unreported_think_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

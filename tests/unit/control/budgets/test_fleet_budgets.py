@@ -6,12 +6,14 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from meridian.v1 import agent_pb2
 
-from meridian_control.budgets.charges import Charges
+from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.stages import LOWER_CAP, SOFT_CLOSE
 from meridian_control.budgets.token_bucket import Account, charged
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.decisions.request_table import RequestTable
 from tests.fakes.tables import policy, table, thinking
 
 if TYPE_CHECKING:
@@ -109,16 +111,33 @@ def test_the_policy_in_force_sets_the_limits() -> None:
 
 def test_what_a_stream_counted_is_for_the_next_stream_of_the_same_process() -> None:
     made, rows = replica(), table(thinking(think_tokens=7, budget_set=1))
-    charges = Charges(rows, {})
+    charges = Charges(rows)
+    charges.has_policy = True
     charges._sets.append(("a",))
-    made.carry(("e", "1"), charges)
+    known = Carried("s", {"r0": 7})
+    made.carry(("e", "1"), "s", charges)
     assert made.counted == {"a": 7}
-    assert made.carried(("e", "1"), []) == {"r0": 7}
-    assert made.carried(("e", "1"), []) == {}, "once"
-    assert made.carried(("e", "1"), [charges]) == {"r0": 7}, "the older stream has not ended yet"
-    made.carry(("e", "1"), charges)
-    assert made.carried(("e", "2"), []) == {}, "the engine's process is another one"
-    made.carry(("e", "1"), charges)
+    assert made.carried(("e", "1"), {}) == known
+    assert made.carried(("e", "1"), {}) == NOTHING_CARRIED, "once"
+    assert made.carried(("e", "1"), {"s": charges}) == known, "the older stream has not ended yet"
+    made.carry(("e", "1"), "s", charges)
+    assert made.carried(("e", "2"), {}) == NOTHING_CARRIED, "the engine's process is another one"
+    made.carry(("e", "1"), "s", charges)
     made.forget(["e"])
-    assert made.carried(("e", "1"), []) == {}
+    assert made.carried(("e", "1"), {}) == NOTHING_CARRIED
     assert made.counted == {"a": 7}
+
+
+def test_tokens_of_a_session_without_a_policy_count_for_the_budgets_that_match() -> None:
+    names = {"acme": "acme", "all": "*", "other": "else"}
+    budgets = [{"name": name, "tenant": tenant, "tokens_per_day": 9} for name, tenant in names.items()]
+    made, rows = FleetBudgets(), RequestTable(1)
+    made.set_budgets([policy(budget=budgets)])
+    rows.open(agent_pb2.RequestOpened(tenant="acme", think_tokens=50, unreported_think_tokens=7))
+    charges = Charges(rows)
+    charges.add_ended(agent_pb2.EndedThinking(tenant="acme", think_tokens=100))
+    charges.add_ended(agent_pb2.EndedThinking(tenant="third", think_tokens=1000))
+    made.collect(charges)
+    made.collect(charges)
+    assert made.counted == {"acme": 107, "all": 1107}
+    assert charges.take_by_tenant() == {("acme", ""): 107, ("third", ""): 1000}

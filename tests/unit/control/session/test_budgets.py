@@ -8,8 +8,10 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.budgets.charges import OTHERS, Carried
 from meridian_control.budgets.charges import ROOM as SETS_ROOM
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.session.session import Session
 from tests.fakes.engine import TEXT
@@ -288,7 +290,7 @@ def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     made.step(5)
     counted = made.session.charges.charged()
     assert (counted, made.session.charges.take()) == ({"a": 5}, {"acme": 5})
-    again = Session("s2", made.hello, made.now, charged=counted)
+    again = Session("s2", made.hello, made.now, carried=Carried("s", counted))
     again.on_message(snapshot(30), made.now)
     settings = again.on_policy(1, budgeted())[0].settings
     status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=1)
@@ -296,6 +298,78 @@ def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     assert again.charges.take() == {"acme": 25}
     again.on_message(snapshot(31), made.now)
     assert again.charges.take() == {"acme": 1}, "what was carried over holds for the first snapshot only"
+
+
+def from_another_replica(reported_session_id: str = "", **fields: Any) -> agent_pb2.ConnectRequest:
+    """Return a snapshot whose request has 30 thinking tokens, of which no stream has brought 4."""
+    said = snapshot(30)
+    said.snapshot.requests[0].unreported_think_tokens = 4
+    said.snapshot.MergeFrom(agent_pb2.Snapshot(reported_session_id=reported_session_id, **fields))
+    return said
+
+
+def test_a_snapshot_says_what_no_stream_has_brought() -> None:
+    made = stream(budgeted())
+    ended = agent_pb2.EndedThinking(tenant="acme", model="m", effort="high", think_tokens=100)
+    responses = made.session.on_message(from_another_replica(ended=[ended]), made.now)
+    assert [response.directives.step for response in responses] == [9], "the agent waits for the answer"
+    assert made.session.charges.take() == {"acme": 4}
+    assert made.session.charges.take_by_tenant() == {("acme", ""): 4, ("acme", "m"): 100}
+    assert dict(made.session.charges.take_unmatched()) == {("m", "acme", "", "high"): 100}
+    assert not made.session.charges.take_unmatched()
+    made.session.on_message(snapshot(31), made.now)
+    assert made.session.charges.take() == {"acme": 1}
+    ended.tenant = "t" * 1025
+    with pytest.raises(InvalidRequest, match="at most 1024 characters"):
+        made.session.on_message(from_another_replica(ended=[ended]), made.now)
+
+
+def test_a_snapshot_is_answered_at_once_if_it_says_what_no_stream_has_brought() -> None:
+    made = Stream()
+    assert made.session.on_message(snapshot(30), made.now) == []
+    (response,) = made.session.on_message(from_another_replica(), made.now)
+    assert response.directives == agent_pb2.Directives(step=9)
+    ended = agent_pb2.Snapshot(step=10, ended=[agent_pb2.EndedThinking(think_tokens=1)])
+    (response,) = made.session.on_message(agent_pb2.ConnectRequest(snapshot=ended), made.now)
+    assert response.directives == agent_pb2.Directives(step=10)
+
+
+@pytest.mark.parametrize(("reported", "tokens"), [("s", 25), ("", 25), ("elsewhere", 4)])
+def test_what_an_older_session_counted_is_not_carried_past_another_replica(reported: str, tokens: int) -> None:
+    made = stream(budgeted())
+    again = Session("s3", made.hello, made.now, carried=Carried("s", {"a": 5}))
+    again.on_message(from_another_replica(reported), made.now)
+    again.charges.take()
+    assert again.charges.take_by_tenant() == {("acme", ""): tokens}
+
+
+def test_a_session_without_a_snapshot_hands_on_what_it_was_given() -> None:
+    made, carried = stream(budgeted()), Carried("s", {"a": 5})
+    again = Session("s3", made.hello, made.now, carried=carried)
+    assert again.charges.hand_on("s3") == carried
+    again.on_message(snapshot(30), made.now)
+    assert again.charges.hand_on("s3") == Carried("s3", {"a": 30})
+
+
+def test_tokens_from_before_the_policy_wait_for_their_budgets() -> None:
+    """The agent confirms a policy a little after its snapshot, and usage may be stored in between."""
+    made = Stream()
+    made.open("a", tenant="acme", effort="high")
+    made.step(3)
+    assert made.session.charges.take() == {}
+    made.apply(budgeted())
+    made.step(2)
+    assert made.session.charges.take() == {"acme": 2, "high": 2}
+    assert dict(made.session.charges.take_unmatched()) == {("model", "acme", "slo", "high"): 3}
+
+
+def test_users_without_a_policy_are_bounded() -> None:
+    made = Stream()
+    for number in range(SETS_ROOM + 3):
+        ended = agent_pb2.EndedThinking(tenant=f"t{number}", think_tokens=2)
+        made.session.charges.add_ended(ended)
+    counted = made.session.charges.take_unmatched()
+    assert (len(counted), counted[OTHERS], counted.total()) == (SETS_ROOM + 1, 6, 2 * (SETS_ROOM + 3))
 
 
 def test_a_new_budget_begins_with_the_tokens_from_now_on() -> None:
