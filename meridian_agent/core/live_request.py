@@ -128,11 +128,15 @@ class LiveRequest:
     # The answer has begun; and the thinking tokens that were taken for the count of the engine's.
     answered: bool = False
     taken_think_tokens: int = 0
+    # Thinking tokens from before the agent saw the request, and later those that streams have brought.
+    told_think_tokens: int = 0
     run: CountedSteps | None = None
-    # Row of the request in the run, -1 while it is not a member; and the tokens counted by the run that `own_state`
-    # includes.
+    # Row in the run, -1 while the request is not a member; and the tokens counted there that `own_state` includes.
     run_row: int = -1
     applied_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.told_think_tokens = self.own_state.think_tokens
 
     @property
     def state(self) -> PhaseState:
@@ -196,7 +200,7 @@ class LiveRequest:
     def opened_row(self) -> tuple[Any, ...]:
         """Return the fields of RequestOpened, copied so that another thread may read them."""
         s, queued = self.state, self.queued_s is not None
-        tokens = int(s.phase), s.think_tokens, s.output_tokens
+        tokens = int(s.phase), s.think_tokens, s.output_tokens, self.untold_think_tokens
         return (self.slot, self.info, *tokens, self.forced, self.preempted, queued)
 
     # ----------------------------------------------------------------------------------------------- caps and endings
@@ -337,6 +341,15 @@ class LiveRequest:
         """Return the thinking tokens since the last call; below 0 if a marker has taken tokens back."""
         before, self.taken_think_tokens = self.taken_think_tokens, self.think_tokens
         return self.taken_think_tokens - before
+
+    def note_told(self, think_tokens: int) -> None:
+        """Note that streams have brought the request's first `think_tokens` thinking tokens."""
+        self.told_think_tokens = think_tokens
+
+    @property
+    def untold_think_tokens(self) -> int:
+        """Thinking tokens that no stream before the present one has brought."""
+        return max(0, self.think_tokens - self.told_think_tokens)
 
     def reread(self, state: PhaseState, default_cap: int | None, default_reserve: int, known_from: int) -> None:
         """Replace the state, because the request's tokens have been read with other markers. known_from: step of the

@@ -3,6 +3,7 @@ engine has queued it. Names the outcomes of decisions, which the record carries,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import Phase
+from meridian_agent.core.phases import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, Phase
 from meridian_agent.core.step_signals import SignalBytes, first_rows
 
 if TYPE_CHECKING:
@@ -205,6 +206,18 @@ class StepRecord:
         self.phases = [phase for phase, n in zip(phases, lengths, strict=False) for _ in range(n)] + phases[members:]
         spread = [row for first, n in zip(firsts, lengths, strict=True) for row in range(first, first + n)]
         self.rows = spread + rows[members:]
+
+    def think_tokens(self) -> Counter[int]:
+        """Return the thinking tokens of the rows by slot; below 0 if a marker has taken tokens back."""
+        self.spread()
+        counted: Counter[int] = Counter()
+        # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
+        for slot, phase, flags in zip(self.slots, self.phases, self.row_flags(), strict=False):
+            if not flags & FLAG_MARKER:
+                counted[slot] += phase == THINK
+            elif not flags & FLAG_FROM_OUTPUT:
+                counted[slot] -= flags >> TAKE_BACK_SHIFT
+        return counted
 
     def row_flags(self) -> list[int]:
         """Return the flags of each row; for a member of the run these are only the ends of sentences and paragraphs of

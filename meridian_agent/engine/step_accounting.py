@@ -64,6 +64,7 @@ class StepAccounting:
         self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
         self._phase_numbers, self._calm, self._outbox, self._is_async = phase_numbers, calm, outbox, is_async
         self._lease = lease
+        outbox.unreported.live = tracker.by_id
         # The agent's state, a meridian.v1.AgentState; and the times, on the link's clock, at which the newest step's
         # schedule began and at which outputs were processed last.
         self.state = 0
@@ -239,4 +240,5 @@ class StepAccounting:
         self._probing.held.pop(live, None)
         self._directives.close(live)
         self._hand_over.closing(live, finish_reason)
+        self._outbox.unreported.close(live)
         self._tracker.close(live, FINISH_REASON.get(finish_reason, 0))

@@ -271,8 +271,10 @@ class Link:
         elif kind == "welcome":
             self.inbox.begin()
             self.outbox.byte_columns = response.welcome.reads_byte_columns
+            self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
             self.lease.found()
+            self.mailbox.while_idle(self.outbox.begin_idle)
             self.lease.say_state()
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)

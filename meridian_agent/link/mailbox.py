@@ -118,6 +118,12 @@ class Mailbox:
                 ring.put(agent_pb2.ConnectRequest(step=report))
             self._inbox.put(directives)
 
+    def while_idle(self, tell: Callable[[], None]) -> None:
+        """Call `tell` if the engine is idle, and keep it idle meanwhile. tell: must not wait."""
+        with self._lock:
+            if self._lease.idle:
+                tell()
+
     def lose_stream(self) -> None:
         """Note in the lease that the stream has ended."""
         with self._lock:

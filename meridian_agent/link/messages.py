@@ -32,7 +32,7 @@ PROBE_COLUMNS = (
 
 
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
-    slot, info, phase, think_tokens, output_tokens, forced, preempted, queued = row
+    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, forced, preempted, queued = row
     return agent_pb2.RequestOpened(
         slot=slot,
         request_id=clean(info.request_id, MAX_ID),
@@ -54,6 +54,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         forced=forced,
         preempted=preempted,
         queued=queued,
+        unreported_think_tokens=untold_think_tokens,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import queue
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
@@ -18,11 +18,13 @@ from meridian_agent.core.token_cycles import LoopSearch
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
 from meridian_agent.link.messages import mergeable, opened_message, step_report
 from meridian_agent.link.record_queue import RecordQueue
+from meridian_agent.link.unreported import SILENT_S, Unreported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from meridian_agent.link.lease import Lease
+    from meridian_agent.link.unreported import Group
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
@@ -37,8 +39,20 @@ ROUND_TRIP_STEPS = 256
 
 @dataclass(slots=True)
 class SnapshotRecord:
+    """A snapshot to send: the rows of its requests, and the unreported thinking tokens of ended ones. session_id:
+    session of the newest stream that has brought tokens."""
+
     step: int
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    rows: list[tuple[Any, ...]]
+    ended: list[tuple[Group, int]]
+    session_id: str
+
+    def message(self) -> agent_pb2.ConnectRequest:
+        snapshot = agent_pb2.Snapshot(step=self.step, requests=map(opened_message, self.rows))
+        snapshot.reported_session_id = self.session_id
+        for group, think_tokens in self.ended:
+            snapshot.ended.add(think_tokens=think_tokens, **group._asdict())
+        return agent_pb2.ConnectRequest(snapshot=snapshot)
 
 
 # A message of the link's own thread, a record of the engine's, or None, which ends the sender.
@@ -55,13 +69,15 @@ class Outbox:
         # The ring of the current stream. Each stream has its own ring, so that the sender of an old stream cannot take
         # records of the next stream; None ends the sender.
         self.ring: RecordRing = RecordQueue()
-        # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread.
+        # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread, or on the
+        # link's while the engine is idle.
         self.snapshot_due = False
         # Whether the stream's control plane reads token rows as bytes; set before the stream's first report.
         self.byte_columns = False
         # Returns the values of COUNTERS for a report that is about to be sent; they are totals.
         self.counters: Callable[[], tuple[float, ...]] = tuple
         self._streaming = False
+        self.unreported = Unreported()
         self.reports_dropped = 0
         # Outcomes of dropped records, kept so that each decision still gets its one outcome.
         self._kept_outcomes: list[tuple[int, int, int, str]] = []
@@ -85,22 +101,26 @@ class Outbox:
         lease = self._lease
         if not lease.connected or self._inbox.new_stream_waits():
             self._streaming = False
+            self.unreported.lose(record)
             return
         self._outcomes_in += len(record.outcomes)
         if self._outcomes_in - self._outcomes_out > INBOX_DECISIONS:
             self._give_up("outcomes wait to be sent")
         if self.ring.qsize() >= RING_RECORDS:
             self._streaming = False
+            self.unreported.lose(record)
             self.reports_dropped += 1
             self._kept_outcomes += record.outcomes
             if lease.idle:
                 # No later record could carry these outcomes.
                 self._restart()
             return
+        record.ended_s = now = lease.clock()
+        if lease.unheard_since is not None and now - lease.unheard_since > SILENT_S:
+            self.unreported.fall_silent(record)
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)
         record.urgent = record.urgent or lease.idle
-        record.ended_s = now = lease.clock()
         lease.asks(now)
         self.ring.lay(record, record.presses)
 
@@ -112,8 +132,10 @@ class Outbox:
             return False
         if ring.qsize() >= RING_RECORDS:
             return False
-        if lease.unheard_since is None:
+        if (since := lease.unheard_since) is None:
             lease.asks(step[1])
+        elif step[1] - since > SILENT_S:
+            return False
         ring.lay(step)
         return True
 
@@ -134,13 +156,15 @@ class Outbox:
         decisions of the old stream, so their outcomes are dropped."""
         if self.snapshot_due:
             self._kept_outcomes = []
+            self.unreported.begin_stream(record)
         self.snapshot_due, self._streaming = False, True
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
         record.handed_over = []
         record.text = record.lengths = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
-        self.ring.lay(SnapshotRecord(record.step, snapshot()), presses=True)
+        said = snapshot(), self.unreported.tell(record.step), self.unreported.reported_session_id
+        self.ring.lay(SnapshotRecord(record.step, *said), presses=True)
 
     def resync(self) -> None:
         """Send a snapshot of all live requests before the next record."""
@@ -164,9 +188,18 @@ class Outbox:
         """Number of messages on the ring above the largest number of records."""
         return self.ring.qsize() - RING_RECORDS
 
+    def begin_idle(self) -> None:
+        """Send a new stream of an engine without requests the unreported tokens of those that have ended. The caller
+        keeps the engine idle."""
+        step, ended = self.unreported.tell_idle()
+        if ended:
+            self._kept_outcomes, self.snapshot_due, self._streaming = [], False, True
+            self.ring.put(SnapshotRecord(step, [], ended, self.unreported.reported_session_id).message())
+
     def answered(self, step: int) -> None:
-        """Measure the round trip of the report of this step. A later answer that names the same step answers another
-        message, and is ignored."""
+        """Note the answer to all steps up to this one, and measure the round trip of the report of this step. A later
+        answer that names the same step answers another message, and measures nothing."""
+        self.unreported.heard(step)
         if queued := self._queued.pop(step % ROUND_TRIP_STEPS, None):
             self.round_trip_ms = (self._lease.clock() - queued) * 1e3
 
@@ -191,8 +224,7 @@ class Outbox:
                 yield item
             elif isinstance(item, SnapshotRecord):
                 ring.took(1)
-                rows = [opened_message(row) for row in item.rows]
-                yield agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=item.step, requests=rows))
+                yield item.message()
             else:
                 if 0 < (rests_s := reported_s + REST_S - self._lease.clock()) <= REST_S:
                     ring.rest(rests_s)

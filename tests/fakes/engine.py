@@ -16,7 +16,7 @@ from meridian_agent.core.step_record import Outcome, Tier
 from meridian_agent.core.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from meridian.v1 import agent_pb2
@@ -41,6 +41,8 @@ class FakeEngine:
         self.step = 0
         self.records: list[StepRecord] = []
         self._masks: dict[str, dict[int, int]] = {}
+        # Receives each request that ends, as the link does from the agent.
+        self.ending: Callable[[LiveRequest], None] = lambda _: None
 
     @property
     def live(self) -> dict[str, LiveRequest]:
@@ -114,6 +116,7 @@ class FakeEngine:
             self.free(name)
         self.directives.close(tr)
         self.directives.hand_overs.close(tr, FINISH_REASONS[reason], handed_over)
+        self.ending(tr)
         self.tracker.close(tr, reason)
 
     def abort(self, name: str) -> None:

@@ -70,6 +70,8 @@ class LinkedEngine:
             credentials=credentials,
             limits=self.limits.bounded,
         )
+        unreported = self.link.outbox.unreported
+        unreported.live, self.engine.ending = self.engine.live, unreported.close
 
     def hello(self) -> agent_pb2.Hello:
         link = self.link

@@ -71,9 +71,12 @@ class Process:
         assert self.popen is not None
         return await asyncio.to_thread(self.popen.wait, STOP_S)
 
-    async def terminate(self) -> int:
+    def signal(self, number: int) -> None:
         assert self.popen is not None
-        self.popen.send_signal(signal.SIGTERM)
+        self.popen.send_signal(number)
+
+    async def terminate(self) -> int:
+        self.signal(signal.SIGTERM)
         return await self.ended()
 
     def kill(self) -> None:

@@ -4,6 +4,7 @@ replica loses only what it had not stored, and stages reach every engine."""
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,9 @@ def budgeted(tokens: int, shadow: bool = False) -> Policy:
 
 
 def thought(*engines: LinkedEngine, tenant: str = "acme") -> int:
-    """Return the thinking tokens of the engines' live requests of a tenant, without each request's first token.
-
-    The first step of a stream sends a snapshot, whose tokens count where they were generated.
-    """
+    """Return the thinking tokens of the engines' live requests of a tenant."""
     live = [live for engine in engines for live in engine.engine.live.values()]
-    return sum(one.state.think_tokens - 1 for one in live if one.info.tenant == tenant)
+    return sum(one.state.think_tokens for one in live if one.info.tenant == tenant)
 
 
 # --------------------------------------------------------------------------------------------------------- one replica
@@ -134,13 +132,13 @@ async def test_usage_outlives_a_restart_and_a_store_that_is_away(
             await stepped(control, engine, 40)
             await control.parts.budgets.share()
             acme, _ = control.parts.whole.budgets().budgets
-            assert (acme.used_tokens, acme.unsaved_tokens, acme.stage) == (54, 40, SOFT_CLOSE)
+            assert (acme.used_tokens, acme.unsaved_tokens, acme.stage) == (55, 40, SOFT_CLOSE)
         await control.parts.budgets.share()
         assert control.parts.whole.budgets().budgets[0].unsaved_tokens == 0
         await control.kill()
         await control.start()
         acme, _ = control.parts.whole.budgets().budgets
-        assert (acme.used_tokens, acme.stage) == (54, SOFT_CLOSE)
+        assert (acme.used_tokens, acme.stage) == (55, SOFT_CLOSE)
         await until(lambda: engine.link.lease.revision == control.fleet.revision and control.fleet.connections)
 
 
@@ -180,7 +178,7 @@ async def test_a_stop_loses_nothing(tmp_path: Path) -> None:
         await process.started()
         async with client(process) as asked:
             answer = await asked.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest())
-        assert [int(entry.used_tokens) for entry in answer.budgets] == [thought(engine)] * 2 == [19, 19]
+        assert [int(entry.used_tokens) for entry in answer.budgets] == [thought(engine)] * 2 == [20, 20]
     finally:
         process.kill()
     assert "Traceback" not in process.log()
@@ -261,7 +259,7 @@ async def test_two_replicas_and_eight_engines_count_exactly_and_a_killed_replica
             await until_answer(lambda process=process: pair.used(process, "all"), every)
 
         # Nothing that was stored is lost. A replica stores its tokens every second, so that it loses those of one
-        # second, and what its engines generate until they have another stream.
+        # second, and the reports under way.
         assert SHARE_S <= 5
         orphans = pair.engines[:4]
         stored = thought(*orphans)
@@ -285,6 +283,54 @@ async def test_two_replicas_and_eight_engines_count_exactly_and_a_killed_replica
         await until_answer(nearly_all, True)
         again = await replicated.started()
         await until_answer(lambda: pair.used(again), await pair.used(pair.two))
+
+
+async def test_what_engines_think_without_a_stream_counts_at_the_replica_that_takes_them_over(
+    replicated: Replicated,
+) -> None:
+    async with paired(replicated, budgeted(10**9, shadow=True)) as pair:
+        pair.step(40)
+        stored = thought(*pair.engines)
+        await until_answer(lambda: pair.used(pair.two), stored)
+        orphans, idle = pair.engines[:4], pair.engines[3]
+        # The other replica answers nobody, so no engine finds a stream.
+        pair.two.signal(signal.SIGSTOP)
+        pair.one.kill()
+        await until(lambda: not any(engine.link.lease.connected for engine in orphans))
+
+        ended = 0
+        for engine in orphans:
+            for number in range(REQUESTS):
+                name = f"{engine.engine_id}-brief{number}"
+                engine.open(name, tenant="acme", max_tokens=100_000)
+                pair.step(50 + number, engine)
+                for gone in (name, f"{engine.engine_id}-{number}"):
+                    if gone == name or number < 2 or engine is idle:
+                        live = engine.engine.live[gone]
+                        ended += live.state.think_tokens if live.info.tenant == "acme" else 0
+                        engine.engine.finish(gone)
+            pair.step(1, engine)
+        assert idle.link.lease.idle
+        assert not any(engine.link.lease.connected for engine in orphans)
+        pair.two.signal(signal.SIGCONT)
+        async with client(pair.two) as asked:
+
+            async def moved() -> bool:
+                pair.step(1, *orphans[:3])
+                told = {name.split("-")[0] for name in await asked.requests(local_only=True)}
+                return {engine.engine_id for engine in orphans[:3]} <= told
+
+            await until_answer(moved, True)
+        whole = ended + thought(*pair.engines)
+        assert whole > 3 * stored
+        await until_answer(lambda: pair.used(pair.two), whole)
+
+        def billed() -> int:
+            rows = [row for row in pair.two.metrics().splitlines() if row.startswith("meridian_tenant_think_tokens_t")]
+            return sum(int(float(row.split()[-1])) for row in rows if 'tenant="acme"' in row)
+
+        # The replica that was killed had counted what its engines had thought before.
+        await until(lambda: billed() == whole - stored // 2)
 
 
 async def test_a_budget_of_the_fleet_shortens_thinking_on_every_replica(replicated: Replicated) -> None:

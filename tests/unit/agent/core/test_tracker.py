@@ -165,8 +165,8 @@ def test_opened_rows_are_copies() -> None:
     (row,) = tracker.record.opened
     tracker.feed(tr, [TEXT, TEXT, END, TEXT], 0)
     tr.forced = tr.preempted = True
-    assert row == (0, info("a", 9), Phase.THINK, 0, 0, False, False, False)
-    assert tracker.snapshot() == [(0, info("a", 9), Phase.OUTPUT, 2, 1, True, True, False)]
+    assert row == (0, info("a", 9), Phase.THINK, 0, 0, 0, False, False, False)
+    assert tracker.snapshot() == [(0, info("a", 9), Phase.OUTPUT, 2, 1, 2, True, True, False)]
 
 
 def test_ended_is_said_once_and_across_re_entry() -> None:

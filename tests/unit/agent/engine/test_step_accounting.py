@@ -20,6 +20,7 @@ from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.link.messages import step_report
+from meridian_agent.link.unreported import Unreported
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 from tests.fakes.records import in_slot_order
 
@@ -41,7 +42,7 @@ class Engine:
         # The records that were sent, and how many steps were accounted without a record of their own.
         self.sent: list[StepRecord] = []
         self.texts = 0
-        outbox: Any = SimpleNamespace(send_text=self.send_text)
+        outbox: Any = SimpleNamespace(send_text=self.send_text, unreported=Unreported())
         outbox.send = lambda record, _: self.sent.append(record)
         others: Any = {
             "calm": SimpleNamespace(find_due=lambda _: None),

@@ -1,0 +1,144 @@
+"""Knows which thinking tokens no stream has brought to the control plane, so that the next snapshot says them and they
+count for budgets and tenants.
+
+While a stream is heard, all that is queued on it counts as brought, and nothing is done here. Once records cannot be
+queued any more, or no answer has come for SILENT_S seconds, the thinking tokens so far of each request are noted as
+told; those that follow are unreported, also those of requests that end meanwhile. A snapshot says them, and they count
+as brought once the control plane has answered it. So a replica that ends the stream loses the reports under way, and
+one that only falls silent those of about SILENT_S seconds. No token counts twice, unless a replica takes in messages
+and never answers them. Runs on the engine-core thread, except where stated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from meridian_agent.core.request_info import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.step_record import StepRecord
+
+# Seconds without an answer after which what is queued no longer counts as brought. The control plane answers at least
+# once a second, and a report may wait for half a second.
+SILENT_S = 2.0
+# Largest number of groups of ended requests, whose names clients choose; the tokens of all further ones are added up
+# under OTHER.
+MAX_GROUPS = 256
+
+
+class Group(NamedTuple):
+    """The texts of ended requests that thinking budgets and the counters of tenants match on."""
+
+    model: str
+    tenant: str
+    slo_class: str
+    effort: str
+
+
+OTHER = Group("(other)", "(other)", "(other)", "(other)")
+
+
+class Unreported:
+    """The unreported tokens of one engine. `live` has the live requests by id; their agent sets it. `session_id` and
+    `heard_step` belong to the newest stream and are set on the link's thread: its session, and the newest step that an
+    answer has named."""
+
+    def __init__(self) -> None:
+        self.live: Mapping[str, LiveRequest] = {}
+        self.session_id = ""
+        self.heard_step = 0
+        # Session of the newest stream that has brought tokens.
+        self.reported_session_id = ""
+        # Step whose answer shows that all that is queued arrives, and its session; None while nothing is queued.
+        self._awaited_step: int | None = None
+        self._awaited_session_id = ""
+        # Newest step whose record was not queued.
+        self._lost_step = 0
+        # Tokens of ended requests: those to say in the next snapshot, and those that the present stream has been told,
+        # but has perhaps not brought.
+        self._ended: Counter[Group] = Counter()
+        self._said: Counter[Group] = Counter()
+
+    @property
+    def arrives(self) -> bool:
+        """Whether the control plane has answered, so that all that is queued counts as brought."""
+        return self._awaited_step is not None and self.heard_step >= self._awaited_step
+
+    def lose(self, record: StepRecord) -> None:
+        """Note that a record is not queued, because there is no stream or because the ring is full."""
+        self._lost_step = record.step
+        self._note_told(record)
+        self._awaited_step = None
+
+    def fall_silent(self, record: StepRecord) -> None:
+        """Note that no answer has come for SILENT_S seconds. The record is about to be queued."""
+        if self.arrives:
+            self._note_told(record)
+            self._awaited_step = record.step
+
+    def _note_told(self, record: StepRecord) -> None:
+        """Note that all tokens before the record's were brought, unless that was not known before."""
+        if not self.arrives:
+            return
+        new = record.think_tokens()
+        for live in self.live.values():
+            live.note_told(live.think_tokens - new[live.slot])
+        self._said.clear()
+        self.reported_session_id = self._awaited_session_id
+
+    def close(self, live: LiveRequest) -> None:
+        """Note that a request ends. The first token of a request that another engine decodes is generated there once
+        more."""
+        if self.arrives or live.info.remote_decode:
+            return
+        info = live.info
+        group = Group(info.model, info.tenant, info.slo_class, info.effort)
+        _add(self._ended if self._awaited_step is None else self._said, group, live.untold_think_tokens)
+
+    def begin_stream(self, record: StepRecord) -> None:
+        """Begin a stream, whose snapshot precedes the record."""
+        self._note_told(record)
+        self._say_again()
+
+    def _say_again(self) -> None:
+        self._awaited_step = None
+        for group, tokens in self._said.items():
+            _add(self._ended, group, tokens)
+        self._said.clear()
+
+    def tell(self, step: int) -> list[tuple[Group, int]]:
+        """Return the tokens of ended requests for the snapshot before the record of this step. The control plane
+        answers a snapshot at once if it says unreported tokens; any other need not be awaited."""
+        told = list(self._ended.items())
+        for group, tokens in told:
+            _add(self._said, group, tokens)
+        self._ended.clear()
+        if self._awaited_step is None:
+            says = told or any(live.untold_think_tokens for live in self.live.values())
+            self._awaited_step, self._awaited_session_id = step if says else 0, self.session_id
+        return told
+
+    # ----------------------------------------------------------------------------------------- the link's own thread
+
+    def heard(self, step: int) -> None:
+        """Note that an answer has named a step."""
+        self.heard_step = max(self.heard_step, step)
+
+    def tell_idle(self) -> tuple[int, list[tuple[Group, int]]]:
+        """Begin a stream of an engine without requests; return the step of a snapshot and what it is to say. The engine
+        stays idle meanwhile."""
+        if self.arrives:
+            return 0, []
+        self._say_again()
+        return self._lost_step, self.tell(self._lost_step) if self._ended else []
+
+
+def _add(counter: Counter[Group], group: Group, tokens: int) -> None:
+    if tokens:
+        known = group in counter or len(counter) < MAX_GROUPS
+        group = group if known else OTHER
+        counter[group] = min(counter[group] + tokens, MAX_TOKENS)

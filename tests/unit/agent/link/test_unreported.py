@@ -1,0 +1,312 @@
+"""A snapshot says the thinking tokens that no stream has brought, also those of requests that have ended: each once,
+whatever streams break. The test plays the link's thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.phases import Markers
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link import outbox, unreported
+from meridian_agent.link.outbox import SnapshotRecord
+from meridian_agent.link.unreported import MAX_GROUPS, OTHER, SILENT_S
+from tests.fakes.engine import TEXT, FakeEngine
+from tests.fakes.linked import LinkedEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Engine(LinkedEngine):
+    """An engine whose streams the test begins and ends."""
+
+    def __init__(self) -> None:
+        self.now_s, self.sessions = 1.0, 0
+        super().__init__(["nowhere:1"], clock=lambda: self.now_s)
+
+    def connect(self) -> None:
+        self.sessions += 1
+        self.link.outbox.new_ring()
+        self.link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id=f"s{self.sessions}")))
+
+    def lose(self) -> None:
+        self.link.mailbox.lose_stream()
+
+    def hear(self, step: int | None = None) -> None:
+        """Answer all that was sent so far, or up to a step."""
+        directives = agent_pb2.Directives(step=self.engine.step if step is None else step)
+        self.link._receive(agent_pb2.ConnectResponse(directives=directives))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def snapshots(self) -> list[agent_pb2.Snapshot]:
+        """Return the snapshots of the newest stream, and take out all that waits."""
+        ring, found = self.link.outbox.ring, []
+        while ring.qsize():
+            item: Any = ring.get_nowait()
+            item = item.message() if isinstance(item, SnapshotRecord) else item
+            if isinstance(item, agent_pb2.ConnectRequest) and item.HasField("snapshot"):
+                found.append(item.snapshot)
+        return found
+
+    def told(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what the newest stream's only snapshot says: of live requests by id, and of ended ones by tenant."""
+        (snapshot,) = self.snapshots()
+        live = {opened.request_id: opened.unreported_think_tokens for opened in snapshot.requests}
+        return live, {ended.tenant: ended.think_tokens for ended in snapshot.ended}
+
+
+def connected(*names: str) -> Engine:
+    """Return an engine on its first stream, which has brought a token of each request."""
+    made = Engine()
+    made.connect()
+    for name in names:
+        made.open(name)
+    made.step()
+    made.hear()
+    made.snapshots()
+    return made
+
+
+def test_the_first_step_of_a_stream_is_said() -> None:
+    made = Engine()
+    made.open("early")
+    made.steps(3)
+    made.connect()
+    made.open("a")
+    made.step()
+    assert made.told() == ({"early": 4, "a": 1}, {})
+
+
+def test_tokens_without_a_stream_are_said_by_the_next_one() -> None:
+    made = connected("a", "b", "waits")
+    made.steps(10)
+    made.lose()
+    made.steps(2)
+    made.engine.finish("b")
+    made.open("c")
+    made.steps(3)
+    made.engine.finish("c")
+    made.connect()
+    made.step()
+    assert made.told() == ({"a": 6, "waits": 6}, {"tenant": 5})
+    assert made.link.outbox.unreported.reported_session_id == "s1"
+
+
+def test_nothing_is_noted_while_a_stream_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = connected("a", "b")
+
+    def counted(_: StepRecord) -> None:
+        raise AssertionError("a step's tokens were counted")
+
+    monkeypatch.setattr(StepRecord, "think_tokens", counted)
+    made.steps(10)
+    made.engine.finish("b")
+    made.step()
+    assert made.engine.live["a"].told_think_tokens == 0
+    assert not made.link.outbox.unreported._ended + made.link.outbox.unreported._said
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_answer_to_the_snapshot_shows_that_it_has_arrived(answered: bool) -> None:
+    made = connected("a", "b", "c")
+    made.lose()
+    made.steps(2)
+    made.engine.finish("b")
+    made.connect()
+    made.step()
+    snapshot_step = made.engine.step
+    assert made.told() == ({"a": 3, "c": 3}, {"tenant": 2})
+    made.engine.finish("c")
+    made.steps(4)
+    if answered:
+        made.hear(snapshot_step)
+    made.lose()
+    made.step()
+    made.connect()
+    made.step()
+    assert made.told() == (({"a": 2}, {}) if answered else ({"a": 9}, {"tenant": 5}))
+
+
+def test_a_snapshot_that_says_nothing_need_not_be_answered() -> None:
+    made = Engine()
+    made.connect()
+    made.open("answers", prompt=[TEXT])
+    made.step()
+    assert made.told() == ({"answers": 0}, {})
+    made.open("a")
+    made.steps(5)
+    made.lose()
+    made.step()
+    made.connect()
+    made.step()
+    assert made.told() == ({"answers": 0, "a": 2}, {})
+
+
+def test_a_stream_that_breaks_between_two_steps_is_noticed() -> None:
+    made = connected("a")
+    made.steps(5)
+    made.lose()
+    made.connect()
+    made.step()
+    assert made.told() == ({"a": 1}, {})
+
+
+def silent(made: Engine) -> None:
+    """Let five steps go unanswered for too long, and two further ones."""
+    made.steps(5)
+    made.now_s += SILENT_S + 0.1
+    made.step()
+    made.engine.finish("b")
+    made.step()
+
+
+def test_a_stream_that_falls_silent_does_not_count() -> None:
+    """A machine that dies ends no connection, so the engine goes on sending until its lease or a keepalive ends."""
+    made = connected("a", "b")
+    silent(made)
+    assert made.link.lease.connected
+    made.lose()
+    made.step()
+    made.connect()
+    made.step()
+    assert made.told() == ({"a": 4}, {"tenant": 1})
+
+
+def test_a_stream_that_is_heard_again_counts() -> None:
+    made = connected("a", "b")
+    silent(made)
+    made.hear()
+    made.step()
+    made.lose()
+    made.step()
+    made.connect()
+    made.step()
+    assert made.told() == ({"a": 2}, {})
+
+
+def test_steps_of_text_notice_silence_too() -> None:
+    made = connected("a")
+    record = made.engine.run({"a": TEXT})
+    # The engine has taken in all messages.
+    made.link.lease.attention = False
+
+    def text(at_s: float) -> bool:
+        return made.link.outbox.send_text((record.step, at_s, 0, 0, 0, 0, 0, 0, [], [], [], (), b"", None, ()))
+
+    assert text(made.now_s)
+    assert text(made.now_s + SILENT_S)
+    assert not text(made.now_s + SILENT_S + 0.1), "the caller sends a record instead"
+    made.hear()
+    assert text(made.now_s + SILENT_S + 0.1)
+
+
+def test_requests_that_end_on_an_engine_that_falls_idle_are_said_at_once() -> None:
+    made = connected("a")
+    made.lose()
+    made.steps(3)
+    made.engine.finish("a")
+    made.step()
+    assert made.link.lease.idle
+    made.connect()
+    assert made.told() == ({}, {"tenant": 3})
+    made.hear(made.engine.step)
+    made.open("b")
+    made.step()
+    assert made.snapshots() == [], "the stream has had its snapshot"
+    made.lose()
+    made.step()
+    made.connect()
+    made.step()
+    assert made.told() == ({"b": 2}, {})
+
+
+def test_a_full_ring_loses_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control plane knows what the stream brought of requests that it knows, and the snapshot says the others."""
+    made = connected("a", "b")
+    monkeypatch.setattr(outbox, "RING_RECORDS", 2)
+    made.steps(4)
+    made.open("c")
+    made.engine.finish("b")
+    made.step()
+    made.snapshots()
+    made.step()
+    live, ended = made.told()
+    assert (live["c"], ended) == (2, {"tenant": 2}), "two of the four steps were queued"
+
+
+def test_another_snapshot_of_the_stream_does_not_say_ended_requests_again() -> None:
+    made = connected("a", "b", "c")
+    made.lose()
+    made.steps(2)
+    made.engine.finish("b")
+    made.connect()
+    made.step()
+    made.engine.finish("c")
+    made.step()
+    made.link.outbox.resync()
+    made.step()
+    first, second = made.snapshots()
+    assert ([e.think_tokens for e in first.ended], list(second.ended)) == ([2], [])
+    made.lose()
+    made.step()
+    made.connect()
+    made.step()
+    assert made.told() == ({"a": 7}, {"tenant": 5}), "the stream was not answered"
+
+
+def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Engine()
+    for number in range(MAX_GROUPS + 2):
+        made.open(f"r{number}", tenant=f"t{number}", effort="high")
+    made.open("prefill", tenant="else", remote_decode=True)
+    made.step()
+    monkeypatch.setattr(unreported, "MAX_TOKENS", 2)
+    for name in list(made.engine.live):
+        made.engine.finish(name)
+    made.open("a", tenant="t0", effort="high")
+    made.steps(3)
+    made.engine.finish("a")
+    made.open("b")
+    made.connect()
+    made.step()
+    (snapshot,) = made.snapshots()
+    counted = {(e.model, e.tenant, e.slo_class, e.effort): e.think_tokens for e in snapshot.ended}
+    assert len(counted) == MAX_GROUPS + 1
+    assert counted[OTHER] == 2
+    assert counted["model", "t0", "slo", "high"] == 2, "bounded, too"
+    assert counted["model", "t1", "slo", "high"] == 1
+    assert sum(counted.values()) == MAX_GROUPS + 1 + 2
+
+
+def two_tokens() -> FakeEngine:
+    return FakeEngine(Markers(((1,),), ((2, 3),)))
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        lambda engine: engine.feed("a", [TEXT, TEXT, 2]),
+        lambda engine: (engine.feed("a", [TEXT, 2]), engine.take(), engine.feed("a", [3, TEXT])),
+        lambda engine: engine.feed("a", [2, 3, TEXT, 2, 3, TEXT]),
+        lambda engine: engine.feed("a", [2, 3, 1, TEXT]),
+    ],
+    ids=["text", "a marker begun before", "answers with a marker", "thinks again"],
+)
+def test_a_record_knows_how_it_changes_the_thinking_tokens(play: Callable[[FakeEngine], None]) -> None:
+    engine, changes = two_tokens(), 0
+    live = engine.open("a")
+    play(engine)
+    engine.take()
+    changes = sum(record.think_tokens()[live.slot] for record in engine.records)
+    assert changes == live.state.think_tokens
+
+
+def test_a_record_of_the_run_counts_each_draft() -> None:
+    record = StepRecord(slots=[3, 5], phases=[2, 3], rows=[0, 1], text=[TEXT] * 5, lengths=[3, 2])
+    assert record.think_tokens() == {3: 3, 5: 0}
