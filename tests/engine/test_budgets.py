@@ -46,8 +46,6 @@ def test_a_budget_shortens_the_thinking_of_its_tenant_until_it_is_raised(
     def thought() -> list[int]:
         return [tokens.index(end) for tokens in paced(llm, both, params, settled)]
 
-    # The first step of a stream sends a snapshot, whose tokens do not count.
-    chat(llm, both, endless(agent, max_tokens=1))
     control.apply(budgeted(shadow=True))
     before = chat(llm, both, params)
     in_stage(control, FLOOR)

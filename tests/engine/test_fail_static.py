@@ -10,6 +10,7 @@ from vllm import SamplingParams
 
 from tests.engine import ENGINE_ARGS, MAX_TOKENS, Run, cases, chat
 from tests.engine.policies import CONVERGED, NEUTRAL
+from tests.engine.test_budgets import shown
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.processes import wait_for
@@ -214,6 +215,42 @@ def test_a_sections_lease_ends_its_caps(llm: Any, agent: Any, control: Control, 
     control.engine()
     wait_for(lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")
     assert chat(llm, cases(), GREEDY) == capped
+
+
+@pytest.mark.usefixtures("lost")
+@pytest.mark.parametrize("falls_idle", [False, True])
+def test_thinking_without_a_control_plane_counts_for_its_budget_afterwards(
+    llm: Any, agent: Any, control: Control, falls_idle: bool
+) -> None:
+    """The control plane is killed while the engine thinks; meanwhile a request ends, another one begins and ends, and
+    all requests end if the engine falls idle."""
+    name = f"crash-{falls_idle}"
+    budget = {"name": name, "tenant": "acme", "tokens_per_day": 10**9}
+    control.apply({"scheduler": {"max_think_tokens": 900}, "entropy": {"enabled": False}, "budget": [budget]})
+    run = Run(llm)
+
+    def add(request_id: str, max_tokens: int, tenant: str = "acme") -> None:
+        own = {"meridian_tenant": tenant}
+        run.add(request_id, opened(), endless(agent, max_tokens=max_tokens, extra_args=own))
+
+    def stored(tokens: int) -> None:
+        wait_for(lambda: shown(control).used_tokens == tokens and not shown(control).unsaved_tokens, 60, f"{tokens}")
+
+    add("long", 150)
+    add("ends", 60)
+    add("other", 90, "other")
+    run.until(lambda: len(run.tokens["ends"]) == 20)
+    # The last reports wait for further steps, for half a second at most.
+    stored(len(run.tokens["long"]) + 20)
+    kill(control, agent)
+    add("brief", 30)
+    run.until(lambda: "brief" in run.finished and "ends" in run.finished)
+    if falls_idle:
+        run.until()
+    control.start()
+    wait_for(lambda: agent.link.lease.connected, 20, "a stream")
+    run.until()
+    stored(150 + 60 + 30)
 
 
 # ----------------------------------------------------------------------------------------------------------- delivery
