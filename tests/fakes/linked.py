@@ -150,5 +150,15 @@ class LinkedEngine:
 
         return await until(step_and_check)
 
+    async def hears(self, condition: Callable[[], Any]) -> Any:
+        """Take in messages until the condition holds, without a step: a busy machine makes any number of steps
+        meanwhile."""
+
+        def take_and_check() -> Any:
+            self.take_inbox()
+            return condition()
+
+        return await until(take_and_check)
+
     def caps(self) -> list[tuple[int, int]]:
         return [(c.slot, c.max_think_tokens) for d in self.taken for c in d.caps]

@@ -48,10 +48,17 @@ async def ctl(control: Control, *arguments: object) -> Result:
     return await run(*arguments, server=control.target)
 
 
+async def ready(control: Control) -> None:
+    """Wait until the engine has the policy in force, so that its first report of a request is answered with a cap."""
+    await until(lambda: control.fleet.connections and control.engine().acked_revision == control.fleet.revision)
+
+
 async def one_life(control: Control, linked: LinkedEngine, name: str = "chatcmpl-mine-9f") -> None:
     """Play a request that its cap ends and that then finishes."""
+    await ready(control)
     linked.open(name, tenant="acme")
-    await linked.steps_until(linked.caps)
+    linked.step()
+    await linked.hears(linked.caps)
     await linked.steps_until(lambda: control.engine().ends)
     linked.engine.finish(name)
     await linked.steps_until(lambda: not control.engine().open_decisions and not control.names())
@@ -128,8 +135,10 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
     await control.set_policy(policy(scheduler=SOFT, entropy={"enabled": False}))
     with LinkedEngine([control.target]) as linked:
         linked.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+        await ready(control)
         linked.open("a", own_cap=120)
-        await linked.steps_until(linked.caps)
+        linked.step()
+        await linked.hears(linked.caps)
         await linked.steps_until(lambda: control.engine().ends.get("hard_cap"))
         rows = json.loads((await ctl(control, "shadow", "-o", "json")).stdout)
         text = (await ctl(control, "shadow")).stdout
