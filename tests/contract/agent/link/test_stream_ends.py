@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -69,13 +70,18 @@ async def test_a_server_that_never_answers_is_left_for_another(
 ) -> None:
     servicer, target = scripted
     servicer.welcomes = False
-    monkeypatch.setattr(link, "PATIENCE_S", (0.2, 60.0))
+    monkeypatch.setattr(link, "PATIENCE_S", (3600.0, 3600.0))
     with LinkedEngine([target, control.target]) as engine:
         await until(lambda: servicer.received)
+        # The first timer runs out here, because on a busy machine a short one could run out before Hello arrives.
+        (timer,) = [t for t in threading.enumerate() if getattr(t, "function", None) == engine.link._lose_patience]
+        assert isinstance(timer, threading.Timer)
+        assert timer.interval == 3600.0
+        timer.function(*timer.args)
         await until(lambda: engine.link.lease.connected)
         assert servicer.kinds() == ["hello"]
         assert control.engine().engine_id == "engine"
-    assert f"no stream to {target}: no answer within 0 s" in caplog.text
+    assert f"no stream to {target}: no answer within 3600 s" in caplog.text
 
 
 async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
@@ -87,9 +93,10 @@ async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
     monkeypatch.setattr(link, "PATIENCE_S", (0.05, 60.0))
     with LinkedEngine([target]) as engine:
         began_s = time.monotonic()
-        await until(lambda: servicer.kinds().count("hello") == 6)
+        await until(lambda: servicer.kinds().count("hello") >= 6)
         assert time.monotonic() - began_s > 0.05 * (2**5 - 1)
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+        # On a busy machine one of the next attempts may be given up, too.
+        servicer.welcomes = True
         await until(lambda: engine.link.lease.connected)
 
 
@@ -199,7 +206,8 @@ async def test_a_flood_past_all_measure_ends_the_stream(
             engine.open("a")
         for message in flooding(300, 1) if idle else flooding(10, 20):
             servicer.say.put_nowait(message)
-        await until(lambda: servicer.kinds().count("hello") == 2, 20)
+        # The messages that are left may end further streams.
+        await until(lambda: servicer.kinds().count("hello") >= 2, 20)
         assert engine.link.outbox.ring.qsize() <= 50 + 50
         assert sum(decisions_in(m) for m in list(engine.link.inbox.messages) if m) <= 50
 
