@@ -79,11 +79,16 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         self.reading = asyncio.Event()
         self.welcomes = True
         self.reads_byte_columns = False
+        self._newest: asyncio.Task[Any] | None = None
 
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[agent_pb2.ConnectResponse]:
         self.received.append(await anext(request_iterator))
+        # gRPC may tell late that a client has ended its stream, which must not take what the next stream is to be said.
+        if self._newest is not None:
+            self._newest.cancel()
+        self._newest = asyncio.current_task()
         if self.welcomes:
             welcome = agent_pb2.Welcome(session_id="s", reads_byte_columns=self.reads_byte_columns)
             yield agent_pb2.ConnectResponse(welcome=welcome)
