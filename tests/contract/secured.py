@@ -45,7 +45,7 @@ class Secured:
 
     async def start(self) -> None:
         parts = control_plane(self.store, access=Access(self.access), limits=self.limits)
-        self.fleet, self.server = parts.whole.fleet, parts.server
+        self.fleet, self.server, self.gate = parts.whole.fleet, parts.server, parts.gate
         stored = await self.store.current()
         if stored is None:
             stored = await self.store.append(Policy(), etag=EMPTY_ETAG, author="test", reason="", now=utc_now())
