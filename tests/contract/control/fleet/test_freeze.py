@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
+from meridian_control.cli import freeze as cli_freeze
 from meridian_control.common.errors import NotFound
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database
 from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, run
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.cli.console import Client
     from tests.contract.streams import Control
     from tests.postgres import Postgres
 
@@ -145,6 +153,23 @@ def confirmed(control: Control, engine_id: str = "engine") -> bool:
     return bool(control.engine(engine_id).freeze.confirmed)
 
 
+async def freeze_briefly(control: Control, *others: int) -> None:
+    """Freeze the engine for a second, beside other freezes, until the engine has confirmed it.
+
+    On a busy machine so short a freeze may be over before; the next attempt is longer.
+    """
+    for seconds in (1, 4, 16, 64):
+        made = await freeze(control.target, seconds)
+        end = made.end_time.ToDatetime(UTC)
+
+        def seen(wanted: int = made.freeze_id) -> bool:
+            return list(control.engine().freeze.freeze_ids) == [wanted, *others] and confirmed(control)
+
+        if await until(lambda: (seen() and "seen") or (utc_now() > end and "over")) == "seen":  # noqa: B023
+            return
+    raise AssertionError("no freeze was seen")
+
+
 async def test_a_recording_of_a_frozen_engine_begins_with_that(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         engine.open("a")
@@ -224,8 +249,7 @@ async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) 
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections)
         await freeze(control.target, 600)
-        await freeze(control.target, 1)
-        await until(lambda: list(control.engine().freeze.freeze_ids) == [2, 1] and confirmed(control))
+        await freeze_briefly(control, 1)
         await until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
         assert engine.link.lease.frozen()
         await thaw(control.target, 1)
@@ -235,8 +259,7 @@ async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) 
 async def test_time_ends_a_freeze(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections)
-        await freeze(control.target, 1)
-        await until(lambda: confirmed(control))
+        await freeze_briefly(control)
         await until(lambda: not control.engine().HasField("freeze"))
         assert not engine.link.lease.frozen()
 
@@ -308,7 +331,8 @@ async def test_meridianctl(control: Control) -> None:
     server = control.target
     with LinkedEngine([server], "rack-1", labels={"zone": "a"}), LinkedEngine([server], "rack-2") as two:
         await until(lambda: len(control.fleet.connections) == 2)
-        result = await run("freeze", "--for", "10m", "--reason", "looks wrong", "--engine", "rack-*", server=server)
+        command = ("freeze", "--for", "10m", "--wait", "600")
+        result = await run(*command, "--reason", "looks wrong", "--engine", "rack-*", server=server)
         assert result.exit_code == OK, result.output
         assert "2 of 2 connected engines confirmed" in result.output
         result = await run("freezes", server=server)
@@ -319,7 +343,7 @@ async def test_meridianctl(control: Control) -> None:
         result = await run("thaw", "1", server=server)
         assert (result.exit_code, result.output) == (OK, "freeze 1 has ended\n")
         await until(lambda: not two.link.lease.frozen())
-        result = await run("freeze", "--for", "10m", "--reason", "x", "--label", "zone=a", server=server)
+        result = await run(*command, "--reason", "x", "--label", "zone=a", server=server)
         assert "1 of 1 connected engines confirmed" in result.output
         assert not two.link.lease.frozen()
         assert (await run("thaw", server=server)).output == "freeze 2 has ended\n"
@@ -329,8 +353,20 @@ async def test_meridianctl(control: Control) -> None:
         assert "rack" not in (await run("freezes", server=server)).output
 
 
-async def test_meridianctl_says_who_has_not_confirmed(control: Control) -> None:
+async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that has live requests and makes no step cannot confirm a freeze."""
+    connected, is_heard = cli_freeze._connected, threading.Event()
+
+    def noted(client: Client) -> list[fleet_pb2.Engine]:
+        found = connected(client)
+        if any(engine.engine_id == "idle" and engine.freeze.confirmed for engine in found):
+            is_heard.set()
+        return found
+
+    # The wait is over once the command has heard of the one confirmation, however long that takes on a busy machine.
+    monkeypatch.setattr(cli_freeze, "_connected", noted)
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * is_heard.is_set(), sleep=time.sleep)
+    monkeypatch.setattr(cli_freeze, "time", clock)
     with LinkedEngine([control.target], "stuck") as stuck, LinkedEngine([control.target], "idle"):
         stuck.open("a")
         await until(lambda: len(control.fleet.connections) == 2)
