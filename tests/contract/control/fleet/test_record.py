@@ -245,16 +245,21 @@ async def test_record_so_many_requests(control: Control, tmp_path: Path) -> None
 
 
 async def test_record_for_a_while(control: Control, tmp_path: Path) -> None:
+    joined: list[bool] = []
     with LinkedEngine([control.target], "e") as engine:
         engine.open("a")
         await engine.steps_until(engine.caps)
-        result = await run("record", tmp_path / "a.trace", "--engine", "e", "--duration", 0.5, server=control.target)
-    assert result.exit_code == OK, result.output
+        # On a busy machine the shortest time may be over before a record arrives.
+        for seconds in (0.5, 2, 8, 32):
+            out = tmp_path / f"{seconds}.trace"
+            result = await run("record", out, "--engine", "e", "--duration", seconds, server=control.target)
+            assert result.exit_code == OK, result.output
+            joined = [r.joined_late for r in read(out)] if out.exists() else []
+            if len(joined) > 1:
+                break
     # The recording begins on a running stream, so exactly its first record says that it joined late.
-    first, *later = [r.joined_late for r in read(tmp_path / "a.trace")]
-    assert first
-    assert later
-    assert not any(later)
+    assert len(joined) > 1
+    assert joined == [True, *[False] * (len(joined) - 1)]
 
 
 async def test_record_until_interrupted(control: Control, tmp_path: Path) -> None:
@@ -285,13 +290,17 @@ async def test_record_over_a_restart_of_the_control_plane(control: Control, tmp_
     with LinkedEngine([control.target], "e") as engine:
         engine.open("a")
         await engine.steps_until(engine.caps)
-        recording_ = asyncio.create_task(run("record", out, "--duration", 4, server=control.target))
+        recording_ = asyncio.create_task(run("record", out, "--requests", 1, server=control.target))
         await until(lambda: control.fleet.recordings)
         await engine.steps_until(lambda: engine.engine.step > 20)
         await control.kill()
         await control.start()
         await until(lambda: control.fleet.recordings)
         await engine.steps_until(lambda: len(engine.caps()) == 2)
+        engine.open("b")
+        await engine.steps_until(lambda: len(engine.caps()) == 3)
+        engine.engine.finish("b")
+        await engine.steps_until(recording_.done)
         result = await recording_
     assert result.exit_code == OK, result.output
     assert result.stdout.rstrip().endswith(", 1 interruptions")
