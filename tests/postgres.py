@@ -24,6 +24,15 @@ import asyncpg  # type: ignore[import-untyped]
 from tests.processes import free_port, wait_for
 
 START_TIMEOUT_S = 60
+# A function in `public`, which is searched before PostgreSQL's own functions.
+OWN_TIME = """
+CREATE TABLE own_time (seconds DOUBLE PRECISION NOT NULL);
+INSERT INTO own_time VALUES (1000000000);
+CREATE FUNCTION public.now() RETURNS TIMESTAMPTZ LANGUAGE sql STABLE AS
+    'SELECT to_timestamp(seconds) FROM public.own_time';
+"""
+# Moves the time of `keep_time` by so many seconds.
+PASSES = "UPDATE own_time SET seconds = seconds + $1"
 
 
 class Postgres:
@@ -102,6 +111,17 @@ class Postgres:
     def _run(self, program: str, *options: str) -> None:
         command = [str(self.bin / program), "-D", str(self.folder / "data"), *options]
         subprocess.run(self._as_user(command), cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
+
+
+async def keep_time(address: str) -> None:
+    """Let now() of all later connections to a database return the test's own time, which stands still."""
+    connection = await asyncpg.connect(address, timeout=60)
+    try:
+        await connection.execute(OWN_TIME)
+        name = await connection.fetchval("SELECT current_database()")
+        await connection.execute(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
+    finally:
+        await connection.close()
 
 
 def _binaries() -> Path:

@@ -57,6 +57,7 @@ PROGRAMS = {
     "tests.engine.matrix.child": "vllm",
     "tests.engine.misfit": "vllm",
     "tests.engine.stock": "vllm",
+    "tests.patient": "control",
     "tests.soak.stock": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
 }

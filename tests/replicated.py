@@ -13,6 +13,7 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from tests.contract.control.app.test_server import Process
 from tests.fakes.linked import until
+from tests.postgres import PASSES, keep_time
 from tests.processes import BUSY
 
 if TYPE_CHECKING:
@@ -62,10 +63,15 @@ async def until_answer(question: Any, wanted: Any, timeout_s: float = 20.0) -> N
 
 
 class Replicated:
-    """Replicas on one database."""
+    """Replicas on one database.
 
-    def __init__(self, folder: Path, postgres: Postgres) -> None:
+    still: the database's now() stands still, so that no busy replica counts as dead; `passes` moves it.
+    """
+
+    def __init__(self, folder: Path, postgres: Postgres, *, still: bool = False) -> None:
         self.folder, self.database = folder, postgres.database()
+        if still:
+            asyncio.run(keep_time(self.database))
         self.numbers = count()
         self.processes: list[Process] = []
 
@@ -73,6 +79,7 @@ class Replicated:
         folder = self.folder / str(next(self.numbers))
         folder.mkdir()
         process = Process(folder, "--store", self.database)
+        process.module = "tests.patient"
         self.processes.append(process)
         await process.started()
         return process
@@ -83,6 +90,14 @@ class Replicated:
         for process in pair:
             await until(lambda process=process: "appeared" in process.log())  # type: ignore[misc]
         return pair
+
+    async def passes(self, seconds: float) -> None:
+        """Move the time of a database whose time stands still."""
+        connection = await asyncpg.connect(self.database)
+        try:
+            await connection.execute(PASSES, seconds)
+        finally:
+            await connection.close()
 
     async def leader(self) -> tuple[str, int]:
         """Return address and token of the leading replica, or an empty string and 0 if none leads."""

@@ -40,6 +40,9 @@ STOP_S = 120.0
 class Process:
     """A control plane as a process; its folder holds the store and the log."""
 
+    # The module that the process runs.
+    module = "meridian_control"
+
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.port, self.metrics_port = free_port(), free_port()
@@ -48,7 +51,7 @@ class Process:
         self.popen: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "meridian_control", "--listen", self.target]
+        command = [sys.executable, "-m", self.module, "--listen", self.target]
         command += [
             "--metrics-listen",
             f"127.0.0.1:{self.metrics_port}",

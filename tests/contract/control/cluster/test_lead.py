@@ -9,7 +9,6 @@ from collections.abc import Coroutine
 from itertools import count
 from typing import Any, TypeVar
 
-import asyncpg  # type: ignore[import-untyped]
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,17 +19,9 @@ from meridian_control.app.flags import advertised
 from meridian_control.cluster.membership import FORGET_S, LEASE_S, MARGIN_S, Replica, Replicas
 from meridian_control.common.errors import NotLeading
 from meridian_control.storage.database import Database
-from tests.postgres import Postgres
+from tests.postgres import PASSES, Postgres, keep_time
 
 T = TypeVar("T")
-
-# A function in `public`, which is searched before PostgreSQL's own functions.
-OWN_TIME = """
-CREATE TABLE own_time (seconds DOUBLE PRECISION NOT NULL);
-INSERT INTO own_time VALUES (1000000000);
-CREATE FUNCTION public.now() RETURNS TIMESTAMPTZ LANGUAGE sql STABLE AS
-    'SELECT to_timestamp(seconds) FROM public.own_time';
-"""
 
 
 class World:
@@ -44,21 +35,11 @@ class World:
 
     async def replica(self) -> Replicas:
         if not self.databases:
-            await self._keep_time()
+            await keep_time(self.address)
             self.databases = [await Database.open(self.address)]
             async with self.databases[0].writing() as connection:
                 await connection.execute(text("CREATE TABLE written (number SERIAL, token BIGINT NOT NULL)"))
         return Replicas(self.databases[0], self.named(), clock=lambda: self.now_s)
-
-    async def _keep_time(self) -> None:
-        """Let now() of all later connections return the test's time."""
-        connection = await asyncpg.connect(self.address, timeout=60)
-        try:
-            await connection.execute(OWN_TIME)
-            name = await connection.fetchval("SELECT current_database()")
-            await connection.execute(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
-        finally:
-            await connection.close()
 
     def named(self) -> Replica:
         number = next(self.numbers)
@@ -67,7 +48,7 @@ class World:
     async def passes(self, seconds: float) -> None:
         self.now_s += seconds
         async with self.databases[0].writing() as connection:
-            await connection.execute(text("UPDATE own_time SET seconds = seconds + :passed"), {"passed": seconds})
+            await connection.exec_driver_sql(PASSES, (seconds,))
 
     async def write(self, replica: Replicas) -> bool:
         """Write as a leader does, and return whether the replica was the leader."""

@@ -159,6 +159,7 @@ async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) 
 
 async def test_a_stop_loses_nothing(tmp_path: Path) -> None:
     process = Process(tmp_path)
+    process.module = "tests.patient"
     try:
         await process.started()
         with LinkedEngine([process.target]) as engine:

@@ -10,6 +10,8 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2, fleet_pb2_grpc
 
+from meridian_control.cluster import thinking_ends
+from meridian_control.cluster.membership import LEASE_S
 from meridian_control.cluster.thinking_ends import MAX_WAIT_MS, NAMED
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.status_page.contents import newest_ends, plain
@@ -107,10 +109,11 @@ async def test_one_decision_whoever_asks_how_often(control: Control) -> None:
         )
 
 
-async def test_the_call_waits_for_the_outcome_and_no_longer(control: Control) -> None:
+async def test_the_call_waits_for_the_outcome_and_no_longer(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thinking_ends, "MAX_WAIT_MS", 3_600_000)
     with LinkedEngine([control.target]) as linked:
         await thinking(linked, control, "a")
-        waiting = asyncio.create_task(end(control.target, "a", **WAIT))
+        waiting = asyncio.create_task(end(control.target, "a", wait_ms=3_600_000))
         await until(lambda: any(c.waiting for c in control.fleet.connections))
         assert not waiting.done()
         await linked.steps_until(lambda: control.engine().ends["operator"])
@@ -120,10 +123,11 @@ async def test_the_call_waits_for_the_outcome_and_no_longer(control: Control) ->
         assert not any(c.waiting for c in control.fleet.connections)
 
 
-async def test_a_stream_that_ends_ends_the_wait(control: Control) -> None:
+async def test_a_stream_that_ends_ends_the_wait(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thinking_ends, "MAX_WAIT_MS", 3_600_000)
     with LinkedEngine([control.target]) as linked:
         await thinking(linked, control, "a")
-        waiting = asyncio.create_task(end(control.target, "a", **WAIT))
+        waiting = asyncio.create_task(end(control.target, "a", wait_ms=3_600_000))
         (connection,) = control.fleet.connections
         await until(lambda: connection.waiting)
         connection.close("test")
@@ -248,6 +252,8 @@ async def ctl(control: Control, *arguments: object) -> Result:
 
 
 async def test_meridianctl(control: Control) -> None:
+    # The engine makes steps while the commands run, and no cap may end a thinking meanwhile.
+    await control.set_policy(policy(scheduler=NOTHING, entropy=NOTHING))
     with LinkedEngine([control.target]) as linked:
         await thinking(linked, control, ID, "other")
         slow = await ctl(control, "end", "mine", "--reason", "a customer waits", "--wait", 0)
@@ -376,7 +382,7 @@ async def test_metrics(tmp_path: Path) -> None:
 
 @pytest.fixture
 def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
-    made = Replicated(tmp_path, postgres)
+    made = Replicated(tmp_path, postgres, still=True)
     yield made
     for process in made.processes:
         process.kill()
@@ -416,6 +422,7 @@ async def test_after_its_replica_is_killed_the_request_is_ended_where_the_engine
         moves.open("a")
         await moves.steps_until(moves.caps)
         two.kill()
+        await replicated.passes(LEASE_S + 1)
         codes = set()
         async with stepping(moves):
             while True:

@@ -59,6 +59,7 @@ def collector() -> Iterator[Collector]:
 async def test_the_collector_gets_what_a_scrape_gets(collector: Collector, tmp_path: Path) -> None:
     """While the replica runs, and once more when it ends, so that no count is lost."""
     own = Process(tmp_path, "--otlp-metrics-endpoint", f"127.0.0.1:{collector.port}", "--otlp-metrics-interval", "0.05")
+    own.module = "tests.patient"
     name = "meridian_tenant_think_tokens"
     try:
         await own.started()

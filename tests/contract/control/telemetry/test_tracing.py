@@ -13,6 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.decisions.token_rows import FLAG_END, FLAG_MARKER
+from meridian_control.telemetry import request_traces
 from meridian_control.telemetry.request_traces import Tracing, phases
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
@@ -52,9 +53,14 @@ def collector() -> Iterator[Collector]:
     made.server.stop(None)
 
 
-def traced(collector: Collector, ratio: float = 1.0) -> tuple[Stream, Tracing]:
-    """Return a stream whose requests are ended by EAT, and the tracing that receives the requests' lives."""
-    tracing = Tracing(f"127.0.0.1:{collector.port}", ratio)
+def traced(collector: Collector, ratio: float = 1.0, patience_s: float = 120.0) -> tuple[Stream, Tracing]:
+    """Return a stream whose requests are ended by EAT, and the tracing that receives the requests' lives.
+
+    patience_s: the limit of an export, which a busy machine must not exceed.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_traces, "EXPORT_TIMEOUT_S", patience_s)
+        tracing = Tracing(f"127.0.0.1:{collector.port}", ratio)
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED), log=DecisionLog(ended=tracing.over))
     return made, tracing
 
@@ -142,7 +148,7 @@ def test_a_request_that_is_traced_already_joins_that_trace(collector: Collector)
 
 
 def test_a_collector_that_is_gone_costs_nothing(collector: Collector) -> None:
-    made, tracing = traced(collector)
+    made, tracing = traced(collector, patience_s=2.0)
     collector.server.stop(None).wait()
     made.open("a", answer=3)
     made.step(60)

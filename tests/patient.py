@@ -1,0 +1,24 @@
+"""A `meridian-control` that waits longer than the product for other processes.
+
+On a busy machine these may be silent for seconds, and a test must not take them for dead.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from meridian_control.app import main as app
+from meridian_control.cluster import cluster_fleet, decision_queries, peers, thinking_ends
+
+# Seconds in place of the product's own limits.
+LONG_S = 120.0
+
+if __name__ == "__main__":
+    for module in (cluster_fleet, decision_queries, peers, thinking_ends):
+        vars(module)["CALL_TIMEOUT_S"] = LONG_S
+    vars(app)["LEAVE_S"] = LONG_S
+    if "--otlp-metrics-endpoint" in sys.argv:
+        from meridian_control.telemetry import otlp_metrics
+
+        vars(otlp_metrics)["EXPORT_TIMEOUT_S"] = LONG_S
+    sys.exit(app.main())
