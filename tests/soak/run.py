@@ -21,6 +21,9 @@ from tests.soak.record import Recording
 if TYPE_CHECKING:
     from pathlib import Path
 
+# A soak goes on until there were so many requests and so many faults; seconds between two looks.
+LEAST, LOOK_S = 3, 0.1
+FIRST = asyncio.FIRST_COMPLETED
 # Longest allowed time without a token while requests wait for one.
 STALL_S = 20.0
 ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|RuntimeWarning|never retrieved")
@@ -64,7 +67,11 @@ class Soak:
         watching = asyncio.create_task(load.watch(self._others, lambda: f"{sum(faults.counts.values())} faults, "))
         asking = asyncio.create_task(load.clients.run(self._clients))
         breaking = asyncio.create_task(faults.run())
-        await asyncio.wait({watching, asking, breaking}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+        wait_s = self._seconds
+        while not (await asyncio.wait({watching, asking, breaking}, timeout=wait_s, return_when=FIRST))[0]:
+            if self._enough():
+                break
+            wait_s = LOOK_S
         faults.stop()
         await breaking
         await faults.calm()
@@ -80,6 +87,11 @@ class Soak:
         await self._proxy.close()
         await self._recording.finish()
         return lasted
+
+    def _enough(self) -> bool:
+        """Return whether the soak is worth a summary; on a busy machine a short one may have done too little."""
+        tally = self._load.clients.tally
+        return min(tally.requests, sum(self._faults.counts.values())) >= LEAST and tally.compared > 0
 
     def _others(self) -> dict[str, int]:
         """Return processes that come and go; also keep the recording running."""
