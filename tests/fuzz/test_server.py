@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 from meridian.v1 import agent_pb2_grpc
 
-from tests.contract.streams import controlling
+from tests.contract.streams import Clock, controlling
 from tests.fakes.linked import LinkedEngine, until
 from tests.fuzz.targets import TARGETS
 
@@ -37,7 +37,8 @@ def stream(target: str, messages: list[agent_pb2.ConnectRequest]) -> grpc.Status
 async def test_hostile_agents_end_their_own_streams_only(tmp_path: Path) -> None:
     ends = []
     async with controlling(tmp_path / "meridian.db") as control:
-        with LinkedEngine([control.target], "good") as engine:
+        # The engine makes no step meanwhile, and nothing that it has reported before is answered.
+        with LinkedEngine([control.target], "good", clock=Clock()) as engine:
             engine.open("a", own_cap=50)
             await engine.steps_until(engine.caps)
             for seed in SEEDS:

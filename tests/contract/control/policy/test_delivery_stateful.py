@@ -134,7 +134,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         message = policy_pb2.UpdatePolicyRequest(policy=leased(lease_ms), request_id=name)
         with suppress(grpc.aio.AioRpcError):
             async with grpc.aio.insecure_channel(replica.target, OWN_CONNECTION) as channel:
-                answer = await policy_pb2_grpc.PolicyServiceStub(channel).UpdatePolicy(message, timeout=10)
+                answer = await policy_pb2_grpc.PolicyServiceStub(channel).UpdatePolicy(message, timeout=120)
                 assert self.acknowledged.setdefault(answer.revision.revision, lease_ms) == lease_ms
 
     async def _writes(self, which: list[int]) -> None:
