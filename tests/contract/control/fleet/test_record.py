@@ -196,22 +196,34 @@ async def test_a_slow_recorder_is_dropped_and_told(control: Control, monkeypatch
         for number in range(50):
             engine.open(f"r{number}")
         await engine.steps_until(engine.caps)
-        async with Recorder(control) as slow, Recorder(control) as quick:
-            reading = asyncio.create_task(quick.rest())
-            await engine.steps_until(lambda: any(r.overflowed for r in control.fleet.recordings))
-            # The agent's stream goes on, and so does the other recording.
-            step = engine.engine.step
-            await engine.steps_until(lambda: control.engine().step > step + 20)
-            got: list[fleet_pb2.TraceRecord] = []
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await read_into(got, slow)
-            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "records already sent are valid" in (raised.value.details() or "")
-            await until(lambda: len(control.fleet.recordings) == 1)
-            (left,) = control.fleet.recordings
-            left.close()
-            assert last_step_of(await reading) > step
-            assert 0 < last_step_of(got) < step
+        async with Recorder(control) as slow:
+            (first,) = control.fleet.recordings
+            async with Recorder(control) as quick:
+                (second,) = (r for r in control.fleet.recordings if r is not first)
+                reading = asyncio.create_task(quick.rest())
+
+                async def step_on() -> None:
+                    """Make a step, and wait while so much is under way that the quick client would be too slow."""
+                    engine.step()
+                    await asyncio.sleep(0.002)
+                    await until(lambda: engine.engine.step - control.engine().step < 60 and len(second._waiting) < 30)
+
+                while not first.overflowed:
+                    await step_on()
+                # The agent's stream goes on, and so does the other recording.
+                step = engine.engine.step
+                while control.engine().step <= step + 20:
+                    await step_on()
+                got: list[fleet_pb2.TraceRecord] = []
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await read_into(got, slow)
+                assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "records already sent are valid" in (raised.value.details() or "")
+                await until(lambda: len(control.fleet.recordings) == 1)
+                (left,) = control.fleet.recordings
+                left.close()
+                assert last_step_of(await reading) > step
+                assert 0 < last_step_of(got) < step
         assert engine.streams == 1
 
 
