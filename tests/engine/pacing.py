@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import grpc
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Limit against hanging, and the polling interval; even a busy machine answers within milliseconds.
 PATIENCE_S, LOOK_S = 120.0, 0.0005
+# Seconds of rest after the control plane has refused a call because one caller made too many.
+REST_S = 0.05
 # Types of a ring's items that are steps; a tuple is a TextStep, whose first field is the step's number.
 STEPS = (StepRecord, tuple)
 
@@ -101,7 +104,14 @@ class Settled:
         steps: deque[tuple[int, int]] = getattr(ring, "steps", deque())
         if len(steps) == waiting:
             return True
-        found = stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=PATIENCE_S).engines
+        try:
+            found = stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=PATIENCE_S).engines
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            # On a quiet machine steps follow each other faster than one caller may ask.
+            time.sleep(REST_S)
+            return False
         engine = next((e for e in found if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED), None)
         if engine is None or _waiting(ring) != waiting:
             return False
