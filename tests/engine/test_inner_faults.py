@@ -256,12 +256,15 @@ def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control:
         return sum(len(o.outputs[0].token_ids) == length[i % 3] for i, o in enumerate(outputs))
 
     finished = [batch() for _ in range(3)]
+    # Records that wait to be sent are not left behind.
+    control.settled()
     before, tracked, slots = rss_mb(), alive(LiveRequest), agent.tracker._next_slot
     blocks = sys.getallocatedblocks()
     finished += [batch() for _ in range(SHORT // BATCH - 3)]
     assert finished == [BATCH] * (SHORT // BATCH)
     assert not scheduler._guard.fault
     assert_empty(agent)
+    control.settled()
     assert (alive(LiveRequest), agent.tracker._next_slot) == (tracked, slots)
     # There is less than one new memory block for each request, so a request leaves none behind.
     assert sys.getallocatedblocks() - blocks < SHORT / 2
