@@ -12,9 +12,11 @@ from meridian_control.cluster import cluster_fleet, decision_queries, peers, thi
 
 # Seconds in place of the product's own limits.
 LONG_S = 120.0
+# Modules with the limit of a call to another replica.
+ASKING = (cluster_fleet, decision_queries, peers, thinking_ends)
 
 if __name__ == "__main__":
-    for module in (cluster_fleet, decision_queries, peers, thinking_ends):
+    for module in ASKING:
         vars(module)["CALL_TIMEOUT_S"] = LONG_S
     vars(app)["LEAVE_S"] = LONG_S
     if "--otlp-metrics-endpoint" in sys.argv:

@@ -9,10 +9,18 @@ import pytest
 from meridian.v1 import agent_pb2_grpc
 
 from tests.contract.streams import Control, Scripted, controlling
+from tests.patient import ASKING, LONG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a replica in this process wait long for the others, which a busy machine makes slow."""
+    for module in ASKING:
+        monkeypatch.setattr(module, "CALL_TIMEOUT_S", LONG_S)
 
 
 @pytest.fixture

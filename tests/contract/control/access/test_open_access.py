@@ -154,6 +154,7 @@ async def test_a_unix_socket_is_this_host(tmp_path: Path) -> None:
         await Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
 
 
+@pytest.mark.usefixtures("_patient")
 async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +176,7 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
     )
 
 
+@pytest.mark.usefixtures("_patient")
 async def test_a_replica_on_another_host_refuses_to_end_thinking_and_the_caller_learns_why(tmp_path: Path) -> None:
     async with opened(tmp_path, Access()) as running:
         address, replica_id = elsewhere(), "alone"

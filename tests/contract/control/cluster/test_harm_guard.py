@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import grpc
+import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.access.client_credentials import ClientCredentials
@@ -183,6 +184,7 @@ async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> 
     assert control.fleet.policy.policy == RULES
 
 
+@pytest.mark.usefixtures("_patient")
 async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -> None:
     """Neither replica's counts suffice alone."""
     stored = await control.set_policy(RULES)
