@@ -95,7 +95,7 @@ class LinkedEngine:
 
     def __exit__(self, *_: object) -> None:
         self.link.stop()
-        self.link._thread.join(10)
+        self.link._thread.join(10 * BUSY)
         assert not self.link._thread.is_alive()
 
     def open(self, name: str, **fields: Any) -> None:
