@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
@@ -124,7 +125,9 @@ async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: 
 
 
 @pytest.mark.parametrize(("steps", "wait_s"), [(300, 3600.0), (1, 0.25)], ids=["interval", "wait"])
-async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, str], steps: int, wait_s: float) -> None:
+async def test_reports_are_merged_as_the_policy_says(
+    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, steps: int, wait_s: float
+) -> None:
     """A report is sent after as many steps as the interval has, or after a wait: one step does not wait for 299
     more."""
     servicer, target = scripted
@@ -132,12 +135,15 @@ async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, s
     with LinkedEngine([target]) as engine:
         settings = agent_pb2.Settings(nonce=1, revision=4, report_interval_steps=300, lease_ms=3_600_000)
         servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
-        await until(lambda: engine.link.lease.revision == 4)
-        # On a busy machine 300 steps may take longer than the link's own wait.
+        await until(lambda: "settings_status" in servicer.kinds())
         engine.link.lease.merge_s = wait_s
+        # On a busy machine the sender may look before all steps are made.
+        first, made = engine.link.outbox._first, threading.Event()
+        monkeypatch.setattr(engine.link.outbox, "_first", lambda *waiting: made.wait() and first(*waiting))
         engine.open("a")
         for _ in range(steps):
             engine.step()
+        made.set()
         await until(lambda: sum(m.step.steps for m in servicer.received) == steps)
         (report,) = [m.step for m in servicer.received if m.HasField("step")]
         merged = report.merged
