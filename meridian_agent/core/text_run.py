@@ -229,7 +229,7 @@ class TextRun:
         rows = len(request_ids)
         if not self.whole or rows != self.members or rows != len(sampled):
             return None
-        if self.steps >= self._steps_until_cap or SEPARATOR.join(request_ids) != self._joined:
+        if self.steps >= self._steps_until_cap or not self.has_rows(request_ids):
             return None
         try:
             tokens = [token for (token,) in sampled]
