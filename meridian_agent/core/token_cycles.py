@@ -209,13 +209,7 @@ class LoopWatch:
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
-        # Steps between two turns of a request.
-        self._interval = max(1, LOOK_TOKENS // tokens_per_step)
-        self.enabled = False
-        # Repeated tokens from which on a request is reported; 0 if repeated tokens are not counted.
-        self._repeats_from = 0
-        # Settings.merge_loops.
-        self._merge_loops = False
+        self.obey(find_loops=False, repeats_from=0)
         self._turn = 0
         # Slots of which the search has tokens.
         self._looked: set[int] = set()
@@ -224,8 +218,10 @@ class LoopWatch:
 
     def obey(self, find_loops: bool, repeats_from: int, merge_loops: bool = False) -> None:
         """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
-        0. merge_loops: no end of thinking follows from a look."""
+        0: the number of them from which on a request is reported. merge_loops: no end of thinking follows from a
+        look."""
         self.enabled, self._repeats_from, self._merge_loops = find_loops, repeats_from, merge_loops
+        # Steps between two turns of a request.
         self._interval = max(1, (2 if merge_loops else 1) * LOOK_TOKENS // self._tokens_per_step)
 
     def is_turn_of_any(self, slots: int) -> bool:
