@@ -75,6 +75,7 @@ class FinishedMeasurement:
     def encoded(self) -> tuple[SignalBytes, list[tuple[float, int]]]:
         if not self._probed:
             return self._signals, []
+        # Both columns have four bytes for each probe.
         count = len(self._probed) // 8
         values = struct.unpack(f"={count}f{count}i", self._probed)
         return self._signals, list(zip(values[:count], values[count:], strict=True))
@@ -270,8 +271,10 @@ class Observer:
         if end != self._repeated_for:
             self._repeated, self._repeated_for = self.probe.repeated(logits, end, SENT), end
         signals = None if self._repeated is None else self._repeated.measure(logits, rows)
-        if signals is None or probed is None:
-            return None if signals is None else (signals, b"")
+        if signals is None:
+            return None
+        if probed is None:
+            return signals, b""
         rest = probed[len(logits) :]
         if self._repeated_probes is None:
             self._repeated_probes = self.probe.repeated(rest, end, (EAT, ANSWER))
