@@ -73,6 +73,18 @@ def connected(*names: str) -> Engine:
     return made
 
 
+def connected_again() -> Engine:
+    """Return an engine on its second stream, of whose requests a, b and c one, b, has ended after two tokens that no
+    stream has brought."""
+    made = connected("a", "b", "c")
+    made.lose()
+    made.steps(2)
+    made.engine.finish("b")
+    made.connect()
+    made.step()
+    return made
+
+
 def test_the_first_step_of_a_stream_is_said() -> None:
     made = Engine()
     made.open("early")
@@ -114,12 +126,7 @@ def test_nothing_is_noted_while_a_stream_is_heard(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_an_answer_to_the_snapshot_shows_that_it_has_arrived(answered: bool) -> None:
-    made = connected("a", "b", "c")
-    made.lose()
-    made.steps(2)
-    made.engine.finish("b")
-    made.connect()
-    made.step()
+    made = connected_again()
     snapshot_step = made.engine.step
     assert made.told() == ({"a": 3, "c": 3}, {"tenant": 2})
     made.engine.finish("c")
@@ -241,12 +248,7 @@ def test_a_full_ring_loses_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_snapshot_of_the_stream_does_not_say_ended_requests_again() -> None:
-    made = connected("a", "b", "c")
-    made.lose()
-    made.steps(2)
-    made.engine.finish("b")
-    made.connect()
-    made.step()
+    made = connected_again()
     made.engine.finish("c")
     made.step()
     made.link.outbox.resync()
