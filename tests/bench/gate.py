@@ -33,7 +33,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Passed:
-    """What passed the gate while it was open. prompt_tokens: tokens of the prompts that began."""
+    """The steps that passed the gate while it was open. prompt_tokens: tokens of the prompts that began."""
 
     took_s: float = 0.0
     tokens: int = 0
