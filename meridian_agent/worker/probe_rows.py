@@ -23,8 +23,6 @@ class ProbeRows:
     """The probe rows of one Model Runner V1, whose `_prepare_inputs` it wraps."""
 
     def __init__(self, runner: Any) -> None:
-        import torch
-
         self._runner = runner
         # All rows of the newest step, those of its probes at the end; and the number of these.
         self.logits: Any = None
@@ -39,7 +37,7 @@ class ProbeRows:
             rows = self._write(probes)
             last, *others = prepare_inputs(scheduler_output, *args, **kwargs)
             indices = self._indices(len(last), rows, [len(tokens) for tokens in probes.values()])
-            return torch.from_numpy(indices).to(last.device), *others
+            return last.new_tensor(indices), *others
 
         runner._prepare_inputs = with_probes
 
