@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RESULTS, UNSAVED = Path(__file__).parent / "results", ROOT / "build" / "bench-cost"
 STEP_MS = 10.0
-PAIRS, STARTS, MOST_MINUTES, ROUNDS, CONTROL_ROUNDS = 3, 3, 20.0, 10, 3
+PAIRS, STARTS, MOST_MINUTES, ROUNDS, CONTROL_ROUNDS = 3, 3, 30.0, 20, 3
 
 
 class Progress:
@@ -61,7 +61,7 @@ def _throughput(options: argparse.Namespace, folder: Path, progress: Progress) -
         ratio = so_far.ratio["governed"]
         progress.say(f"{where}: {ratio.value:.4f} of stock so far ({ratio.low:.4f} to {ratio.high:.4f})")
 
-    progress.say("starting three engines")
+    progress.say("starting both engines")
     plan = cost_throughput.Plan(options.starts, options.throughput_interval, options.most_minutes * 60, options.rounds)
     cost_throughput.measure(folder, plan, said)
 

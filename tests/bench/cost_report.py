@@ -139,8 +139,7 @@ def _throughput(part: Part) -> list[str]:
         "",
         f"{_measured(part)} The engines were started {part['starts']} times and had {part['rounds']} rounds in all, "
         f"with steps of {part['step_ms']:.1f} ms. In {part['unlike']} rounds the engines did not compute the same "
-        f"prompts and tokens. Other programs used at most {part['others_cores']:.2f} cores. `stock again` is a second "
-        "stock engine.",
+        f"prompts and tokens. Other programs used at most {part['others_cores']:.2f} cores.",
         "",
         *table(head, body),
         "",

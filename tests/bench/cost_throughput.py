@@ -40,7 +40,7 @@ STEPS, WARM_STEPS = 24, 48
 # All features have their defaults, but the budgets are so large that no request is left out of a step.
 NEUTRAL: dict[str, Any] = {"scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0}}
 # The governed engine starts last, so that it never stands still for as long as a start takes.
-ARMS = STOCK, AGAIN, GOVERNED = "stock", "stock again", "governed"
+ARMS = STOCK, GOVERNED = "stock", "governed"
 # Starts from which an interval says something.
 FEWEST = 6
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
@@ -90,7 +90,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The figures of the governed engine and of a second stock engine against stock.
+    """The figures of the governed engine against stock.
 
     starts, rounds: how often all engines were started, and how many rounds there were in all. ratio: geometric mean
     over the starts, with an interval that contains the differences between starts. cpu_us: processor microseconds per
