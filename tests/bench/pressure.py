@@ -52,6 +52,7 @@ class Options:
 
     seconds: float
     repetitions: int
+    loads: Sequence[float]
     step_ms: float
     output: Path
     save: bool
@@ -211,9 +212,9 @@ class Benchmark:
         return policies[arm]
 
     async def run(self) -> dict[float, dict[str, list[Figures]]]:
-        found: dict[float, dict[str, list[Figures]]] = {load: {arm: [] for arm in ARMS} for load in LOADS}
+        found: dict[float, dict[str, list[Figures]]] = {load: {arm: [] for arm in ARMS} for load in self.options.loads}
         for seed in range(self.options.repetitions):
-            for load in LOADS:
+            for load in self.options.loads:
                 cap_tokens = 1
                 # The static cap follows from the run under pressure, so it comes after it; the others take turns.
                 first = [STOCK, DEFAULT, PRESSURE]
@@ -278,6 +279,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add = parser.add_argument
     add("--seconds", type=float, default=60.0, help="time for which requests arrive in a run")
     add("--repetitions", type=int, default=3, help="runs of each arm at each load, each with its own seed")
+    add("--loads", type=float, nargs="+", default=LOADS, help="arrivals relative to the capacity")
     add("--step-ms", type=float, default=20.0, help="least duration of a step, to which the worker stretches it")
     add("--output", type=Path, default=ROOT / "build" / "bench-pressure")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
