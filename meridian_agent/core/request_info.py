@@ -32,6 +32,9 @@ OPEN_TAIL_TOKENS = 64
 
 # A number of tokens that no request reaches.
 NEVER = 1 << 62
+# Smallest own cap, in thinking tokens, that the control plane may learn of as late as of anything else, so that the end
+# at this cap still has a decision.
+LEAST_LATE_CAP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ class RequestInfo:
     def most_tokens(self) -> int:
         """Largest number of tokens that the request may generate."""
         return min(self.max_tokens, self.context_tokens)
+
+    @property
+    def has_early_cap(self) -> bool:
+        """Whether the request may reach a cap of its own while the report of its arrival waits for further steps."""
+        return self.max_think_tokens is not None and self.max_think_tokens < LEAST_LATE_CAP
 
 
 class Overrides(NamedTuple):

@@ -130,7 +130,7 @@ class Tracker:
         self.run.changed()
         self.record.opened.append(live.opened_row())
         # The first request after idle time presses, because the sender of an idle engine sleeps longer.
-        if not self.merge_openings or info.max_think_tokens is not None or len(self.by_id) == 1:
+        if not self.merge_openings or info.has_early_cap or len(self.by_id) == 1:
             self.record.urgent = True
         return live
 

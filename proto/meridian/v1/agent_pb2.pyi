@@ -1941,8 +1941,8 @@ class Settings(_message.Message):
     """
     merge_openings: _builtins.bool
     """Whether a step in which a request arrives or changes its phase waits for others like a step of text, unless an
-    answer begins while other requests think, or the request has a cap of its own. The control plane sets this if it
-    decides nothing about a new request that must be in force within a few tokens.
+    answer begins while other requests think, or the request has a cap of its own below 128 tokens. The control plane
+    sets this if it decides nothing about a new request that must be in force within a few tokens.
     """
     merge_answers: _builtins.bool
     """Under merge_openings, whether a step in which an answer begins waits for others, too. The control plane sets this if

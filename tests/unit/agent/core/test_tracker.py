@@ -142,8 +142,10 @@ def test_merged_openings_press_only_if_a_decision_is_urgent() -> None:
     assert tracker.take_record().presses, "the engine was idle"
     b, c = opened(tracker, "b", []), opened(tracker, "c")
     assert not tracker.take_record().presses
-    d = opened(tracker, "d", own_cap=3)
-    assert tracker.take_record().presses, "a cap of its own"
+    d = opened(tracker, "d", own_cap=127)
+    assert tracker.take_record().presses, "a cap of its own that its first tokens may reach"
+    tracker.close(opened(tracker, "e", own_cap=128), 1)
+    assert not tracker.take_record().presses
     tracker.feed(b, [START], 0)
     assert not tracker.take_record().presses
     tracker.feed(b, [END], 0)
