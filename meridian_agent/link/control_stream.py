@@ -49,6 +49,8 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 15_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", 16 << 20),
+    # Without this, gRPC pings the server for each answer, to learn how large its window should be.
+    ("grpc.http2.bdp_probe", 0),
     # The link sets the pace of attempts itself: it builds a new channel for each.
     ("grpc.enable_retries", 0),
     # Each agent picks a random address if a name, such as that of a headless service, has several.

@@ -53,6 +53,8 @@ SERVER_OPTIONS = [
     ("grpc.max_connection_age_ms", 30 * 60_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
     ("grpc.max_receive_message_length", 16 << 20),
+    # Without this, gRPC pings the agent for each report, to learn how large its window should be.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),
 ]
 SERVICES = (
