@@ -139,7 +139,8 @@ def _throughput(part: Part) -> list[str]:
         "",
         f"{_measured(part)} The engines were started {part['starts']} times and had {part['rounds']} rounds in all, "
         f"with steps of {part['step_ms']:.1f} ms. In {part['unlike']} rounds the engines did not compute the same "
-        f"prompts and tokens. Other programs used at most {part['others_cores']:.2f} cores.",
+        f"prompts and tokens. A step had {part['probe_tokens']:.2f} tokens of EAT probes, and {part['calm_share']:.0%} "
+        f"of the steps were calm. Other programs used at most {part['others_cores']:.2f} cores.",
         "",
         *table(head, body),
         "",
@@ -185,7 +186,7 @@ def _control(part: Part) -> list[str]:
 
 
 # A figure of each part that other layouts of the part do not have.
-LAYOUT = {"steps": "rows", "throughput": "starts", "control": "arms"}
+LAYOUT = {"steps": "rows", "throughput": "probe_tokens", "control": "arms"}
 SECTIONS = {"steps": _steps, "throughput": _throughput, "control": _control}
 
 

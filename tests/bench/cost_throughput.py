@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
 from tests.bench.gate import GATE, Keeper, Passed
-from tests.bench.machine import TICKS_PER_S, Others, ticks_of
+from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, Others, ticks_of
 from tests.bench.results import Interval, between
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from meridian.v1 import agent_pb2
 
     from tests.bench.streamed import Request
 
@@ -37,8 +39,8 @@ BLOCKS = 1024
 WAITING = 16
 # A window has as many steps as the default policy merges into a report.
 STEPS, WARM_STEPS = 24, 48
-# All features have their defaults, but the budgets are so large that no request is left out of a step.
-NEUTRAL: dict[str, Any] = {"scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0}}
+# All features have their defaults, but no prompt is held back, so that all arms compute the same steps.
+NEUTRAL: dict[str, Any] = {"scheduler": {"min_prefill_tokens": 1 << 20}}
 # The governed engine starts last, so that it never stands still for as long as a start takes.
 ARMS = STOCK, GOVERNED = "stock", "governed"
 # Starts from which an interval says something.
@@ -47,8 +49,6 @@ PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 CONTROL, CLIENT = "control plane", "client"
 # Time for a client to take in what the engine has sent, after which the client has nothing to do.
 CLIENT_S = 0.02
-# Large pages for tensors. With small ones, equal processes differ more by where their memory happens to lie.
-LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 # Seeds of one start; each seed is the seed of BATCH requests.
 SEEDS, BATCH = 10_000, 64
 
@@ -75,10 +75,14 @@ Round = dict[str, Window]
 @dataclass
 class Start:
     """The rounds of one start of all engines. unlike: rounds in which the arms did not have the same tokens to generate
-    and the same prompts to read. others_cores: cores that other programs used."""
+    and the same prompts to read. others_cores: cores that other programs used. steps, calm_steps, probe_tokens: counted
+    by the governed engine's agent."""
 
     rounds: list[Round] = field(default_factory=list)
     others_cores: float = 0.0
+    steps: int = 0
+    calm_steps: int = 0
+    probe_tokens: int = 0
 
     @property
     def unlike(self) -> int:
@@ -94,7 +98,8 @@ class Throughput:
 
     starts, rounds: how often all engines were started, and how many rounds there were in all. ratio: geometric mean
     over the starts, with an interval that contains the differences between starts. cpu_us: processor microseconds per
-    generated token, by arm and process. ratios: the ratios of the rounds of each start, by arm.
+    generated token, by arm and process. ratios: the ratios of the rounds of each start, by arm. probe_tokens: tokens of
+    EAT probes per step. calm_share: share of the steps that were calm.
     """
 
     starts: int
@@ -106,6 +111,8 @@ class Throughput:
     cpu_us: dict[str, dict[str, float]]
     others_cores: float
     ratios: dict[str, list[list[float]]]
+    probe_tokens: float
+    calm_share: float
 
 
 @dataclass(frozen=True)
@@ -145,11 +152,10 @@ def measure(folder: Path, plan: Plan, said: Callable[[str, Throughput], None]) -
 async def _start(model: Path, folder: Path, number: int, rounds: int) -> Start:
     """Start all engines, and run the rounds."""
     async with contextlib.AsyncExitStack() as stack:
+        setups = {name: Setup(model, BLOCKS, governed=name == GOVERNED, writes_sentences=True) for name in ARMS}
         arms = {
-            name: await stack.enter_async_context(
-                _arm(Setup(model, BLOCKS, governed=name == GOVERNED), folder / f"{name} {number}", SEEDS * number)
-            )
-            for name in ARMS
+            name: await stack.enter_async_context(_arm(setup, folder / f"{name} {number}", SEEDS * number))
+            for name, setup in setups.items()
         }
         found, others, began_s = Start(), Others(), time.monotonic()
         for turn in range(rounds):
@@ -157,6 +163,10 @@ async def _start(model: Path, folder: Path, number: int, rounds: int) -> Start:
             first = {name: await arms[name].window(STEPS) for name in order}
             found.rounds.append({name: first[name] + await arms[name].window(STEPS) for name in reversed(order)})
         found.others_cores = others.cores(time.monotonic() - began_s)
+        for arm in arms.values():
+            if (counters := await arm.end()) is not None:
+                found.steps, found.calm_steps = counters.calm_steps + counters.full_steps, counters.calm_steps
+                found.probe_tokens = counters.probe_tokens
         return found
 
 
@@ -173,7 +183,6 @@ async def _arm(setup: Setup, folder: Path, seed: int) -> AsyncIterator[Measured]
     try:
         await arm.begin(NEUTRAL if setup.governed else {}, seed)
         yield arm
-        await arm.end()
     finally:
         arm.release()
         engine.close()
@@ -217,13 +226,13 @@ class Measured:
         await asyncio.sleep(CLIENT_S)
         return Window(passed, cpu_s | {CLIENT: time.process_time() - own_s})
 
-    async def end(self) -> None:
-        """Abort the requests, and check that the agent is still in force. Raises BenchError."""
+    async def end(self) -> agent_pb2.AgentCounters | None:
+        """Abort the requests, and return the agent's counters. Raises BenchError if the agent is no longer in force."""
         self.release()
         for place in self._places:
             place.cancel()
         await asyncio.wait(self._places)
-        await asyncio.to_thread(self._engine.counters)
+        return await asyncio.to_thread(self._engine.counters)
 
     def release(self) -> None:
         """Let the engine's processes go on without windows."""
@@ -269,6 +278,7 @@ def summary(starts: Sequence[Start]) -> Throughput:
     """Return the figures over all starts."""
     rounds = [found for start in starts for found in start.rounds]
     whole = {arm: functools.reduce(operator.add, (found[arm] for found in rounds)) for arm in ARMS}
+    steps = max(1, sum(start.steps for start in starts))
     ratios = {
         arm: [[found[arm].tokens_per_s / found[STOCK].tokens_per_s for found in start.rounds] for start in starts]
         for arm in ARMS[1:]
@@ -286,4 +296,6 @@ def summary(starts: Sequence[Start]) -> Throughput:
         },
         others_cores=max(start.others_cores for start in starts),
         ratios=ratios,
+        probe_tokens=sum(start.probe_tokens for start in starts) / steps,
+        calm_share=sum(start.calm_steps for start in starts) / steps,
     )

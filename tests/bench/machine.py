@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Measured = TypeVar("Measured")
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# Large pages for tensors. With small ones, equal processes differ more by where their memory happens to lie.
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 # Fields of the first line of /proc/stat that are not time spent on a process.
 IDLE, IOWAIT, GUEST = 3, 4, 8
 LOOK_S, TRIES = 2.0, 3

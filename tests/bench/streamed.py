@@ -28,6 +28,8 @@ MAX_MODEL_LEN = 2048
 MODEL_NAME = "random"
 THINK_ID, END_ID = 4, 5
 STOP_S = 20.0
+# Name in a request's `extra_args`, for `tests.bench.thinking`.
+THINK_TOKENS = "think_tokens"
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,19 @@ class Meter:
 
 @dataclass(frozen=True)
 class Setup:
-    """How the engine is started. governed: with the agent and a control plane. scheduler: another scheduler class."""
+    """How the engine is started.
+
+    governed: with the agent and a control plane. scheduler: another scheduler class. writes_sentences: thinking has
+    sentences and ends by itself, in all arms; otherwise it is words only, and the request's own cap ends it, which only
+    a governed engine obeys.
+    """
 
     model: Path
     blocks: int
     policy: str = "fcfs"
     governed: bool = True
     scheduler: str | None = None
+    writes_sentences: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -157,6 +165,7 @@ class StreamedEngine:
             scheduler_cls=self.setup.scheduler,
             disable_log_stats=True,
             seed=0,
+            logits_processors=["tests.bench.thinking:Thinking"] if self.setup.writes_sentences else None,
             **self.setup.extra,
         )
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_of(self.meter)])
@@ -199,7 +208,7 @@ class StreamedEngine:
         tokens: list[int] = []
         times_s: list[float] = []
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt)}
-        async for output in self._llm.generate(prompt, _params(request), request.name):
+        async for output in self._llm.generate(prompt, self._params(request), request.name):
             new = output.outputs[0].token_ids
             tokens += new
             times_s += [time.perf_counter()] * len(new)
@@ -207,33 +216,33 @@ class StreamedEngine:
         return Timeline(request, submitted_s if due_s is None else due_s, tuple(tokens), tuple(times_s))
 
     def _check(self, request: Request, tokens: list[int]) -> None:
-        """Check that the end marker is exactly at the request's cap, so that all arms have the same phases."""
+        """Check that the end marker is exactly where the request has it, so that all arms have the same phases."""
         expected = request.think_tokens + 1 + request.answer_tokens + (request.ends_with is not None)
         if len(tokens) != expected:
             raise BenchError(f"{request.name}: {len(tokens)} tokens came, {expected} were asked for")
         ends = [i for i, token in enumerate(tokens) if token == END_ID]
-        if self.control is not None and ends != [request.think_tokens]:
+        if (self.control is not None or self.setup.writes_sentences) and ends != [request.think_tokens]:
             raise BenchError(f"{request.name}: thinking ended at {ends}, not at {request.think_tokens}")
 
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-def _params(request: Request) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    length = request.think_tokens + 1 + request.answer_tokens
-    last: dict[str, Any] = {}
-    if request.ends_with is not None:
-        # The token is masked up to the length; after it, it is by far the likeliest token, and it stops the request.
-        last = {"stop_token_ids": [request.ends_with], "min_tokens": length, "logit_bias": {request.ends_with: 100.0}}
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=length + (request.ends_with is not None),
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={"meridian_max_think_tokens": request.think_tokens},
-        **last,
-    )
+        length, ends_with = request.think_tokens + 1 + request.answer_tokens, request.ends_with
+        thinking = THINK_TOKENS if self.setup.writes_sentences else "meridian_max_think_tokens"
+        last: dict[str, Any] = {}
+        if ends_with is not None:
+            # The token is masked up to the length; after it, it is by far the likeliest token, and stops the request.
+            last = {"stop_token_ids": [ends_with], "min_tokens": length, "logit_bias": {ends_with: 100.0}}
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=length + (ends_with is not None),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={thinking: request.think_tokens},
+            **last,
+        )
 
 
 def _logger_of(meter: Meter) -> Any:

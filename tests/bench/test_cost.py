@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import cost_control, cost_report, cost_throughput
+from tests.bench import cost_control, cost_report, cost_throughput, streamed, thinking
 from tests.bench.cost_control import ECHO, OLD, TODAY, Load, Program, Window
 from tests.bench.cost_probes import Probes, Step, probe_cost, time_share
 from tests.bench.cost_throughput import Plan, Start
@@ -83,7 +83,7 @@ def test_a_round_has_two_windows_of_each_arm() -> None:
     """Governed steps take longer, the second start is slower, and one arm once reads another prompt."""
     starts = [
         Start([{arm: steps(s) + steps(s) for arm, s in (("stock", 1.0), ("governed", 1.25))}]),
-        Start([{"stock": steps(2.0), "governed": steps(2.5, 60)}], 0.5),
+        Start([{"stock": steps(2.0), "governed": steps(2.5, 60)}], 0.5, steps=40, calm_steps=30, probe_tokens=20),
     ]
     found = cost_throughput.summary(starts)
     assert found.ratios == {"governed": [[pytest.approx(0.8)]] * 2}
@@ -91,6 +91,14 @@ def test_a_round_has_two_windows_of_each_arm() -> None:
     assert found.ratio["governed"].value == pytest.approx(0.8)
     assert found.tokens_per_s["stock"] == pytest.approx(3 * 768 / 4)
     assert found.cpu_us["governed"]["worker"] == pytest.approx(5.0 / (3 * 768) * 1e6)
+    assert (found.probe_tokens, found.calm_share) == (0.5, 0.75)
+
+
+def test_thinking_has_sentences_and_paragraphs_and_ends_by_itself() -> None:
+    tokens = [thinking.due(generated, 100) for generated in range(140)]
+    paragraph, end = [thinking.PARAGRAPH_END], [streamed.END_ID]
+    sentence = [None] * 23 + [thinking.SENTENCE_END]
+    assert tokens == sentence * 3 + [None] * 23 + paragraph + [None] * 4 + end + [None] * 39
 
 
 # Stands in for a worker whose steps need the process of the argument.
@@ -192,6 +200,8 @@ def parts() -> dict[str, cost_report.Part]:
             "ratios": {"governed": [[0.99, 0.99]]},
             "tokens_per_s": dict.fromkeys(arms, 800.0),
             "cpu_us": {arm: {"worker": 1000.0} for arm in arms},
+            "probe_tokens": 0.5,
+            "calm_share": 0.75,
         },
         "control": asdict(cost_control.compare(rounds, Load(), "")),
     }
