@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
 from tests.fakes.control import control_plane, utc_now
+from tests.fakes.linked import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from meridian_control.access.client_credentials import ClientCredentials
     from meridian_control.access.rate_limits import CallLimits
+    from meridian_control.fleet.fleet import Fleet
 
 # A client whose certificate has one of these common names has the role of the same name; the client "nobody" has a
 # certificate and no role.
@@ -98,3 +101,30 @@ async def securing(
         await secured.stop()
     finally:
         await store.database.close()
+
+
+async def code_of(fleet: Fleet, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    """Call a method with an empty message and return its status code, which is OK if a stream or a recording begins.
+
+    If the server refuses a call before its message is written, gRPC can lose the server's code
+    (https://github.com/grpc/grpc/issues/36066); `code_of` then calls again.
+    """
+    while True:
+        try:
+            await _begin(fleet, channel.stream_stream(f"/{method}")())
+        except grpc.aio.AioRpcError as error:
+            if error.details() != "Internal error from Core":
+                return error.code()
+        else:
+            return grpc.StatusCode.OK
+
+
+async def _begin(fleet: Fleet, call: Any) -> None:
+    await call.write(b"")
+    await call.done_writing()
+    reading = asyncio.ensure_future(call.read())
+    await until(lambda: reading.done() or fleet.recordings)
+    for recording in fleet.recordings:
+        recording.close()
+    await reading
+    call.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import shutil
 import time
@@ -22,7 +21,7 @@ from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.access.roles import OPEN, RULES, Role, rule_of
 from meridian_control.server import server as control_server
 from tests.certificates import DAY, Authority
-from tests.contract.secured import ACCESS, ROLES, Clients, Secured, securing
+from tests.contract.secured import ACCESS, ROLES, Clients, Secured, code_of, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import Control, wait_for
@@ -45,23 +44,6 @@ SECRET = "0123456789abcdef0123456789abcdef"
 async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
     async with securing(tmp_path) as running:
         yield running
-
-
-async def code_of(secured: Secured, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """Call a method with an empty message and return the status code, which is OK if a stream begins."""
-    call: Any = channel.stream_stream(f"/{method}")()
-    await call.write(b"")
-    await call.done_writing()
-    reading = asyncio.ensure_future(call.read())
-    await until(lambda: reading.done() or secured.fleet.recordings)
-    for recording in secured.fleet.recordings:
-        recording.close()
-    try:
-        await reading
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    call.cancel()
-    return grpc.StatusCode.OK
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -109,7 +91,7 @@ async def test_every_role_and_method(secured: Secured) -> None:
                     allowed = needed is role
                 else:
                     allowed = role >= needed
-                code = await code_of(secured, channel, method)
+                code = await code_of(secured.fleet, channel, method)
                 assert (code not in DENIED) == allowed, f"{who} {method}: {code}"
 
 
@@ -355,7 +337,7 @@ async def test_tokens(by_token: Secured, caplog: pytest.LogCaptureFixture) -> No
 async def test_without_credentials_only_health_answers(by_token: Secured) -> None:
     async with by_token.channel(ClientCredentials(ca=str(by_token.authority.file))) as channel:
         for method in METHODS:
-            code = await code_of(by_token, channel, method)
+            code = await code_of(by_token.fleet, channel, method)
             assert (code is grpc.StatusCode.UNAUTHENTICATED) == (rule_of(f"/{method}").role is not None), method
 
 

@@ -31,7 +31,7 @@ from meridian_control.policy.store import PolicyStore
 from meridian_control.server import server as control_server
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
-from tests.contract.secured import Clients
+from tests.contract.secured import Clients, code_of
 from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -88,23 +88,6 @@ async def opened(folder: Path, access: Access, tls: bool = False, listen: str = 
         await store.database.close()
 
 
-async def code_of(running: Open, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """Call a method with an empty message and return the status code, which is OK if a stream begins."""
-    call: Any = channel.stream_stream(f"/{method}")()
-    await call.write(b"")
-    await call.done_writing()
-    if method.endswith("RecordTrace"):
-        await until(lambda: call.done() or running.fleet.recordings)
-        for recording in running.fleet.recordings:
-            recording.close()
-    try:
-        await call.read()
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    call.cancel()
-    return grpc.StatusCode.OK
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_strangers_read_and_connect_and_this_host_does_everything(tmp_path: Path, tls: bool) -> None:
     async with opened(tmp_path, Access(), tls) as running:
@@ -113,7 +96,7 @@ async def test_strangers_read_and_connect_and_this_host_does_everything(tmp_path
                 for method in METHODS:
                     needed = rule_of(f"/{method}").role or Role.NONE
                     allowed = host == HERE or needed <= Role.VIEWER
-                    assert (await code_of(running, channel, method) not in DENIED) == allowed, f"{host}: {method}"
+                    assert (await code_of(running.fleet, channel, method) not in DENIED) == allowed, f"{host}: {method}"
 
 
 async def test_an_engine_of_another_host_connects(tmp_path: Path) -> None:
