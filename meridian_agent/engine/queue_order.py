@@ -44,7 +44,8 @@ class QueueOrder:
     def __init__(self, tracker: Tracker, scheduler: Any) -> None:
         self._tracker = tracker
         self._is_fcfs = scheduler_api.fcfs(scheduler)
-        self._can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._can_cut = scheduler_api.can_cut_prompts(scheduler)
+        self._least_piece = scheduler_api.least_piece(scheduler)
         self._can_redraw = scheduler_api.can_redraw(scheduler)
         # Whether the running list, the priorities or the waiting queue differ from stock vLLM's.
         self.ordered = False
@@ -143,6 +144,8 @@ class QueueOrder:
         running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
         sequences = [live for live in running if live is not None and live.phase is phase]
         skipped = left_out(sequences, per_step, max_skip_steps)
+        if skipped and not scheduler_api.adapters_fit(scheduler):
+            skipped = [live for live in skipped if live.ref.lora_request is None]
         for live in skipped:
             skip_step(scheduler, live)
         out = set(skipped)
@@ -192,7 +195,7 @@ class QueueOrder:
     def _token_limit(self, scheduler: Any, plan: DispatchPlan | None, probing: int) -> int | None:
         """Return the number of tokens to allow in the step, so that prompts take no more of it than the plan says while
         answers stream; None for vLLM's own limit. probing: tokens of probes."""
-        if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
+        if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_cut):
             return None
         run = self._tracker.run
         if run.whole and run.members == len(scheduler.running) and not scheduler_api.anything_waits(scheduler):
@@ -203,8 +206,8 @@ class QueueOrder:
         if not self._can_redraw and any(request_api.awaits_seeded_token(live.ref) for live in others):
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
-        # With no token at all for prompts a preempted request would never come back.
-        tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
+        # With too few tokens for a piece of a prompt no request would be admitted, and no preempted one come back.
+        tokens = decodes + probing + max(self._least_piece, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None
 
 

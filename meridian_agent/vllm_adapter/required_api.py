@@ -26,6 +26,7 @@ Table = dict[str, tuple[str, ...]]
 ENGINE: Table = {
     "vllm.config.scheduler:SchedulerConfig": (
         "get_scheduler_cls()",
+        "disable_chunked_mm_input",
         "enable_chunked_prefill",
         "long_prefill_token_threshold",
         "max_num_batched_tokens",
@@ -50,10 +51,12 @@ ENGINE: Table = {
         "current_step",
         "finished_req_ids",
         "block_size",
+        "cache_config",
         "connector",
         "connector_prefix_cache_stats",
         "kv_cache_config",
         "kv_cache_manager",
+        "lora_config",
         "max_model_len",
         "max_num_running_reqs",
         "max_num_scheduled_tokens",
@@ -222,11 +225,8 @@ LIMITS: dict[str, Table] = {
     # Up to vLLM 0.30 one attribute is both the limit of running requests and the number of the workers' slots, and vLLM
     # fails if more requests run than it says.
     "max_num_active_seqs": {"vllm.v1.core.sched.scheduler:Scheduler": ("max_num_active_reqs",)},
-    "max_num_scheduled_tokens": {
-        "vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input",),
-        "vllm.v1.core.sched.scheduler:Scheduler": ("need_mamba_block_aligned_split",),
-    },
-    "long_prefill_token_threshold": {"vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input",)},
+    "max_num_scheduled_tokens": {"vllm.v1.core.sched.scheduler:Scheduler": ("need_mamba_block_aligned_split",)},
+    "long_prefill_token_threshold": {},
 }
 
 # The classes of requests from which the agent copies a client's effort, in processes that serve an API. Without one of

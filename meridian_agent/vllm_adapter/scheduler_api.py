@@ -31,13 +31,45 @@ def can_redraw(scheduler: Any) -> bool:
     return str(scheduler.vllm_config.device_config.device_type) != "cpu"
 
 
+def can_cut_prompts(scheduler: Any) -> bool:
+    """Whether the agent may cut prompts at all. Some models need all tokens of an image in one step, and vLLM keeps
+    these together only if no limit is smaller than the image."""
+    config = scheduler.scheduler_config
+    return bool(config.enable_chunked_prefill and not config.disable_chunked_mm_input)
+
+
+def least_piece(scheduler: Any) -> int:
+    """Return the tokens that a step must have for a prompt at least, so that vLLM computes a piece of the prompt.
+
+    vLLM cuts the prompts of hybrid models at the ends of KV blocks only, and keeps as many tokens for the last piece as
+    a drafter reads ahead.
+    """
+    at_blocks = getattr(scheduler, "need_mamba_block_aligned_split", False)
+    block = scheduler.cache_config.block_size if at_blocks else 1
+    return int(max(block, getattr(scheduler, "num_prefill_lookahead", 1)))
+
+
 def may_cut_prompts(scheduler: Any) -> bool:
     """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU this is forbidden while a request
     with a seed is in its prompt."""
+    if not can_cut_prompts(scheduler):
+        return False
     if can_redraw(scheduler):
         return True
     requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)
     return not any(map(awaits_seeded_token, requests))
+
+
+def adapters_fit(scheduler: Any) -> bool:
+    """Whether the LoRA adapters of all requests fit into one step.
+
+    vLLM counts the adapters of the requests in the step before it admits others. If the step leaves out the running
+    requests of an adapter, vLLM may admit one adapter too many, and fails in the next step that has them all.
+    """
+    if (config := scheduler.lora_config) is None:
+        return True
+    adapters = {r.lora_request.lora_int_id for r in scheduler.requests.values() if r.lora_request is not None}
+    return len(adapters) <= int(config.max_loras)
 
 
 def admission_limit_name(scheduler: Any) -> str:

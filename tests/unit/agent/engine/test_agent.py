@@ -29,7 +29,7 @@ def scheduler_of() -> Any:
         block_size=16,
         num_spec_tokens=0,
         policy="fcfs",
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False),
         vllm_config=config,
     )
 

@@ -35,8 +35,15 @@ def request(left: int, is_prefill_chunk: bool = False, eligible: int = 0, seed: 
     )
 
 
-def scheduler(*running: Any, threshold: int = 0, drafts: int = 0, device: str = "cuda", **more: Any) -> Any:
-    config = SimpleNamespace(long_prefill_token_threshold=threshold, max_num_batched_tokens=64)
+def scheduler(
+    *running: Any, threshold: int = 0, drafts: int = 0, device: str = "cuda", images_whole: bool = False, **more: Any
+) -> Any:
+    config = SimpleNamespace(
+        long_prefill_token_threshold=threshold,
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=True,
+        disable_chunked_mm_input=images_whole,
+    )
     drafting = SimpleNamespace(max_num_new_slots_for_drafting=1) if drafts else None
     device_config = SimpleNamespace(device_type=device)
     return SimpleNamespace(
@@ -94,6 +101,11 @@ def test_no_prompt_is_cut_where_workers_cannot_draw_a_token_twice() -> None:
     assert room(scheduler(request(1), prompt, device="cpu"), [2])
     seeded = scheduler(request(1), prompt, request(30, seed=1), device="cpu")
     assert not room(seeded, [2])
+
+
+def test_no_prompt_is_cut_where_images_must_stay_whole() -> None:
+    prompt = request(500, is_prefill_chunk=True)
+    assert not room(scheduler(request(1), prompt, images_whole=True), [2])
 
 
 def test_a_limit_is_not_raised_to_a_fair_share() -> None:

@@ -1,0 +1,146 @@
+"""Engines with adapters, whole images and hybrid models, governed over vLLM's own scheduler: a plan breaks none of
+them."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from meridian.v1 import agent_pb2
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request
+
+from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
+from tests.sim import engine as engine_module
+from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+START, END, STOP, TEXT = words()
+THINKS, ANSWERS = Script(1, 10**6, 10, False), Script(2, 1, 10**6, False)
+PROMPT_TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, boundaries = engine_module.tokenizer(), engine_module.boundaries()
+    monkeypatch.setenv("MERIDIAN_CONTROL", "127.0.0.1:1")
+    monkeypatch.setattr(tokenizer_module, "tokenizer_of", lambda _: known)
+    monkeypatch.setattr(tokenizer_module, "boundaries", lambda _: boundaries)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """A function that makes a governed engine; the options change its configuration before it starts."""
+    engines: list[Engine] = []
+
+    def make(shape: Shape, scheduler: dict[str, Any] | None = None, cache: dict[str, Any] | None = None) -> Engine:
+        config, structured = config_of(shape)
+        config = copy.copy(config)
+        for section, options in (("scheduler_config", scheduler), ("cache_config", cache)):
+            changed = copy.copy(getattr(config, section))
+            vars(changed).update(options or {})
+            setattr(config, section, changed)
+        monkeypatch.setattr(engine_module, "config_of", lambda _: (config, structured))
+        engines.append(Engine(shape, lambda *_: None))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.scheduler.shutdown()
+
+
+def add(engine: Engine, request_id: str, prompt: list[int], script: Script, max_tokens: int = 60, **kinds: Any) -> None:
+    engine.model.open(request_id, prompt, script)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP])
+    known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": engine_module._hasher()}
+    engine.scheduler.add_request(Request(request_id, prompt, sampling, None, **known, **kinds))
+
+
+def answer(engine: Engine, request_id: str) -> None:
+    add(engine, request_id, [START, END, *TEXT[:2]], ANSWERS)
+
+
+def step(engine: Engine, times: int) -> None:
+    for _ in range(times):
+        engine.step(lambda: None, lambda: None)
+        assert engine.agent is not None
+
+
+def obey(engine: Engine, plan: agent_pb2.DispatchPlan) -> None:
+    plan.decision_id = 1
+    directives = agent_pb2.Directives(step=10**6, plan=plan)
+    engine.agent.directives.accept(directives)
+    engine.agent.calm.end()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_a_step_never_admits_one_adapter_too_many(made: Callable[..., Engine], is_async: bool, adapters: int) -> None:
+    """While a second adapter waits for the only place, the first one's requests are in every step; with two places they
+    are left out as often as the plan says."""
+    engine = made(Shape(is_async=is_async, blocks=200, places=8, batch_tokens=128))
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=adapters)
+    first, second = (LoRARequest(name, number, f"/{name}") for number, name in enumerate("ab", 1))
+    answer(engine, "answer")
+    for name in ("first", "another"):
+        add(engine, name, [TEXT[0], START], THINKS, lora_request=first)
+    step(engine, 4)
+    obey(engine, agent_pb2.DispatchPlan(think_per_step=0, max_skip_steps=3))
+    add(engine, "second", [TEXT[2], START], THINKS, lora_request=second)
+    step(engine, 200)
+    assert set(engine.finished) == {"answer", "first", "another", "second"}
+    together = sum("first" in members and "second" in members for members in engine.schedule)
+    assert (together > 0, engine.agent.queues.think_skips > 0) == (adapters == 2, adapters == 2)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_plan_cuts_no_image_that_must_stay_whole(made: Callable[..., Engine], whole: bool) -> None:
+    shape, image = Shape(blocks=200, places=8, batch_tokens=128), PlaceholderRange(offset=PROMPT_TOKENS, length=32)
+    engine = made(shape, scheduler={"disable_chunked_mm_input": whole})
+    engine.scheduler.max_num_encoder_input_tokens = 1000
+    engine.scheduler.encoder_cache_manager = EncoderCacheManager(1000)
+    answer(engine, "answer")
+    step(engine, 3)
+    obey(engine, agent_pb2.DispatchPlan(prefill_tokens_per_step=16))
+    prompt = [TEXT[0]] * PROMPT_TOKENS + [TEXT[1]] * 32 + [TEXT[2]] * PROMPT_TOKENS
+    feature = MultiModalFeatureSpec(data=None, modality="image", identifier="image", mm_position=image)
+    add(engine, "image", prompt, THINKS, 5, mm_features=[feature])
+    step(engine, 8)
+    pieces = [members["image"] for members in engine.schedule if "image" in members]
+    assert (pieces[0] == len(prompt)) == whole
+
+
+def test_a_plan_leaves_room_for_a_block_of_a_hybrid_models_prompt(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM cuts such a prompt at the ends of blocks, so a prompt would wait for as long as answers stream."""
+
+    def hybrid(blocks: int, *_: object) -> KVCacheConfig:
+        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        page = {"mamba_cache_mode": "align", "page_size_padded": attention.page_size_bytes}
+        mamba = MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), **page)
+        return KVCacheConfig(blocks, [], [KVCacheGroupSpec(["a"], attention), KVCacheGroupSpec(["m"], mamba)])
+
+    monkeypatch.setattr(engine_module, "KVCacheConfig", hybrid)
+    shape = Shape(blocks=900, places=64, batch_tokens=512)
+    engine = made(shape, cache={"mamba_cache_mode": "align", "mamba_block_size": BLOCK})
+    assert engine.scheduler.need_mamba_block_aligned_split
+    for number in range(20):
+        answer(engine, f"answer {number}")
+    step(engine, 3)
+    obey(engine, agent_pb2.DispatchPlan(prefill_tokens_per_step=2))
+    add(engine, "new", [TEXT[1]] * 40, THINKS, 5)
+    step(engine, 8)
+    assert [members["new"] for members in engine.schedule if "new" in members][:2] == [BLOCK, BLOCK]
