@@ -32,6 +32,7 @@ from meridian_agent.vllm_adapter import (
     prefix_cache,
     probe_rows,
     reasoning_markers,
+    scheduler_api,
     tokenizer,
 )
 from meridian_agent.vllm_adapter.scheduler_limits import limits_of
@@ -84,6 +85,9 @@ class Lifecycle:
         no_probes = kv_connectors.hide_from_connector(self._scheduler, probe_admission.PREFIX, self._guard)
         if no_probes:
             logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", no_probes)
+        elif scheduler_api.captures_outputs(self._scheduler):
+            no_probes = "the workers capture auxiliary outputs (enable_return_routed_experts)"
+            logger.warning("meridian: no EAT probes: %s", no_probes)
         shares_blocks = prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = tokenizer.boundaries(config)
         tool_call, note = self._template.tool_call, self._guard.note

@@ -18,7 +18,7 @@ from meridian_agent.engine import stock_restore
 from meridian_agent.engine.absence import say_absent
 from meridian_agent.engine.lifecycle import Lifecycle
 from meridian_agent.engine.queue_order import Limit
-from meridian_agent.vllm_adapter import probe_rows
+from meridian_agent.vllm_adapter import probe_rows, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +53,9 @@ class GovernedScheduler:
         # The original values of the scheduler's limits that are lowered in this step.
         self._stock_limits: list[Limit] = []
         self._guard = Guard()
+        if reason := scheduler_api.ungovernable(self):
+            say_absent(reason, self)
+            return
         self._agent = self._guard.run(self._begin)
         # The time to start is not part of the time that steps take.
         self._guard.seconds = 0.0

@@ -7,6 +7,21 @@ from typing import Any
 from meridian_agent.vllm_adapter.request_api import awaits_seeded_token
 
 
+def ungovernable(scheduler: Any) -> str:
+    """Return why the agent must stay out of this engine; empty if it need not."""
+    # A step of a diffusion model computes a canvas of tokens several times. So a row of a step belongs to no token that
+    # the agent could force, and the placeholders for unknown drafts are the canvas itself.
+    is_diffusion = getattr(scheduler.vllm_config.model_config, "is_diffusion", False)
+    return "the model is a diffusion model" if is_diffusion else ""
+
+
+def captures_outputs(scheduler: Any) -> bool:
+    """Whether the workers capture something of every token, such as the experts that routed it. They fail if a request
+    begins in the middle of a KV block, as a probe does."""
+    config = getattr(scheduler.vllm_config, "aux_output_config", None)
+    return bool(getattr(config, "enabled", False))
+
+
 def is_async(scheduler: Any) -> bool:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
