@@ -36,6 +36,9 @@ class RequestReading:
 
     def read(self, work: Work) -> PhaseState | None:
         """Read on; return the state after the newest token once that token has been read, None until then."""
+        if self.state is not None and self.at > len(self.ref.output_token_ids):
+            # With a streaming session's next input, vLLM has taken the generated tokens into the prompt.
+            self.state, self.at = None, -1
         if self.state is None:
             self._read_prompt(work)
         if self.state is None:

@@ -89,8 +89,7 @@ class Agent:
         self.preempted_think = self.output_critical = 0
         # Seconds spent in hooks of this and earlier agents, and in vLLM's own schedule and update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
-        # Requests from before this agent, or with prompts that take several steps to read.
-        self._adoption: CatchUp | None = None
+        self._adoption = CatchUp()  # Requests from before this agent, or with prompts that take several steps to read.
         self.measuring = Measuring(facts.expected_backend, facts.on_fault, link.restart)
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
@@ -114,7 +113,6 @@ class Agent:
             for live in self.tracker.by_id.values():
                 self.tracker.reread(live, replace(live.state, phase=Phase.UNKNOWN))
         elif self.tracker.by_id:
-            self._adoption = self._adoption or CatchUp()
             for live in self.tracker.by_id.values():
                 self._adoption.add(live.ref)
         self.link.outbox.resync()
@@ -173,8 +171,11 @@ class Agent:
     def opened(self, scheduler: Any, request: Any) -> None:
         """Track a request that was added to the engine, if it generates text."""
         self.calm.end()
-        params = request.sampling_params
-        if params is None or request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
+        # A streaming session adds all its inputs under one id, and vLLM keeps only the session's request, if any.
+        request = scheduler.requests.get(request.request_id)
+        if request is None or request.sampling_params is None:
+            return
+        if request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
             return
         if self.lease.idle:
             # No step is under way, so settings that have arrived apply to this request already.
@@ -186,7 +187,6 @@ class Agent:
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
             return
-        self._adoption = self._adoption or CatchUp()
         self._adoption.add(request)
 
     def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
@@ -194,8 +194,8 @@ class Agent:
         self._adoption = CatchUp(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
         self.accounts.prefills.extend([0] * steps_under_way)
 
-    def _adopt_some(self, scheduler: Any, adoption: CatchUp) -> None:
-        for request, state in adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
+    def _adopt_some(self, scheduler: Any) -> None:
+        for request, state in self._adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 self.tracker.reread(live, state)
@@ -205,15 +205,15 @@ class Agent:
                 waits = request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
                 self.tracker.reorder = True
-        if not adoption:
-            self._adoption = None
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finished(self, requests: list[Any]) -> None:
         """Forget requests that were ended from outside, such as after a client's disconnect."""
         for request in requests:
-            if live := self.tracker.by_id.get(getattr(request, "request_id", request)):
+            request_id = getattr(request, "request_id", request)
+            if live := self.tracker.by_id.get(request_id):
                 self.accounts.close(live, "abort")
+            self.probing.ended(request_id)
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Any) -> None:
@@ -262,8 +262,8 @@ class Agent:
             self._take_inbox()
             self.accounts.state = self.lease.say_state()
         self.hand_over.obey()
-        if self._adoption is not None:
-            self._adopt_some(scheduler, self._adoption)
+        if self._adoption:
+            self._adopt_some(scheduler)
         if self.frozen:
             return []
         if scheduler.num_spec_tokens:
@@ -278,7 +278,7 @@ class Agent:
         reserved, hold = probing.reserved(scheduler), self.directives.hold_admission
         limits = self.queues.limits(scheduler, plan, hold, reserved, placed)
         limits += [Limit(*limit) for limit in self.facts.limits.uncut(scheduler)]
-        if self._adoption is None:
+        if not self._adoption:
             calm.end_full_look(scheduler, plan, limits)
         return limits
 
@@ -373,7 +373,7 @@ class Agent:
             self.probing.rows_possible = rows_possible
             self.calm.end()
         self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
-        if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
+        if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()
         record = self.accounts.complete(scheduler, told)

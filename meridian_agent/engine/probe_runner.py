@@ -335,10 +335,14 @@ class ProbeRunner:
         for request_id in list(self.placed):
             self._withdraw(scheduler, request_id, Outcome.AGENT_OFF, "")
 
+    def ended(self, request_id: str) -> None:
+        """Forget a probe that vLLM has ended together with all requests, as it does before an engine sleeps."""
+        if placed := self.placed.pop(request_id, None):
+            self._directives.report(placed.decision_id, Outcome.REQUEST_GONE)
+
     def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
         """Take a probe out of the engine and report the outcome of its decision."""
-        placed = self.placed[request_id]
+        placed = self.placed.pop(request_id)
         stock_restore.take_out(scheduler, request_id)
-        del self.placed[request_id]
         self.held.pop(placed.parent, None)
         self._directives.report(placed.decision_id, outcome, detail=detail)

@@ -1,5 +1,5 @@
-"""Engines with adapters, whole images and hybrid models, governed over vLLM's own scheduler: a plan breaks none of
-them."""
+"""Engines of many kinds, governed over vLLM's own scheduler: with adapters, whole images, hybrid and diffusion models,
+streaming sessions and captured outputs. The agent breaks none of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from meridian_agent.engine import scheduler_mixin
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from tests.sim import engine as engine_module
 from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, words
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 START, END, STOP, TEXT = words()
 THINKS, ANSWERS = Script(1, 10**6, 10, False), Script(2, 1, 10**6, False)
 PROMPT_TOKENS = 4
+CAPTURE = "the workers capture auxiliary outputs (enable_return_routed_experts)"
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +47,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """A function that makes a governed engine; the options change its configuration before it starts."""
     engines: list[Engine] = []
 
-    def make(shape: Shape, scheduler: dict[str, Any] | None = None, cache: dict[str, Any] | None = None) -> Engine:
+    def make(shape: Shape, **sections: dict[str, Any]) -> Engine:
         config, structured = config_of(shape)
         config = copy.copy(config)
-        for section, options in (("scheduler_config", scheduler), ("cache_config", cache)):
+        for section, options in sections.items():
             changed = copy.copy(getattr(config, section))
-            vars(changed).update(options or {})
+            vars(changed).update(options)
             setattr(config, section, changed)
         monkeypatch.setattr(engine_module, "config_of", lambda _: (config, structured))
         engines.append(Engine(shape, lambda *_: None))
@@ -108,7 +110,7 @@ def test_a_step_never_admits_one_adapter_too_many(made: Callable[..., Engine], i
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_plan_cuts_no_image_that_must_stay_whole(made: Callable[..., Engine], whole: bool) -> None:
     shape, image = Shape(blocks=200, places=8, batch_tokens=128), PlaceholderRange(offset=PROMPT_TOKENS, length=32)
-    engine = made(shape, scheduler={"disable_chunked_mm_input": whole})
+    engine = made(shape, scheduler_config={"disable_chunked_mm_input": whole})
     engine.scheduler.max_num_encoder_input_tokens = 1000
     engine.scheduler.encoder_cache_manager = EncoderCacheManager(1000)
     answer(engine, "answer")
@@ -135,7 +137,7 @@ def test_a_plan_leaves_room_for_a_block_of_a_hybrid_models_prompt(
 
     monkeypatch.setattr(engine_module, "KVCacheConfig", hybrid)
     shape = Shape(blocks=900, places=64, batch_tokens=512)
-    engine = made(shape, cache={"mamba_cache_mode": "align", "mamba_block_size": BLOCK})
+    engine = made(shape, cache_config={"mamba_cache_mode": "align", "mamba_block_size": BLOCK})
     assert engine.scheduler.need_mamba_block_aligned_split
     for number in range(20):
         answer(engine, f"answer {number}")
@@ -144,3 +146,66 @@ def test_a_plan_leaves_room_for_a_block_of_a_hybrid_models_prompt(
     add(engine, "new", [TEXT[1]] * 40, THINKS, 5)
     step(engine, 8)
     assert [members["new"] for members in engine.schedule if "new" in members][:2] == [BLOCK, BLOCK]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_workers_that_capture_outputs_compute_no_probe(
+    made: Callable[..., Engine], captures: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They fail on a request that begins in the middle of a KV block."""
+    engine = made(Shape(), aux_output_config={"enable_return_routed_experts": captures})
+    assert engine.agent.facts.no_probes == (CAPTURE if captures else "")
+    assert (f"no EAT probes: {CAPTURE}" in caplog.text) == captures
+
+
+def test_an_engine_with_a_diffusion_model_runs_as_stock(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A canvas of tokens is no draft that the agent may drop, and has one row less than the agent's masks."""
+    told: list[str] = []
+    monkeypatch.setattr(scheduler_mixin, "say_absent", lambda reason, _: told.append(reason))
+    engine = made(Shape(), model_config={"is_diffusion": True})
+    assert (told, engine.agent) == (["the model is a diffusion model"], None)
+    # The simulator's model samples single tokens.
+    engine.scheduler.num_sampled_tokens_per_step = 1
+    answer(engine, "answer")
+    while engine.busy():
+        engine.step(lambda: None, lambda: None)
+    assert set(engine.finished) == {"answer"}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_the_end_of_a_sessions_input_leaves_nothing_behind(made: Callable[..., Engine], is_async: bool) -> None:
+    """vLLM ends a streaming session when a last input comes under the session's id, and keeps no request for it."""
+    engine = made(Shape(is_async=is_async, blocks=200))
+    add(engine, "session", [TEXT[0], START], THINKS, 4, resumable=True)
+    request = engine.scheduler.requests["session"]
+    while request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        step(engine, 1)
+    add(engine, "session", [TEXT[1], START], THINKS, 4, resumable=True)
+    assert engine.agent.tracker.by_id["session"].ref is request
+    while request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        step(engine, 1)
+    add(engine, "session", [TEXT[0]], THINKS, 4)
+    assert (engine.live, list(engine.agent.tracker.by_id)) == ([], [])
+    step(engine, 2)
+    assert engine.agent.lease.idle
+
+
+def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(made: Callable[..., Engine]) -> None:
+    """vLLM drops the output of a probe that is under way then, so the probe would count as placed for ever."""
+    engine = made(Shape(is_async=True, blocks=200, places=64, batch_tokens=512))
+    add(engine, "parent", [TEXT[0], START], THINKS, 90)
+    step(engine, 6)
+    agent = engine.agent
+    agent.observe_entropy = True
+    probe = agent_pb2.EatProbe(slot=agent.tracker.by_id["parent"].slot, decision_id=7)
+    agent.directives.accept(agent_pb2.Directives(step=10**6, probes=[probe]))
+    agent.calm.end()
+    while not any(placed.cost_tokens for placed in agent.probing.placed.values()):
+        step(engine, 1)
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert agent.probing.placed == {}
+    assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(7, agent_pb2.OUTCOME_REQUEST_GONE)]
+    while engine.busy():
+        step(engine, 1)

@@ -29,6 +29,17 @@ def request(prompt: list[int], output: list[int]) -> Any:
     return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=output, is_finished=lambda: False)
 
 
+def test_a_session_whose_output_becomes_prompt_is_read_again() -> None:
+    """With a streaming session's next input vLLM takes the generated tokens into the prompt, perhaps while the agent
+    reads them."""
+    session = request([1], [40] * LONG)
+    reading = CatchUp([session])
+    assert reading.some(SINGLE, True) == []
+    session.prompt_token_ids, session.output_token_ids = [1, 40, 2], [41]
+    [(found, state)] = reading.some(SINGLE, True)
+    assert (found, state) == (session, read_at_once(SINGLE, [1, 40, 2], [41], True))
+
+
 def read_at_once(markers: Markers, prompt: list[int], output: list[int], disabled: bool) -> PhaseState:
     state = begin(markers, prompt, disabled)
     for token in output:
