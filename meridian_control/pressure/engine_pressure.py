@@ -116,11 +116,11 @@ class EnginePressure:
         if slot >= len(self._members):
             self._grow(len(table.info))
         self._members[slot] = sum(1 << index for index, entry in enumerate(self.entries) if entry in entries)
-        self._first[slot] = 0
+        self._first[slot], self._answered[slot] = 0, table.output_tokens[slot] > 0
         if table.newest_token[slot] == NO_TOKEN:
             has_tokens = bool(table.think_tokens[slot] or table.output_tokens[slot])
             self._opened_ms[slot] = np.nan if has_tokens else table.token_ms[slot]
-            self._begun[slot], self._answered[slot], self._hit[slot] = has_tokens, table.output_tokens[slot] > 0, False
+            self._begun[slot], self._hit[slot] = has_tokens, False
 
     def _grow(self, capacity: int) -> None:
         for name, empty in (("_members", 0), ("_first", 0), ("_opened_ms", np.nan), ("_begun", 1), ("_answered", 1)):
@@ -216,7 +216,8 @@ class EnginePressure:
     # ------------------------------------------------------------------------------------------------------- levels
 
     def restart(self, now_ms: float) -> None:
-        """Begin all windows anew, because no decision was made meanwhile."""
+        """Begin all windows anew, with the answers of the requests that are assigned: after a policy or a snapshot, and
+        while no decisions are made."""
         for index, window in enumerate(self._windows):
             window.restart(now_ms, self._answering(index))
 

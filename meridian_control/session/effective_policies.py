@@ -29,7 +29,7 @@ from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.model import Policy, Who
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
@@ -95,6 +95,13 @@ class Groups:
         self._table.set_groups(0)
         for slot, opened in self._table.requests():
             self.assign(slot, opened, same_rules=self._experiment is before)
+        self._pressure.restart(now_ms)
+
+    def begin_anew(self, requests: Iterable[agent_pb2.RequestOpened], now_ms: float) -> None:
+        """Find the policy of each request of a snapshot, which the table has already opened."""
+        for opened in requests:
+            self.assign(opened.slot, opened)
+        self._pressure.restart(now_ms)
 
     def assign(self, slot: int, opened: agent_pb2.RequestOpened, same_rules: bool = False) -> None:
         """Find the policy that holds for a request, which the table has already opened.

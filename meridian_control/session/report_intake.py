@@ -70,8 +70,7 @@ class Intake:
         self._shadow.new_stream()
         if self._journal is not None:
             self._journal.snapshot(snapshot.requests, self._sample_ratio)
-        for opened in snapshot.requests:
-            self._groups.assign(opened.slot, opened)
+        self._groups.begin_anew(snapshot.requests, now_ms)
         return bool(snapshot.ended) or any(opened.unreported_think_tokens for opened in snapshot.requests)
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:

@@ -288,6 +288,39 @@ def test_each_target_is_measured() -> None:
     assert told["preempted_answer_ratio"] == ("preempted_answer_ratio", 0.25, 0.5, 4)
 
 
+PREEMPTION = {"name": "chat", "preempted_answer_ratio": 0.1, "window_s": 1}
+
+
+@pytest.mark.parametrize("first", [(), (PREEMPTION,)], ids=["first entry", "another policy"])
+def test_answers_that_have_begun_before_a_policy_count_in_its_first_window(first: tuple[dict[str, Any], ...]) -> None:
+    """Half of the new answers are preempted, but few of all; and a request that thinks is no answer."""
+    made = stream(pressed(*first))
+    for number in range(40):
+        made.open(f"old{number}", 1 if number else 10**6, 100_000)
+    made.step(40, then_ms=50.0)
+    made.apply(pressed(PREEMPTION, max_think_tokens=10**6))
+    for number in range(2):
+        made.open(f"new{number}", 1, 100_000)
+    made.step(3, then_ms=20.0)
+    made.agent.preempt("old1")
+    made.step(20, then_ms=50.0)
+    told = readings(made)["preempted_answer_ratio"]
+    assert (told.samples, told.measured) == (41, 1 / 41)
+
+
+def test_answers_of_a_snapshot_count_in_the_first_window() -> None:
+    made = stream(pressed(PREEMPTION))
+    begun: dict[str, Any] = {"phase": agent_pb2.PHASE_OUTPUT, "think_tokens": 5, "output_tokens": 50}
+    requests = [agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", **begun) for slot in range(20)]
+    snapshot = agent_pb2.Snapshot(step=1, requests=requests)
+    made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), made.now)
+    made.say(preempted=[3])
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)["preempted_answer_ratio"]
+    assert (told.samples, told.measured) == (20, 1 / 20)
+
+
 @pytest.mark.parametrize(("limit_ms", "missed"), [(100.0, False), (99.999, True)])
 def test_a_target_that_is_met_exactly_is_not_missed(limit_ms: float, missed: bool) -> None:
     made = answering(pressed({**CHAT, "output_itl_p99_ms": limit_ms}))
