@@ -53,7 +53,7 @@ class GovernedScheduler:
         # The original values of the scheduler's limits that are lowered in this step.
         self._stock_limits: list[Limit] = []
         self._guard = Guard()
-        if reason := scheduler_api.ungovernable(self):
+        if reason := self._guard.run(scheduler_api.ungovernable, self):
             say_absent(reason, self)
             return
         self._agent = self._guard.run(self._begin)
