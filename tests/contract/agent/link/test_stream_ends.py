@@ -72,10 +72,17 @@ async def test_a_server_that_never_answers_is_left_for_another(
     servicer.welcomes = False
     monkeypatch.setattr(link, "PATIENCE_S", (3600.0, 3600.0))
     with LinkedEngine([target, control.target]) as engine:
-        await until(lambda: servicer.received)
+        timers: list[threading.Timer] = []
+
+        def timer_runs() -> bool:
+            running = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+            timers[:] = [timer for timer in running if timer.function == engine.link._lose_patience]
+            return bool(timers)
+
+        # Hello may arrive before the link has started its timer.
+        await until(lambda: servicer.received and timer_runs())
         # The first timer runs out here, because on a busy machine a short one could run out before Hello arrives.
-        (timer,) = [t for t in threading.enumerate() if getattr(t, "function", None) == engine.link._lose_patience]
-        assert isinstance(timer, threading.Timer)
+        (timer,) = timers
         assert timer.interval == 3600.0
         timer.function(*timer.args)
         await until(lambda: engine.link.lease.connected)
