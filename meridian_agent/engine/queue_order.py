@@ -44,7 +44,7 @@ class QueueOrder:
     def __init__(self, tracker: Tracker, scheduler: Any) -> None:
         self._tracker = tracker
         self._is_fcfs = scheduler_api.fcfs(scheduler)
-        self._can_cut = scheduler_api.can_cut_prompts(scheduler)
+        self._can_cut = not scheduler_api.uncuttable(scheduler)
         self._least_piece = scheduler_api.least_piece(scheduler)
         self._can_redraw = scheduler_api.can_redraw(scheduler)
         # Whether the running list, the priorities or the waiting queue differ from stock vLLM's.

@@ -46,11 +46,15 @@ def can_redraw(scheduler: Any) -> bool:
     return str(scheduler.vllm_config.device_config.device_type) != "cpu"
 
 
-def can_cut_prompts(scheduler: Any) -> bool:
-    """Whether the agent may cut prompts at all. Some models need all tokens of an image in one step, and vLLM keeps
-    these together only if no limit is smaller than the image."""
+def uncuttable(scheduler: Any) -> str:
+    """Return why the agent may cut no prompt on this engine; empty if it may cut some. Some models need all tokens of
+    an image in one step, and vLLM keeps these together only if no limit is smaller than the image."""
     config = scheduler.scheduler_config
-    return bool(config.enable_chunked_prefill and not config.disable_chunked_mm_input)
+    if not config.enable_chunked_prefill:
+        return "vLLM cuts no prompt into pieces (enable_chunked_prefill)"
+    if config.disable_chunked_mm_input:
+        return "vLLM may not cut multimodal inputs (disable_chunked_mm_input)"
+    return ""
 
 
 def least_piece(scheduler: Any) -> int:
@@ -67,7 +71,7 @@ def least_piece(scheduler: Any) -> int:
 def may_cut_prompts(scheduler: Any) -> bool:
     """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU this is forbidden while a request
     with a seed is in its prompt."""
-    if not can_cut_prompts(scheduler):
+    if uncuttable(scheduler):
         return False
     if can_redraw(scheduler):
         return True

@@ -131,11 +131,8 @@ def _refusal(scheduler: Any, name: str) -> str:
     """Return why a limit cannot change on an engine with this configuration; empty if it can."""
     if name not in CUTTING:
         return ""
-    config = scheduler.scheduler_config
-    if not config.enable_chunked_prefill:
-        return "vLLM cuts no prompt into pieces (enable_chunked_prefill)"
-    if config.disable_chunked_mm_input:
-        return "vLLM may not cut multimodal inputs (disable_chunked_mm_input)"
+    if reason := scheduler_api.uncuttable(scheduler):
+        return reason
     if name == "max_num_scheduled_tokens" and scheduler.need_mamba_block_aligned_split:
         return "vLLM cuts the prompts of this model at KV blocks only, so they might find no room in a step"
     return ""
