@@ -36,6 +36,7 @@ from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
+    import pytest
     from vllm.config import VllmConfig
 
 MODEL = Path(__file__).parent.parent / "data" / "maze-qwen3"
@@ -120,6 +121,13 @@ def tokenizer() -> Any:
 @functools.cache
 def boundaries() -> bytes:
     return tokenizer_module.boundaries(_base(0))
+
+
+def share_tokenizer(patch: pytest.MonkeyPatch) -> None:
+    """Let all engines have the tokenizer that was read once, because they have the same model."""
+    known, ends = tokenizer(), boundaries()
+    patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known)
+    patch.setattr(tokenizer_module, "boundaries", lambda _: ends)
 
 
 @functools.cache
@@ -236,11 +244,12 @@ class Engine:
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._sampling: Callable[[], None] = lambda: None
 
-    def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
+    def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any], **more: Any) -> None:
+        """Add a request. own: its own settings for the agent; more: further arguments of vLLM's request."""
         self.model.open(request_id, prompt, script)
         params = SamplingParams(max_tokens=script.max_tokens, stop_token_ids=[self.model.stop], extra_args=own)
         known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": _hasher(), "priority": script.priority}
-        self.scheduler.add_request(Request(request_id, list(prompt), params, None, **known))
+        self.scheduler.add_request(Request(request_id, list(prompt), params, None, **known, **more))
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

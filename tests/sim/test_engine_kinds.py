@@ -4,6 +4,7 @@ streaming sessions and captured outputs. The agent breaks none of them."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +16,30 @@ import torch
 from meridian.v1 import agent_pb2
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from meridian_agent.engine import scheduler_mixin
-from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from tests.sim import engine as engine_module
-from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, words
+from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, share_tokenizer, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-START, END, STOP, TEXT = words()
+START, END, _, TEXT = words()
 THINKS, ANSWERS = Script(1, 10**6, 10, False), Script(2, 1, 10**6, False)
 PROMPT_TOKENS = 4
 CAPTURE = "the workers capture auxiliary outputs (enable_return_routed_experts)"
 
 
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, boundaries = engine_module.tokenizer(), engine_module.boundaries()
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let no control plane answer, and no settings be kept from another run."""
     monkeypatch.setenv("MERIDIAN_CONTROL", "127.0.0.1:1")
-    monkeypatch.setattr(tokenizer_module, "tokenizer_of", lambda _: known)
-    monkeypatch.setattr(tokenizer_module, "boundaries", lambda _: boundaries)
+    monkeypatch.setenv("MERIDIAN_STATE_DIR", str(tmp_path))
+    share_tokenizer(monkeypatch)
 
 
 @pytest.fixture
@@ -64,10 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
 
 
 def add(engine: Engine, request_id: str, prompt: list[int], script: Script, max_tokens: int = 60, **kinds: Any) -> None:
-    engine.model.open(request_id, prompt, script)
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP])
-    known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": engine_module._hasher()}
-    engine.scheduler.add_request(Request(request_id, prompt, sampling, None, **known, **kinds))
+    engine.open(request_id, prompt, replace(script, max_tokens=max_tokens), {}, **kinds)
 
 
 def answer(engine: Engine, request_id: str) -> None:

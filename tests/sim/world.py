@@ -23,14 +23,13 @@ from meridian_agent.engine import probe_runner as probing_module
 from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
-from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import connection as connection_module
 from meridian_control.fleet.recording import level_record, stages_record
 from meridian_control.pressure.controller import MAX_LEVEL
 from meridian_control.session.operator_ends import ENDING
 from tests.sim.clock import Timeline, stored
-from tests.sim.engine import Script, Shape, boundaries, mix, tokenizer, words
+from tests.sim.engine import Script, Shape, mix, share_tokenizer, words
 from tests.sim.faults import FAULTS
 from tests.sim.inject import INJECTED_AT, LINK, Fault, Injected
 from tests.sim.invariants import Invariants
@@ -128,10 +127,7 @@ class World:
         self.patch.setattr(lifecycle_module, "Link", partial(SteppedLink, self.network))
         self.patch.setattr(lifecycle_module, "StateFile", NoFile)
         self.patch.setattr(scheduler_module, "Guard", partial(Guard, clock=self.timeline.time))
-        # The tokenizer is read once for all engines, because they have the same model.
-        known_tokenizer, known_boundaries = tokenizer(), boundaries()
-        self.patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known_tokenizer)
-        self.patch.setattr(tokenizer_module, "boundaries", lambda _: known_boundaries)
+        share_tokenizer(self.patch)
         for module in (guard_module, probing_module, scheduler_module):
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)
