@@ -131,7 +131,7 @@ def build(
     gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
-    budgets = BudgetSharing(fleet, BudgetStore(database))
+    budgets = BudgetSharing(fleet, BudgetStore(database, clock))
     return Parts(store, whole, rollouts, guard, freezes, budgets, gate, server, replicas, directory)
 
 

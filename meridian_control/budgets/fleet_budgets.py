@@ -13,7 +13,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.budgets.charges import NOTHING_CARRIED
 from meridian_control.budgets.stages import UNSHORTENED, matching, stage_of
-from meridian_control.budgets.token_bucket import Account, charged, left, left_ratio
+from meridian_control.budgets.token_bucket import Account, Usage, charged, full, left, left_ratio
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
 
@@ -38,8 +38,12 @@ class FleetBudgets:
         self.stages: dict[str, int] = {}
         self.counted: Counter[str] = Counter()
         self.share_time: datetime | None = None
-        self._accounts: dict[str, Account] = {}
+        # The accounts as they were last read, and moved on since by this replica's usage; both by this replica's clock.
+        self._seen: dict[str, Account] = {}
+        self._alone: dict[str, Account] = {}
+        # Tokens that are not stored yet, and those of them that `_alone` has not got yet.
         self._unsaved: Counter[str] = Counter()
+        self._new: Counter[str] = Counter()
         # By engine id, the incarnation and the counted tokens of its live requests when its stream ended.
         self._carried: dict[str, tuple[str, Carried]] = {}
 
@@ -47,6 +51,7 @@ class FleetBudgets:
         """Add thinking tokens of this replica's engines, by the budget's name."""
         self.counted.update(tokens)
         self._unsaved.update(tokens)
+        self._new.update(tokens)
 
     def collect(self, charges: Charges) -> None:
         """Add what a session has counted since the last call."""
@@ -85,11 +90,19 @@ class FleetBudgets:
 
     async def share(self, store: BudgetStore, now: datetime) -> None:
         """Add this replica's tokens to the store, and read the usage of all replicas. Raises StoreUnavailable; then the
-        tokens are kept for the next time."""
-        sent = {name: self._unsaved[name] for name in self.budgets if self._unsaved[name]}
-        self._accounts = await store.charge(sent, self.budgets, now)
+        tokens are kept for the next time, and the replica goes on alone."""
+        for name, budget in self.budgets.items():
+            self._alone[name] = self._account(budget, now)
+            self._seen.setdefault(name, full(now))
+        self._new.clear()
+        sent = {n: Usage(self._unsaved[n], self._seen[n], self._alone[n]) for n in self.budgets if self._unsaved[n]}
+        stored = await store.charge(sent, self.budgets)
+        # The store's clock may differ from this replica's.
+        read = {name: account._replace(updated_at=now) for name, account in stored.items()}
+        self._seen = {name: read.get(name, full(now)) for name in self.budgets}
+        self._alone = dict(self._seen)
         self.share_time = now
-        self._unsaved.subtract(sent)
+        self._unsaved.subtract({name: usage.tokens for name, usage in sent.items()})
         # Tokens of budgets that no policy has any more are dropped.
         self._unsaved = Counter({name: tokens for name, tokens in self._unsaved.items() if name in self.budgets})
 
@@ -109,6 +122,11 @@ class FleetBudgets:
     def unsaved_tokens(self) -> int:
         """Thinking tokens that a crash of this replica would lose, summed over all budgets."""
         return self._unsaved.total()
+
+    @property
+    def unsaved(self) -> dict[str, int]:
+        """The same by the budget's name."""
+        return {name: tokens for name, tokens in self._unsaved.items() if tokens}
 
     def messages(self, policies: Iterable[model.Policy], now: datetime) -> list[fleet_pb2.Budget]:
         """Return the budgets of several policies in their order, each as the first policy that has it sets it."""
@@ -133,4 +151,4 @@ class FleetBudgets:
         )
 
     def _account(self, budget: BudgetPolicy, now: datetime) -> Account:
-        return charged(self._accounts.get(budget.name), self._unsaved[budget.name], budget, now)
+        return charged(self._alone.get(budget.name), self._new[budget.name], budget, now)

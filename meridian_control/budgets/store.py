@@ -7,22 +7,40 @@ plane's event loop and never blocks it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Column, DateTime, Float, MetaData, Row, String, Table, insert, select, text, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Float,
+    MetaData,
+    Row,
+    String,
+    Table,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
-from meridian_control.budgets.token_bucket import Account, charged
+from meridian_control.budgets.token_bucket import Account, charged, settled
 from meridian_control.storage.database import utc
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from datetime import datetime
 
     from sqlalchemy.ext.asyncio import AsyncConnection
 
+    from meridian_control.budgets.token_bucket import Usage
     from meridian_control.policy.shortening_schema import BudgetPolicy
     from meridian_control.storage.database import Database
+
+logger = logging.getLogger(__name__)
 
 _budgets = Table(
     "budgets",
@@ -36,23 +54,27 @@ _budgets = Table(
 
 
 class BudgetStore:
-    """The accounts of the budgets in a database."""
+    """The accounts of the budgets in a database.
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    clock: UTC, for SQLite. Replicas on PostgreSQL use the server's clock, because their own clocks may differ.
+    """
 
-    async def charge(
-        self, tokens: Mapping[str, int], budgets: Mapping[str, BudgetPolicy], now: datetime
-    ) -> dict[str, Account]:
-        """Add the thinking tokens of this replica to the budgets' accounts, and return the accounts of all budgets.
+    def __init__(self, database: Database, clock: Callable[[], datetime]) -> None:
+        self._database, self._clock = database, clock
 
-        tokens, budgets: by the budget's name; every name in `tokens` is in `budgets`. now: UTC. If the call raises, no
-        tokens were added, unless the database was lost while it committed. Raises StoreUnavailable.
+    async def charge(self, usages: Mapping[str, Usage], budgets: Mapping[str, BudgetPolicy]) -> dict[str, Account]:
+        """Add the thinking tokens of this replica to the budgets' accounts, and return the accounts of all budgets that
+        were ever used, as they are now.
+
+        usages, budgets: by the budget's name; every name in `usages` is in `budgets`. If the call raises, no tokens
+        were added, unless the database was lost while it committed. Raises StoreUnavailable.
         """
-        names, used = sorted(budgets), {name: count for name, count in tokens.items() if count}
+        names, used = sorted(budgets), {name: usage for name, usage in usages.items() if usage.tokens}
         if not used:
             async with self._database.reading() as connection:
-                return await _accounts(connection, names)
+                found = await _accounts(connection, names)
+                now = await self._now(connection)
+            return {name: charged(account, 0, budgets[name], now) for name, account in found.items()}
         while True:
             try:
                 async with self._database.writing(tell=False) as connection:
@@ -61,14 +83,35 @@ class BudgetStore:
                         # were read.
                         await connection.execute(text("BEGIN IMMEDIATE"))
                     before = await _accounts(connection, names, locked=sorted(used))
-                    for name, count in sorted(used.items()):
-                        account = charged(before.get(name), count, budgets[name], now)
-                        await _write(connection, name, account, known=name in before)
-                        before[name] = account
-                return before
+                    # The rows are locked by now, so that a replica that locks them later reads a later time.
+                    now = await self._now(connection)
+                    after = {name: charged(account, 0, budgets[name], now) for name, account in before.items()}
+                    for name, usage in sorted(used.items()):
+                        after[name] = settled(before.get(name), usage, budgets[name], now)
+                        await _write(connection, name, after[name], known=name in before)
+                _complain(before, after)
+                return after
             except IntegrityError:
                 # Another replica has just made the row of a budget, so the next attempt finds it.
                 continue
+
+    async def _now(self, connection: AsyncConnection) -> datetime:
+        if not self._database.shared:
+            return self._clock()
+        now: datetime = (await connection.execute(select(func.clock_timestamp()))).scalar_one()
+        return utc(now)
+
+
+def _complain(before: Mapping[str, Account], after: Mapping[str, Account]) -> None:
+    """Log the accounts that have gone back in time."""
+    for name, account in before.items():
+        if account.updated_at > after[name].updated_at:
+            ahead_s = (account.updated_at - after[name].updated_at).total_seconds()
+            logger.warning(
+                "thinking budget %s was last charged %.0f s ahead of the store's clock; it is refilled from now on",
+                name,
+                ahead_s,
+            )
 
 
 async def _accounts(

@@ -18,6 +18,8 @@ MINUTE_S, DAY_S = 60.0, 86_400.0
 # A bucket misses at most this many times its capacity. Thinking that exceeds an empty budget is paid back from later
 # refills, but no load, however large, keeps a bucket empty for longer than it takes to refill it once.
 MOST_MISSING = 2.0
+# Seconds by which an account's time may be ahead of the clock that reads it.
+MOST_AHEAD_S = 60.0
 
 
 class Bucket(NamedTuple):
@@ -38,6 +40,16 @@ class Account(NamedTuple):
     updated_at: datetime
 
 
+class Usage(NamedTuple):
+    """The thinking tokens that a replica has counted since it last read an account. seen: the account as the replica
+    read it. alone: the same account, moved on by the replica's own usage and all of the refill. The times of both are
+    of the replica's clock."""
+
+    tokens: int
+    seen: Account
+    alone: Account
+
+
 def minute_limit(budget: BudgetPolicy) -> Bucket:
     capacity = budget.burst_tokens or budget.tokens_per_minute
     return Bucket(float(capacity), budget.tokens_per_minute / MINUTE_S)
@@ -47,29 +59,57 @@ def day_limit(budget: BudgetPolicy) -> Bucket:
     return Bucket(float(budget.tokens_per_day), budget.tokens_per_day / DAY_S)
 
 
+def full(now: datetime) -> Account:
+    """Return the account of a budget that has not been used."""
+    return Account(0, 0.0, 0.0, now)
+
+
 def charged(before: Account | None, tokens: int, budget: BudgetPolicy, now: datetime) -> Account:
-    """Return the account after `tokens` more thinking tokens.
+    """Return the account after `tokens` more thinking tokens, which came evenly since the account's time.
 
     before: None if the budget has not been used. tokens: may be negative, because engines take back rejected tokens.
-    The replicas' clocks may differ: an account's time never goes back, so that no second is refilled twice.
+    An account's time does not go back, so that no second is refilled twice; but an account that is more than
+    MOST_AHEAD_S ahead of `now` comes from a clock that was wrong, and goes on from `now`.
     """
-    old = before or Account(0, 0.0, 0.0, now)
-    updated_at = max(old.updated_at, now)
-    elapsed_s = (updated_at - old.updated_at).total_seconds()
-    minute = _missing(old.minute_missing, tokens, minute_limit(budget), elapsed_s)
-    day = _missing(old.day_missing, tokens, day_limit(budget), elapsed_s)
+    old = before or full(now)
+    since_s = (now - old.updated_at).total_seconds()
+    updated_at = old.updated_at if -MOST_AHEAD_S <= since_s < 0 else now
+    minute, day = (
+        _bounded(missing + tokens - limit.tokens_per_s * max(0.0, since_s), limit)
+        for missing, limit in _buckets(old, budget)
+    )
     return Account(max(0, old.used_tokens + tokens), minute, day, updated_at)
+
+
+def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: datetime) -> Account:
+    """Return the stored account after a replica's usage, which may be older than what other replicas have stored.
+
+    The refill of the time in which the tokens came pays for them first, as far as neither the replica's own course nor
+    the usage of the others needed it. So tokens count the same whether they are stored every second or after an outage
+    of the store.
+    """
+    old = charged(before, 0, budget, now)
+    seen, alone = usage.seen, usage.alone
+    took_s = max(0.0, (alone.updated_at - seen.updated_at).total_seconds())
+    found = []
+    for (missing, limit), (first, _), (last, _) in zip(
+        _buckets(old, budget), _buckets(seen, budget), _buckets(alone, budget), strict=True
+    ):
+        refill = limit.tokens_per_s * took_s
+        # What is missing grows by the usage and shrinks by the refill that is needed, so that the rest was not needed.
+        unneeded = missing - first - (old.used_tokens - seen.used_tokens) + refill
+        absorbed = usage.tokens - (last - max(0.0, first - refill))
+        paid = max(0.0, min(unneeded, absorbed, usage.tokens))
+        found.append(_bounded(missing + usage.tokens - paid, limit))
+    minute, day = found
+    return Account(max(0, old.used_tokens + usage.tokens), minute, day, old.updated_at)
 
 
 def left(account: Account | None, budget: BudgetPolicy, now: datetime) -> tuple[float | None, float | None]:
     """Return the tokens that are left in the bucket for the minute and in that for the day, negative if thinking has
     exceeded the budget; None for a limit that the budget does not have."""
-    then = charged(account, 0, budget, now)
-    found = (
-        (minute_limit(budget), then.minute_missing),
-        (day_limit(budget), then.day_missing),
-    )
-    minute, day = (limit.capacity_tokens - missing if limit.capacity_tokens else None for limit, missing in found)
+    then = _buckets(charged(account, 0, budget, now), budget)
+    minute, day = (limit.capacity_tokens - missing if limit.capacity_tokens else None for missing, limit in then)
     return minute, day
 
 
@@ -82,6 +122,10 @@ def left_ratio(account: Account | None, budget: BudgetPolicy, now: datetime) -> 
     return min(shares, default=1.0)
 
 
-def _missing(before: float, tokens: int, limit: Bucket, elapsed_s: float) -> float:
-    refilled = max(0.0, before - limit.tokens_per_s * elapsed_s)
-    return min(max(0.0, refilled + tokens), MOST_MISSING * limit.capacity_tokens)
+def _buckets(account: Account, budget: BudgetPolicy) -> tuple[tuple[float, Bucket], tuple[float, Bucket]]:
+    """Return what is missing from each bucket, beside the bucket."""
+    return (account.minute_missing, minute_limit(budget)), (account.day_missing, day_limit(budget))
+
+
+def _bounded(missing: float, limit: Bucket) -> float:
+    return min(max(0.0, missing), MOST_MISSING * limit.capacity_tokens)

@@ -89,7 +89,10 @@ class BudgetPolicy(Section):
         0,
         description="Thinking tokens that the limit per minute may save up and spend at once; 0 means those of one "
         "minute.",
-        json_schema_extra=advice("Raise it if load comes in bursts that are longer than a minute."),
+        json_schema_extra=advice(
+            "Raise it if load comes in bursts that are longer than a minute. Keep it well above what the limit regains "
+            "in ten seconds, because usage differs from second to second."
+        ),
     )
     tokens_per_day: Tokens = Field(
         0,

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import select, update
 
-from meridian_control.budgets.store import BudgetStore
-from meridian_control.budgets.token_bucket import Account
+from meridian_control.budgets.store import BudgetStore, _budgets
+from meridian_control.budgets.token_bucket import Account, Usage, charged, full
 from meridian_control.policy.shortening_schema import BudgetPolicy
-from meridian_control.storage.database import Database
+from meridian_control.storage.database import Database, utc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
-BUDGETS = {name: BudgetPolicy(name=name, tokens_per_minute=600, tokens_per_day=864_000) for name in ("a", "b")}
+    from tests.postgres import Postgres
+
+# Both limits regain a token in a second.
+BUDGETS = {
+    name: BudgetPolicy(name=name, tokens_per_minute=60, burst_tokens=10_000, tokens_per_day=86_400)
+    for name in ("a", "b")
+}
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -28,18 +35,50 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres").database())
 
 
+@pytest.fixture
+def postgres_address(postgres: Postgres) -> str:
+    return postgres.database()
+
+
+def clock(ahead: timedelta = timedelta()) -> datetime:
+    return datetime.now(UTC) + ahead
+
+
+async def moved_back(database: Database, seconds: float) -> None:
+    """Let time pass: move the time of all accounts back."""
+    async with database.writing(tell=False) as connection:
+        rows = (await connection.execute(select(_budgets.c.name, _budgets.c.updated_at))).all()
+        for name, updated_at in rows:
+            earlier = utc(updated_at) - timedelta(seconds=seconds)
+            await connection.execute(update(_budgets).where(_budgets.c.name == name).values(updated_at=earlier))
+
+
+def usages(**tokens: int) -> dict[str, Usage]:
+    """Tokens that came at once."""
+    now = clock()
+    return {
+        name: Usage(count, full(now), charged(full(now), count, BUDGETS[name], now)) for name, count in tokens.items()
+    }
+
+
+def shown(accounts: dict[str, Account]) -> dict[str, tuple[float, ...]]:
+    """Tokens used, and missing for the minute and the day, to the refill of 100 seconds."""
+    return {n: (a.used_tokens, round(a.minute_missing, -2), round(a.day_missing, -2)) for n, a in accounts.items()}
+
+
 async def test_usage_adds_up_and_outlives_a_restart(address: str) -> None:
     database = await Database.open(address)
-    store = BudgetStore(database)
-    assert await store.charge({}, BUDGETS, NOW) == {}
-    assert await store.charge({"a": 100, "b": 0}, BUDGETS, NOW) == {"a": Account(100, 100, 100, NOW)}
-    later = NOW + timedelta(seconds=5)
-    both = await store.charge({"a": 20, "b": 7}, BUDGETS, later)
-    assert both == {"a": Account(120, 70, 70, later), "b": Account(7, 7, 7, later)}
+    store = BudgetStore(database, clock)
+    assert await store.charge({}, BUDGETS) == {}
+    assert shown(await store.charge(usages(a=2000, b=0), BUDGETS)) == {"a": (2000, 2000, 2000)}
+    await moved_back(database, 500)
+    assert shown(await store.charge({}, BUDGETS)) == {"a": (2000, 1500, 1500)}
+    both = shown(await store.charge(usages(a=200, b=300), BUDGETS))
+    assert both == {"a": (2200, 1700, 1700), "b": (300, 300, 300)}
     await database.close()
     database = await Database.open(address)
-    assert await BudgetStore(database).charge({}, BUDGETS, later) == both
-    assert await BudgetStore(database).charge({}, {"b": BUDGETS["b"]}, later) == {"b": both["b"]}
+    assert shown(await BudgetStore(database, clock).charge({}, BUDGETS)) == both
+    assert shown(await BudgetStore(database, clock).charge({}, {"b": BUDGETS["b"]})) == {"b": both["b"]}
     await database.close()
 
 
@@ -47,11 +86,33 @@ async def test_replicas_that_charge_at_once_lose_no_token(address: str) -> None:
     databases = [await Database.open(address) for _ in range(2)]
 
     async def charge(number: int) -> None:
-        store = BudgetStore(databases[number % 2])
-        await store.charge({"a": 1, "b": 2} if number % 3 else {"b": 2, "a": 1}, BUDGETS, NOW)
+        store = BudgetStore(databases[number % 2], clock)
+        await store.charge(usages(a=1, b=2) if number % 3 else usages(b=2, a=1), BUDGETS)
 
     await asyncio.gather(*(charge(number) for number in range(20)))
-    accounts = await BudgetStore(databases[0]).charge({}, BUDGETS, NOW)
+    accounts = await BudgetStore(databases[0], clock).charge({}, BUDGETS)
     assert {name: account.used_tokens for name, account in accounts.items()} == {"a": 20, "b": 40}
     for database in databases:
         await database.close()
+
+
+async def test_a_wrong_clock_of_the_past_stops_no_refill(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    database = await Database.open(address)
+    store = BudgetStore(database, clock)
+    await store.charge(usages(a=2000), BUDGETS)
+    await moved_back(database, -7200)
+    assert shown(await store.charge(usages(a=1000), BUDGETS)) == {"a": (3000, 3000, 3000)}
+    (record,) = caplog.records
+    assert "thinking budget a was last charged 7" in record.getMessage()
+    await moved_back(database, 1000)
+    assert shown(await store.charge({}, BUDGETS)) == {"a": (3000, 2000, 2000)}
+    await database.close()
+
+
+async def test_replicas_on_one_server_use_its_clock(postgres_address: str) -> None:
+    database = await Database.open(postgres_address)
+    for hours in (0, 1, -1):
+        store = BudgetStore(database, partial(clock, timedelta(hours=hours)))
+        await store.charge(usages(a=1000), BUDGETS)
+    assert shown(await store.charge({}, BUDGETS)) == {"a": (3000, 3000, 3000)}
+    await database.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.stages import LOWER_CAP, SOFT_CLOSE
-from meridian_control.budgets.token_bucket import Account, charged
+from meridian_control.budgets.token_bucket import Account, Usage, charged, settled
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.decisions.request_table import RequestTable
 from tests.fakes.tables import policy, table, thinking
@@ -32,20 +33,24 @@ class Shared:
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.away = False
+        self.clock = NOW
 
-    async def charge(
-        self, tokens: Mapping[str, int], budgets: Mapping[str, BudgetPolicy], now: datetime
-    ) -> dict[str, Account]:
+    async def charge(self, usages: Mapping[str, Usage], budgets: Mapping[str, BudgetPolicy]) -> dict[str, Account]:
         if self.away:
             raise StoreUnavailable("policy store: away")
-        for name, count in tokens.items():
-            self.accounts[name] = charged(self.accounts.get(name), count, budgets[name], now)
-        return {name: account for name, account in self.accounts.items() if name in budgets}
+        now = self.clock
+        for name, usage in usages.items():
+            self.accounts[name] = settled(self.accounts.get(name), usage, budgets[name], now)
+        return {name: charged(account, 0, budgets[name], now) for name, account in self.accounts.items()}
 
-    async def share(self, budgets: FleetBudgets, now: datetime = NOW) -> None:
+    async def share(self, budgets: FleetBudgets, now: datetime = NOW, ahead_s: float = 0.0) -> None:
+        """Exchange at the store's time `now`; the replica's clock is `ahead_s` ahead of it."""
         store: BudgetStore = self  # type: ignore[assignment]
-        await budgets.share(store, now)
-        budgets.find_stages(now)
+        self.clock = now
+        own = now + timedelta(seconds=ahead_s)
+        with suppress(StoreUnavailable) if self.away else nullcontext():
+            await budgets.share(store, own)
+        budgets.find_stages(own)
 
 
 def replica() -> FleetBudgets:
@@ -83,13 +88,98 @@ async def test_unsaved_tokens_count_for_the_stage_and_are_kept() -> None:
     store.away = True
     one.add({"a": 250})
     with pytest.raises(StoreUnavailable):
-        await store.share(one)
+        await one.share(store, NOW)  # type: ignore[arg-type]
     one.find_stages(NOW)
     assert (one.stages, one.unsaved_tokens) == ({"a": LOWER_CAP}, 250)
     assert one.messages([OWN], NOW)[0].unsaved_tokens == 250
     store.away = False
     await store.share(one)
     assert (store.accounts["a"].used_tokens, one.unsaved_tokens) == (450, 0)
+
+
+async def run(store: Shared, replicas: list[FleetBudgets], begin_s: int, seconds: int, tokens: int) -> None:
+    """Exchange every second; each replica counts `tokens` in each second."""
+    for second in range(begin_s, begin_s + seconds):
+        for one in replicas:
+            one.add({"a": tokens})
+            await store.share(one, NOW + timedelta(seconds=second))
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(1, 5), (1, 9), (2, 4)])
+async def test_usage_within_the_refill_shortens_nothing_after_an_outage_of_the_store(count: int, tokens: int) -> None:
+    """The budget regains 10 tokens a second."""
+    store, replicas = Shared(), [replica() for _ in range(count)]
+    await run(store, replicas, 0, 10, tokens)
+    store.away = True
+    await run(store, replicas, 10, 300, tokens)
+    assert not any(one.stages for one in replicas)
+    store.away = False
+    await run(store, replicas, 310, 3, tokens)
+    assert not any(one.stages for one in replicas)
+    assert store.accounts["a"].used_tokens == 313 * count * tokens
+    assert store.accounts["a"].minute_missing <= count * tokens
+
+
+async def test_a_replica_that_was_cut_off_counts_what_the_others_left_of_the_refill() -> None:
+    """The budget regains 10 tokens a second; together the replicas use 8, and then 14."""
+    for tokens, missing in ((4, 0), (7, 60 * 4)):
+        store, one, two = Shared(), replica(), replica()
+        await run(store, [one, two], 0, 1, tokens)
+        for second in range(1, 61):
+            await run(store, [one], second, 1, tokens)
+            store.away = True
+            await run(store, [two], second, 1, tokens)
+            store.away = False
+        await run(store, [one, two], 61, 1, tokens)
+        assert store.accounts["a"].minute_missing == pytest.approx(missing, abs=20)
+
+
+async def test_usage_beyond_the_refill_is_missing_after_an_outage_of_the_store() -> None:
+    store, replicas = Shared(), [replica(), replica()]
+    await run(store, replicas, 0, 1, 0)
+    store.away = True
+    await run(store, replicas, 1, 60, 8)
+    assert not any(one.stages for one in replicas), "each replica knows of its own usage only"
+    store.away = False
+    await run(store, replicas, 61, 1, 8)
+    assert store.accounts["a"].minute_missing == pytest.approx(61 * (8 + 8 - 10), abs=20)
+    await run(store, replicas, 62, 1, 0)
+    assert [one.stages for one in replicas] == [{"a": SOFT_CLOSE}] * 2
+
+
+async def test_a_budget_that_rests_during_an_outage_of_the_store_saves_up_no_more_than_its_capacity() -> None:
+    store, one = Shared(), replica()
+    await run(store, [one], 0, 1, 0)
+    store.away = True
+    await run(store, [one], 1, 3600, 0)
+    await run(store, [one], 3601, 1, 500)
+    assert one.stages == {"a": LOWER_CAP}
+    store.away = False
+    await run(store, [one], 3602, 1, 0)
+    assert one.stages == {"a": LOWER_CAP}
+    assert store.accounts["a"].minute_missing == pytest.approx(490, abs=20)
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+async def test_a_replica_with_a_wrong_clock_neither_stops_nor_doubles_the_refill(ahead_s: float) -> None:
+    store, right, wrong = Shared(), replica(), replica()
+    right.add({"a": 400})
+    await store.share(right)
+    wrong.add({"a": 1})
+    await store.share(wrong, NOW, ahead_s)
+    for second in range(1, 11):
+        for one, ahead in ((right, 0.0), (wrong, ahead_s)):
+            await store.share(one, NOW + timedelta(seconds=second), ahead)
+    for one, ahead in ((right, 0.0), (wrong, ahead_s)):
+        (a, _) = one.messages([OWN], NOW + timedelta(seconds=10 + ahead))
+        assert a.minute_left_tokens == pytest.approx(600 - 401 + 100, abs=2)
+
+
+async def test_a_budget_smaller_than_a_few_seconds_refill_is_not_used_up_by_usage_within_the_refill() -> None:
+    store, one = Shared(), FleetBudgets()
+    one.set_budgets([policy(budget=[{"name": "a", "tokens_per_minute": 600, "burst_tokens": 15}])])
+    await run(store, [one], 0, 30, 9)
+    assert one.stages == {}
 
 
 async def test_a_budget_without_a_policy_is_dropped() -> None:

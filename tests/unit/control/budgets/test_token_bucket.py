@@ -65,6 +65,11 @@ def test_a_clock_that_lags_refills_nothing_twice() -> None:
     assert left(behind, MINUTE, later(15)) == (600 - 300, None)
 
 
+def test_a_time_far_ahead_comes_from_a_wrong_clock() -> None:
+    account = charged(None, 300, MINUTE, later(3600))
+    assert charged(account, 50, MINUTE, NOW) == Account(350, 350, 0, NOW)
+
+
 def test_rejected_tokens_come_back() -> None:
     account = charged(charged(None, 100, MINUTE, NOW), -30, MINUTE, NOW)
     assert account == Account(70, 70, 0, NOW)
@@ -77,7 +82,7 @@ def test_steady_usage_within_the_refill_never_empties_a_bucket(steps: list[tuple
     account, now, missing = charged(None, 0, MINUTE, NOW), NOW, 0.0
     for tokens, seconds in steps:
         now += timedelta(seconds=seconds)
-        missing = max(0.0, missing - 10 * seconds) + tokens
+        missing = max(0.0, missing + tokens - 10 * seconds)
         account = charged(account, tokens, MINUTE, now)
         assert account.minute_missing == pytest.approx(min(missing, 1200), abs=1e-3)
         missing = min(missing, 1200)

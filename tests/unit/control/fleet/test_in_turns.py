@@ -80,7 +80,7 @@ async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     fleet, _ = fleet_of(ENGINES)
     calls = counting(monkeypatch, Charges, "take_by_tenant")
     database = await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
-    sharing = BudgetSharing(fleet, BudgetStore(database))
+    sharing = BudgetSharing(fleet, BudgetStore(database, fleet.clock))
     assert await most_at_once(sharing.share(), calls) <= ENGINES_AT_ONCE
     assert len(calls) == ENGINES
     await database.close()
