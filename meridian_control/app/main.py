@@ -125,6 +125,7 @@ async def save(budgets: BudgetSharing) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S):
             await budgets.share()
+    budgets.log_unsaved()
 
 
 async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:

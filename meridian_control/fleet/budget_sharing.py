@@ -53,6 +53,11 @@ class BudgetSharing:
         async with self._sharing:
             await self._share()
 
+    def log_unsaved(self) -> None:
+        """Log the usage that is not stored, because it is lost when the replica ends."""
+        for name, tokens in sorted(self._fleet.budgets.unsaved.items()):
+            logger.warning("thinking budget %s loses %d tokens, which this replica could not store", name, tokens)
+
     async def _share(self) -> None:
         fleet, budgets = self._fleet, self._fleet.budgets
         budgets.set_budgets(self._policies())

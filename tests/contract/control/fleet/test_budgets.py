@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2
 
+from meridian_control.app.main import save
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.budget_sharing import SHARE_S
@@ -140,6 +141,27 @@ async def test_usage_outlives_a_restart_and_a_store_that_is_away(
         acme, _ = control.parts.whole.budgets().budgets
         assert (acme.used_tokens, acme.stage) == (55, SOFT_CLOSE)
         await until(lambda: engine.link.lease.revision == control.fleet.revision and control.fleet.connections)
+
+
+async def test_a_stop_names_the_usage_that_it_cannot_store(
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await control.set_policy(budgeted(80))
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: engine.link.lease.revision == control.fleet.revision)
+        engine.open("a", tenant="acme")
+        await stepped(control, engine, 15)
+
+        async def away(*_: Any) -> None:
+            raise StoreUnavailable("policy store: away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(control.parts.budgets._store, "charge", away)
+            await save(control.parts.budgets)
+    told = [record.getMessage() for record in caplog.records if "loses" in record.getMessage()]
+    assert told == [
+        f"thinking budget {name} loses 15 tokens, which this replica could not store" for name in ("acme", "all")
+    ]
 
 
 async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) -> None:
