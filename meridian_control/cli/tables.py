@@ -52,13 +52,17 @@ def limit_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
     for e in rows:
         found = [row for row in e.engine_limits if row.in_force != row.limit.startup or row.wanted]
         if found:
-            yield f"{e.engine_id} runs with {', '.join(map(_limit, found))}"
+            yield f"{e.engine_id} runs with {', '.join(_limit(row, e) for row in found)}"
 
 
-def _limit(row: fleet_pb2.EngineLimitState) -> str:
+def _limit(row: fleet_pb2.EngineLimitState, engine: fleet_pb2.Engine) -> str:
     told = f"started with {row.limit.startup}"
     if row.wanted not in (0, row.in_force):
-        told += f"; the policy sets {row.wanted}, the engine takes {row.limit.lowest} to {row.limit.highest}"
+        told += f"; the policy sets {row.wanted}"
+        if not row.limit.lowest <= row.wanted <= row.limit.highest:
+            told += f", the engine takes {row.limit.lowest} to {row.limit.highest}"
+        else:
+            told += f", not in force: {_engine_state(engine)}"
     return f"{row.name} {row.in_force} ({told})"
 
 

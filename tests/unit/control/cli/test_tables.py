@@ -66,6 +66,17 @@ def test_engines_name_the_limits_that_the_policy_changes() -> None:
     ]
 
 
+def test_a_frozen_engine_says_why_a_limit_is_not_in_force() -> None:
+    limit = agent_pb2.EngineLimit(startup=128, lowest=1, highest=128)
+    row = fleet_pb2.EngineLimitState(name="running", limit=limit, wanted=32, in_force=128)
+    connected = fleet_pb2.CONNECTION_STATE_CONNECTED
+    frozen = fleet_pb2.Engine(engine_id="a", engine_limits=[row], state=connected)
+    frozen.freeze.confirmed = True
+    assert list(limit_lines([frozen])) == [
+        "a runs with running 128 (started with 128; the policy sets 32, not in force: frozen by MERIDIAN_FREEZE)"
+    ]
+
+
 def test_a_value_that_may_miss_its_target_is_shown_before_one_with_too_few_samples() -> None:
     few = {"target": "ttot_p99_ms", "measured": 900.0, "limit": 100.0, "samples": 9}
     enough = {"target": "output_itl_p99_ms", "measured": 42.0, "limit": 40.0, "samples": 10}
