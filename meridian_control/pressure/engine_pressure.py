@@ -98,25 +98,31 @@ class EnginePressure:
     # ----------------------------------------------------------------------------------------------------- requests
 
     def apply(self, entries: tuple[PressurePolicy, ...], now_ms: float) -> None:
-        """Put a policy's entries in force. An entry keeps its level under its name; all windows begin anew. All live
-        requests must be assigned again."""
+        """Put a policy's entries in force. An entry keeps its level and those that gain least under its name; all
+        windows begin anew. All live requests must be assigned again."""
         if not self.entries:
             self._forget()
-        self.entries = entries
+        before, self.entries = {entry.name: index for index, entry in enumerate(self.entries)}, entries
+        first = np.zeros_like(self._first)
+        for index, entry in enumerate(entries):
+            if entry.name in before:
+                first |= (self._first >> before[entry.name] & 1) << index
+        self._first = first
         names = {entry.name for entry in entries}
         self._controllers = {name: self._controllers.get(name, Controller()) for name in sorted(names)}
         self.readings = {}
         self.changes = {name: kept for name, kept in self.changes.items() if name in names}
         self._windows = [Window(entry, now_ms) for entry in entries]
-        self._first[:] = 0
 
-    def assign(self, slot: int, entries: Collection[PressurePolicy]) -> None:
-        """Note the entries that match a request, which the table has already opened."""
+    def assign(self, slot: int, entries: Collection[PressurePolicy], again: bool) -> None:
+        """Note the entries that match a request, which the table has already opened. again: whether the request was in
+        the slot under the previous policy, too."""
         table = self._table
         if slot >= len(self._members):
             self._grow(len(table.info))
         self._members[slot] = sum(1 << index for index, entry in enumerate(self.entries) if entry in entries)
-        self._first[slot], self._answered[slot] = 0, table.output_tokens[slot] > 0
+        self._first[slot] &= self._members[slot] if again else 0
+        self._answered[slot] = table.output_tokens[slot] > 0
         if table.newest_token[slot] == NO_TOKEN:
             has_tokens = bool(table.think_tokens[slot] or table.output_tokens[slot])
             self._opened_ms[slot] = np.nan if has_tokens else table.token_ms[slot]

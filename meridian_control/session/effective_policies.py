@@ -94,7 +94,7 @@ class Groups:
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
         for slot, opened in self._table.requests():
-            self.assign(slot, opened, same_rules=self._experiment is before)
+            self.assign(slot, opened, again=True, same_rules=self._experiment is before)
         self._pressure.restart(now_ms)
 
     def begin_anew(self, requests: Iterable[agent_pb2.RequestOpened], now_ms: float) -> None:
@@ -103,11 +103,13 @@ class Groups:
             self.assign(opened.slot, opened)
         self._pressure.restart(now_ms)
 
-    def assign(self, slot: int, opened: agent_pb2.RequestOpened, same_rules: bool = False) -> None:
+    def assign(
+        self, slot: int, opened: agent_pb2.RequestOpened, *, again: bool = False, same_rules: bool = False
+    ) -> None:
         """Find the policy that holds for a request, which the table has already opened.
 
-        same_rules: whether the policy has the same rules as the previous policy, so that a request that counts under
-        them goes on counting.
+        again: whether the request was there under the previous policy. same_rules: whether the policy has the same
+        rules as the previous policy, so that a request that counts under them goes on counting.
         """
         if self.policy is None:
             return
@@ -131,7 +133,7 @@ class Groups:
         budgets = matching(self.policy.budget, who)
         self._charges.assign(slot, tuple(budget.name for budget in budgets))
         if self.policy.pressure:
-            self._pressure.assign(slot, matching(self.policy.pressure, who))
+            self._pressure.assign(slot, matching(self.policy.pressure, who), again)
         self._shorten([slot], own, budgets, self._pressure.stages(slot))
 
     def set_stages(self, stages: Mapping[str, int]) -> bool:

@@ -286,13 +286,13 @@ class Session:
         leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
         shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
+        self.shadow.applied(revision, policy)
         self._groups.apply(revision, policy, self._clock_ms(now))
         self._decider.review = True
         # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
         under_way = self._ends_under_way()
         self.table.forget_ends()
         self._go_on(under_way)
-        self.shadow.applied(revision, policy)
         return self._decide(now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:

@@ -80,6 +80,7 @@ class Comparison:
         # By section and reason; the empty reason stands for all rules of the section together.
         self._saved: dict[tuple[str, str], Saved] = defaultdict(Saved)
         self._fired.clear()
+        self._caps.clear()
 
     def new_stream(self) -> None:
         """Forget the requests of the previous stream, because a new stream assigns the slots again."""
@@ -90,7 +91,8 @@ class Comparison:
         self._caps: dict[tuple[str, int], int] = {}
 
     def applied(self, revision: int, policy: Policy) -> None:
-        """Note the policy that came into force, and start again if its rules differ from the previous ones."""
+        """Note the policy that comes into force, before it changes what holds for the requests, and start again if its
+        rules differ from the previous ones."""
         rules = (policy.scheduler, policy.entropy, policy.loop, policy.override, policy.budget, policy.pressure)
         if rules != self._rules:
             self._rules = rules

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE
+from meridian_agent.core import tracker
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
@@ -209,6 +210,44 @@ def test_those_that_gain_least_are_shortened_a_level_earlier() -> None:
     live = made.agent.engine.live
     told = [int(made.session.table.max_think_tokens[live[name].slot]) for name in ("long", "middle", "short")]
     assert told == [30, 30, 10_000], "two of three are the half that gains least"
+
+
+def test_a_request_that_is_chosen_stays_so_over_a_change_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
+    entry = {**CHAT, "output_itl_p99_ms": 90.0, "max_think_tokens": 30}
+    made = answering(pressed(entry, max_think_tokens=10_000))
+    for name in ("long", "middle", "short"):
+        made.open(name, 100_000, tenant="chat", own_cap=None)
+        made.step(3)
+    seconds(made, 1.2, SLOW_MS)
+    live, pressure = made.agent.engine.live, made.session.pressure
+
+    def stages() -> list[int]:
+        """The stages of the entry `chat`, which is the last one of the policy."""
+        of_slots = [dict(pressure.stages(live[name].slot)) for name in ("long", "middle", "short")]
+        return [found.get(len(pressure.entries) - 1, UNSHORTENED) for found in of_slots]
+
+    assert (level(made), stages()) == (1, [SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED])
+    other = {**entry, "name": "other", "tenant": "other"}
+    made.apply(pressed(other, {**entry, "max_think_tokens": 40}, max_think_tokens=10_000))
+    assert stages() == [SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED]
+
+    slot = live["long"].slot
+    made.agent.engine.finish("long")
+    made.step(1)
+    assert made.open("later", 100_000, tenant="chat") == slot
+    made.step(1)
+    assert pressure.stages(slot) == (), "another request in the same slot"
+
+
+def test_pressure_in_shadow_that_the_policy_has_no_more_is_not_compared() -> None:
+    made = answering(pressed({**CHAT, "shadow": True}))
+    made.open("a", 40, tenant="chat")
+    seconds(made, 3.2, SLOW_MS)
+    made.apply(policy(scheduler={"max_think_tokens": 100}, entropy={"enabled": False}))
+    made.step(40)
+    assert made.agent.engine.live["a"].state.output_tokens
+    assert not [row for row in made.session.shadow.messages() if row.section == "pressure" and row.requests]
 
 
 def test_a_level_is_kept_over_a_change_of_the_policy() -> None:
