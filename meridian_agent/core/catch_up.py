@@ -72,9 +72,9 @@ class CatchUp:
     def __bool__(self) -> bool:
         return self._reading is not None or bool(self._waiting)
 
-    def add(self, request: Any) -> None:
-        """Add a request after all others."""
-        self._waiting.append(request)
+    def extend(self, requests: Iterable[Any]) -> None:
+        """Add requests after all others."""
+        self._waiting.extend(requests)
 
     def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Any, PhaseState]]:
         """Do the reading of one step; return the requests that have been read to their newest token, each with its

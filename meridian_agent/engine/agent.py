@@ -113,8 +113,7 @@ class Agent:
             for live in self.tracker.by_id.values():
                 self.tracker.reread(live, replace(live.state, phase=Phase.UNKNOWN))
         elif self.tracker.by_id:
-            for live in self.tracker.by_id.values():
-                self._adoption.add(live.ref)
+            self._adoption.extend(live.ref for live in self.tracker.by_id.values())
         self.link.outbox.resync()
 
     def take_arrived(self, scheduler: Any) -> None:
@@ -187,7 +186,7 @@ class Agent:
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
             return
-        self._adoption.add(request)
+        self._adoption.extend([request])
 
     def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
@@ -200,7 +199,7 @@ class Agent:
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 self.tracker.reread(live, state)
                 self.link.outbox.resync()
-            elif request.sampling_params is not None and live is None:
+            elif request.sampling_params is not None and live is None and not request_api.waits_for_input(request):
                 info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
                 waits = request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
@@ -372,7 +371,7 @@ class Agent:
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
             self.probing.rows_possible = rows_possible
             self.calm.end()
-        self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids)
+        self._adoption.extend(self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()

@@ -125,6 +125,12 @@ class GovernedScheduler:
                 self._settle_fault(outputs.values())
         return outputs
 
+    def _handle_stopped_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        ended = super()._handle_stopped_request(request, *args, **kwargs)  # type: ignore[misc]
+        if not ended and self._agent is not None:
+            self._guard.run(self._agent.accounts.answered_input, request)
+        return ended
+
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             self._guard.run(self._agent.preempting, request)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.guard import hook
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import request_api
@@ -69,6 +70,8 @@ class StepAccounting:
         # schedule began and at which outputs were processed last.
         self.state = 0
         self.began_s = self._updated_s = 0.0
+        # Streaming sessions that have answered an input in the step whose outputs vLLM is processing.
+        self._answered_input: list[Any] = []
         # Prompt tokens of scheduled steps without output so far, oldest first.
         self.prefills: deque[int] = deque(maxlen=8)
 
@@ -106,7 +109,7 @@ class StepAccounting:
             answered += len(group.outputs)
             stats = group.scheduler_stats or stats
         told = getattr(runner_output, RESULT, None)
-        if scheduler.finished_req_ids or self._probing.placed or answered != len(request_ids):
+        if scheduler.finished_req_ids or self._answered_input or self._probing.placed or answered != len(request_ids):
             return False
         if isinstance(told, str) or getattr(runner_output, BACKEND, None) is not None:
             return False
@@ -138,6 +141,12 @@ class StepAccounting:
         prefill = self.prefills.popleft() if self.prefills else 0
         return scheduler.kv_cache_manager.usage, *scheduler.get_request_counts(), prefill, self.state
 
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    def answered_input(self, request: Any) -> None:
+        """Note that a streaming session has answered an input. Each input counts as a request of its own, because it
+        has its own thinking and answer, and because nobody waits while the session waits for its next input."""
+        self._answered_input.append(request)
+
     def complete(self, scheduler: Any, told: SignalBytes | None) -> StepRecord:
         """Complete the record of a step, whose outputs are processed, and return it. told: signals of the step's
         rows."""
@@ -165,10 +174,15 @@ class StepAccounting:
 
     def take(
         self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
-    ) -> None:
-        """Process any other step. runner_output: the ModelRunnerOutput. outputs: the outputs that vLLM is about to send
-        to the clients. told: signals of the step's rows. finished: ids of requests and probes that may have ended in
-        the step."""
+    ) -> list[Any]:
+        """Process any other step, and return the streaming sessions whose next input has begun.
+
+        runner_output: the ModelRunnerOutput. outputs: the outputs that vLLM is about to send to the clients. told:
+        signals of the step's rows. finished: ids of requests and probes that may have ended in the step.
+        """
+        sessions, self._answered_input = self._answered_input, []
+        if sessions:
+            finished = finished | {session.request_id for session in sessions}
         own = self._without_probes(runner_output.req_ids)
         others, theirs = self._others(runner_output, outputs, own, finished)
         self._tracker.count(others, told)
@@ -188,6 +202,7 @@ class StepAccounting:
             self._tracker.look_for_loops()
         stats = next(filter(None, (group.scheduler_stats for group in outputs.values())), None)
         self._phase_numbers.add_to(stats, self._lease.clock())
+        return [session for session in sessions if not request_api.waits_for_input(session)]
 
     def _without_probes(self, request_ids: list[str]) -> list[str]:
         """Return the ids without the probes at their end; vLLM puts a probe, as a new request, behind the requests that

@@ -75,6 +75,11 @@ def waits(request: Any) -> bool:
     return str(request.status.name) in ("WAITING", "PREEMPTED")
 
 
+def waits_for_input(request: Any) -> bool:
+    """Whether a streaming session has answered all of its inputs so far."""
+    return str(request.status.name) == "WAITING_FOR_STREAMING_REQ"
+
+
 def stopped_after(request: Any, tokens: Sequence[int]) -> bool:
     """Whether a request has ended because it generated one of these tokens."""
     return str(request.status.name) == "FINISHED_STOPPED" and request.output_token_ids[-1] in tokens

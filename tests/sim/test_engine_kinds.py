@@ -20,6 +20,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 
+from meridian_agent.core.phases import Phase
 from meridian_agent.engine import scheduler_mixin
 from tests.sim import engine as engine_module
 from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, share_tokenizer, words
@@ -172,19 +173,34 @@ def test_an_engine_with_a_diffusion_model_runs_as_stock(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
-def test_the_end_of_a_sessions_input_leaves_nothing_behind(made: Callable[..., Engine], is_async: bool) -> None:
-    """vLLM ends a streaming session when a last input comes under the session's id, and keeps no request for it."""
+def test_each_input_of_a_session_is_a_request_of_its_own(made: Callable[..., Engine], is_async: bool) -> None:
+    """vLLM keeps one request for all inputs of a streaming session, and for as long as the session waits for more. It
+    ends the session when a last input comes under the session's id, for which it keeps no request."""
     engine = made(Shape(is_async=is_async, blocks=200))
+    live, phases = engine.agent.tracker.by_id, list[Phase]()
+
+    def answered() -> None:
+        while engine.scheduler.requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            step(engine, 1)
+            phases.extend(one.phase for one in live.values())
+        step(engine, 3)
+        assert (list(live), engine.agent.lease.idle) == ([], True)
+
     add(engine, "session", [TEXT[0], START], THINKS, 4, resumable=True)
     request = engine.scheduler.requests["session"]
-    while request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
-        step(engine, 1)
-    add(engine, "session", [TEXT[1], START], THINKS, 4, resumable=True)
-    assert engine.agent.tracker.by_id["session"].ref is request
-    while request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
-        step(engine, 1)
+    assert live["session"].phase is Phase.THINK
+    answered()
+    assert set(phases) == {Phase.THINK}
+    # Two inputs at once: vLLM begins the second one while it processes the end of the first one.
+    for prompt in ([TEXT[1], START, END], [TEXT[1], START]):
+        add(engine, "session", prompt, THINKS, 4, resumable=True)
+    assert (live["session"].ref is request, live["session"].phase) == (True, Phase.OUTPUT)
+    phases.clear()
+    answered()
+    assert phases[0] is Phase.OUTPUT
+    assert phases[-1] is Phase.THINK
     add(engine, "session", [TEXT[0]], THINKS, 4)
-    assert (engine.live, list(engine.agent.tracker.by_id)) == ([], [])
+    assert (engine.live, list(live)) == ([], [])
     step(engine, 2)
     assert engine.agent.lease.idle
 

@@ -145,7 +145,7 @@ def test_a_new_request_with_a_million_tokens(marked: bool) -> None:
     assert prompt.read <= 2 * PART_TOKENS if marked else NEW_TOKENS <= prompt.read <= NEW_TOKENS + PART_TOKENS
     assert (state is not None) == marked
     under_way, steps, most = CatchUp(), 0, 0
-    under_way.add(new)
+    under_way.extend([new])
     while under_way:
         before, steps = prompt.read, steps + 1
         found = under_way.some(SINGLE, True)
