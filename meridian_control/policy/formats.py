@@ -21,8 +21,9 @@ from pydantic import (
 )
 
 from meridian_control.common.errors import PolicyError, Violation
-from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
+from meridian_control.policy.model import NEW_FIELDS, NEW_PRESSURE_FIELDS, NEW_SECTIONS, Policy
 from meridian_control.policy.section import Section
+from meridian_control.policy.shortening_schema import PressurePolicy
 from meridian_control.policy.validation_errors import syntax_message, violation
 
 FILE_NAME = "meridian.toml"
@@ -94,10 +95,11 @@ def to_toml(policy: Policy) -> str:
 
 
 def to_stored_toml(policy: Policy) -> str:
-    """Return TOML text that the previous version of the control plane can read too, unless the policy sets new fields.
+    """Return TOML text that the two previous versions of the control plane can read too, unless the policy sets new
+    fields.
 
     Both versions read one database during an upgrade, and the older one reads it again if the upgrade is rolled back.
-    The older version refuses fields that it does not know, so the text has a new field only if its value is not the
+    An older version refuses fields that it does not know, so the text has a new field only if its value is not the
     default. `parse_toml` reads the text back as an equal policy.
     """
     values = policy.model_dump(mode="json", exclude_none=True)
@@ -111,6 +113,10 @@ def to_stored_toml(policy: Policy) -> str:
         for field in fields:
             if values[section].get(field) == defaults[section].get(field):
                 values[section].pop(field, None)
+    for entry in values.get("pressure", ()):
+        for field in NEW_PRESSURE_FIELDS:
+            if entry[field] == PressurePolicy.model_fields[field].default:
+                del entry[field]
     return tomli_w.dumps(values)
 
 

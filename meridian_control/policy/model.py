@@ -83,8 +83,7 @@ PER_REQUEST = {
 }
 # The fields that an override may set: those decided per request, and those of whole engines.
 IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
-# Sections and fields that the previous version, 0.1.0, does not know. Each release begins both anew with those that the
-# release before it does not know.
+# Sections and fields that one of the two previous versions, 0.1.0 and 0.2.0, does not know.
 NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine")
 NEW_FIELDS = {
     "scheduler": ("answer_reserve_tokens",),
@@ -104,6 +103,7 @@ NEW_FIELDS = {
         "same_answer_samples",
     ),
 }
+NEW_PRESSURE_FIELDS = ("entropy_in_force", "queueing_p99_ms")
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
 LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])

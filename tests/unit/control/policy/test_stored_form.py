@@ -1,4 +1,4 @@
-"""The text of a policy in the store, which the previous version reads too."""
+"""The text of a policy in the store, which the two previous versions read too."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLICIES = ROOT / "tests" / "data" / "policies"
-# Text that the previous version has stored, and the number of its migration steps.
-BEFORE = (POLICIES / "stored-0.1.0.toml").read_text()
-STEPS_BEFORE = 6
+# Text that each previous version has stored, and the number of its migration steps.
+BEFORE = {name: (POLICIES / f"stored-{name}.toml").read_text() for name in ("0.1.0", "0.2.0")}
+STEPS_BEFORE = {"0.1.0": 6, "0.2.0": 7}
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 
 
-def test_the_previous_version_knows_every_field_of_a_policy_without_new_ones() -> None:
-    """The previous version refuses a field that it does not know. It stored each other field, with its default too."""
-    known, stored = tomllib.loads(BEFORE), tomllib.loads(to_stored_toml(parse_toml(BEFORE)))
+@pytest.mark.parametrize("version", BEFORE)
+def test_a_previous_version_knows_every_field_of_a_policy_without_new_ones(version: str) -> None:
+    """A previous version refuses a field that it does not know. It stored each other field, with its default too."""
+    known, stored = tomllib.loads(BEFORE[version]), tomllib.loads(to_stored_toml(parse_toml(BEFORE[version])))
     (entry,), (before,) = stored.pop("override"), known.pop("override")
     assert entry.items() <= before.items()
     assert stored == known
@@ -45,6 +46,7 @@ NEW = {
     "loop": "loop.shadow = false",
     "engine": "engine.max_num_active_seqs = 9",
     "scheduler": "scheduler.answer_reserve_tokens = 1",
+    "pressure": '[[pressure]]\nname = "p"\nqueueing_p99_ms = 1.0',
     "budget": '[[budget]]\nname = "b"\ntokens_per_minute = 1',
 }
 
@@ -55,25 +57,27 @@ def test_a_new_field_with_a_value_of_its_own_is_kept(section: str) -> None:
     assert {name for name in stored if stored[name] != defaults.get(name)} == {section}
 
 
-async def test_a_file_of_the_previous_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with the previous version's schema and policy is migrated, and a policy stored then has no new field."""
+@pytest.mark.parametrize("version", BEFORE)
+async def test_a_file_of_a_previous_version(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with a previous version's schema and policy is migrated, and a policy stored then has no new field."""
+    told = BEFORE[version]
     file = f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"
     with monkeypatch.context() as before:
-        before.setattr(migrations, "STEPS", migrations.STEPS[:STEPS_BEFORE])
+        before.setattr(migrations, "STEPS", migrations.STEPS[: STEPS_BEFORE[version]])
         await (await Database.open(file)).close()
     with closing(sqlite3.connect(tmp_path / "policy.db")) as connection, connection:
-        row = (1, "e", BEFORE, "ann", "why", NOW.isoformat(" "))
+        row = (1, "e", told, "ann", "why", NOW.isoformat(" "))
         connection.execute("INSERT INTO policy_revisions VALUES (?, ?, ?, ?, ?, ?, NULL)", row)
     store = PolicyStore(await Database.open(file))
     try:
         current = await store.current()
         assert current is not None
-        assert current.policy == parse_toml(BEFORE)
+        assert current.policy == parse_toml(told)
         await store.append(current.policy, etag="e", author="ann", reason="again", now=NOW)
     finally:
         await store.database.close()
     with closing(sqlite3.connect(tmp_path / "policy.db")) as connection:
         ((text,),) = connection.execute("SELECT policy FROM policy_revisions WHERE revision = 2")
         ((steps,),) = connection.execute("SELECT max(version) FROM meridian_schema")
-    assert text == to_stored_toml(parse_toml(BEFORE))
+    assert text == to_stored_toml(parse_toml(told))
     assert steps == len(migrations.STEPS)
