@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.formats import load as load_config
     from meridian_control.policy.model import Policy as MeridianConfig
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["MeridianConfig", "PolicyError", "load_config"]
 
 

@@ -1,6 +1,6 @@
 # This image copies the agent into a volume that vLLM's container mounts and has in PYTHONPATH. To build it, run in the
 # repository's root, after `make dist`:
-#   docker build -f deploy/images/agent-init.Dockerfile -t meridian-agent-init:0.2.0 .
+#   docker build -f deploy/images/agent-init.Dockerfile -t meridian-agent-init:0.3.0 .
 # Both base images may be given with a digest: --build-arg BASE=busybox:1.37@sha256:...
 # PYTHON is the Python version in vLLM's image, which CuPy's wheel must fit. CUPY is the CuPy package for the CUDA
 # version in vLLM's image: cupy-cuda12x for CUDA 12, or empty for an image without a GPU.

@@ -1,5 +1,5 @@
 # This image runs the control plane. To build it, run in the repository's root, after `make dist`:
-#   docker build -f deploy/images/control.Dockerfile -t meridian-control:0.2.0 .
+#   docker build -f deploy/images/control.Dockerfile -t meridian-control:0.3.0 .
 # A digest pins the base image exactly, a tag does not: --build-arg BASE=python:3.13-slim@sha256:...
 ARG BASE=python:3.13-slim
 FROM ${BASE} AS build

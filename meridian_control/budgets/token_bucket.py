@@ -96,7 +96,7 @@ def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: dat
         _buckets(old, budget), _buckets(seen, budget), _buckets(alone, budget), strict=True
     ):
         refill = limit.tokens_per_s * took_s
-        # What is missing grows by the usage and shrinks by the refill that is needed, so that the rest was not needed.
+        # Usage adds to the missing tokens, and the refill that is needed takes from them; the rest was not needed.
         unneeded = missing - first - (old.used_tokens - seen.used_tokens) + refill
         absorbed = usage.tokens - (last - max(0.0, first - refill))
         paid = max(0.0, min(unneeded, absorbed, usage.tokens))

@@ -158,7 +158,7 @@ def test_an_addon_alone_and_beside_an_overlay(name: str, tmp_path: Path) -> None
     things = rendered(tmp_path)
     assert {_name(thing) for thing in things} >= {_name(thing) for thing in added}
     (container,) = only("StatefulSet", things)["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == "registry/meridian-control:0.2.0"
+    assert container["image"] == "registry/meridian-control:0.3.0"
 
 
 def _name(thing: Object) -> tuple[str, str]:

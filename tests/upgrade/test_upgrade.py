@@ -23,7 +23,7 @@ from meridian.v1.rollout_pb2_grpc import RolloutServiceStub
 
 from tests.data import maze
 from tests.processes import RPC_S, free_port, wait_for
-from tests.upgrade.versions import Engine, Plane, Version, current, previous
+from tests.upgrade.versions import PREVIOUS, Engine, Plane, Version, current, previous
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,11 +37,19 @@ STEPS = [{"engine_labels": {"pool": "first"}, "bake_s": 86_400.0}, {"percent": 1
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Version, Version]:
-    """Return the previous version and this one; fail if this clone cannot build the previous one."""
-    older = previous(tmp_path_factory.mktemp("previous"))
+def this(tmp_path_factory: pytest.TempPathFactory) -> Version:
+    return current(tmp_path_factory.mktemp("current"))
+
+
+@pytest.fixture(scope="module", params=PREVIOUS)
+def versions(
+    this: Version, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Version, Version]:
+    """Return each previous version in turn, and this one; fail if this clone cannot build the previous one."""
+    older = previous(request.param, tmp_path_factory.mktemp("previous"))
     assert isinstance(older, Version), older
-    return older, current(tmp_path_factory.mktemp("current"))
+    assert older.number == request.param
+    return older, this
 
 
 class Load:

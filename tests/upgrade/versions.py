@@ -1,4 +1,4 @@
-"""Builds the wheels of the previous version and of this one, installs each, and starts their programs.
+"""Builds the wheels of previous versions and of this one, installs each, and starts their programs.
 
 Each version has an environment of its own, which sees vLLM and the other packages of the environment that runs the
 tests. The wheel comes first on the path, and Python's safe path keeps the checkout off it.
@@ -23,8 +23,8 @@ from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, Process, free_port
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The commit that stands for version 0.1.0, which has no tag.
-PREVIOUS = "8206ef5"
+# The commits of the previous versions, which have no tags.
+PREVIOUS = {"0.1.0": "8206ef5", "0.2.0": "e50d7e5"}
 OPTIONS = ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager", "--dtype", "float32"]
 OPTIONS += ["--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
 SAFE = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
@@ -44,10 +44,10 @@ class Version:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=ENGINE_ENV | SAFE)
 
 
-def previous(folder: Path) -> Version | str:
-    """Install the previous version; return why that is impossible if the clone lacks its commit."""
+def previous(number: str, folder: Path) -> Version | str:
+    """Install a previous version; return why that is impossible if the clone lacks its commit."""
     tree = folder / "tree"
-    return tree_of(PREVIOUS, tree) or _installed(tree, folder)
+    return tree_of(PREVIOUS[number], tree) or _installed(tree, folder)
 
 
 def current(folder: Path) -> Version:
