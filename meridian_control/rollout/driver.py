@@ -69,8 +69,8 @@ class Rollouts:
         self._told: tuple[int, int] | None = None
         # The newest rollout in the store at that time, active or not.
         self._newest: Rollout | None = None
-        # The rollout that this replica drives, including measurements that are not stored yet; the times of its newest
-        # sample and of its newest write to the store.
+        # The rollout that this replica drives, including measurements and a change of state that are not stored yet;
+        # the times of its newest sample and of its newest write to the store.
         self._driven: Rollout | None = None
         self._looked_at = self._stored_at = clock()
         self._sampler = Sampler()
@@ -150,27 +150,29 @@ class Rollouts:
         if engines is None:
             self._looked_at = now
         else:
-            await self._advance(self._driven, engines, now)
+            await self._advance(self._driven, stored, engines, now)
 
     def _begin(self, stored: Rollout, now: datetime) -> None:
         logger.info("driving rollout %d, %s in step %d", stored.rollout_id, stored.state.word, stored.step)
         self._driven, self._sampler = stored, Sampler()
         self._looked_at = self._stored_at = now
 
-    async def _advance(self, before: Rollout, engines: list[fleet_pb2.Engine], now: datetime) -> None:
+    async def _advance(self, before: Rollout, stored: Rollout, engines: list[fleet_pb2.Engine], now: datetime) -> None:
         lease_s = (await self.store.policies.get(before.candidate_revision)).policy.fallback.lease_ms / 1000
-        sample = self._sampler.sample(engines, before, lease_s, now)
-        elapsed_s = min((now - self._looked_at).total_seconds(), MAX_ELAPSED_S)
-        self._looked_at = now
-        after = tick(before, sample, elapsed_s, now)
+        # The wall clock may be set back or forward.
+        elapsed_s = min(max(0.0, (now - self._looked_at).total_seconds()), MAX_ELAPSED_S)
+        sample = self._sampler.sample(engines, before, lease_s, now, elapsed_s)
+        self._looked_at, self._stored_at = now, min(self._stored_at, now)
+        # A change of state that could not be stored is stored before the rollout goes on.
+        after = tick(before, sample, elapsed_s, now) if before.changes == stored.changes else before
         self._driven = after
         due = (now - self._stored_at).total_seconds() >= STORE_S
-        if after.changes == before.changes and not (due and after != before):
+        if after.changes == stored.changes and not (due and after != stored):
             return
         self._stored_at = now
         # `save` returns None if a caller changed the rollout in the meantime; the next tick begins with the stored one.
         self._driven = saved = await self.store.save(after, self._fence)
-        if saved is not None and saved.changes != before.changes:
+        if saved is not None and saved.changes != stored.changes:
             event = saved.events[-1]
             level = logging.WARNING if event.event in ("halted", "rolled_back") else logging.INFO
             logger.log(level, "rollout %d: %s in step %d %s", saved.rollout_id, event.event, event.step, event.reason)

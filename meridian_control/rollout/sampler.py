@@ -36,10 +36,16 @@ class Sampler:
         # Connection time, applied revision and counters of each engine and incarnation at the previous look.
         self._seen: dict[Key, tuple[datetime, int, NDArray[np.int64]]] = {}
         self._looked_at: datetime | None = None
-        self._gone_since: dict[str, datetime] = {}
+        # Seconds without a stream of each engine of the group.
+        self._gone_s: dict[str, float] = {}
 
-    def sample(self, engines: Iterable[Engine], rollout: Rollout, lease_s: float, now: datetime) -> Sample:
-        """Return the sample of one look at the whole fleet. An engine without a stream for `lease_s` is DEGRADED."""
+    def sample(
+        self, engines: Iterable[Engine], rollout: Rollout, lease_s: float, now: datetime, elapsed_s: float
+    ) -> Sample:
+        """Return the sample of one look at the whole fleet. An engine without a stream for `lease_s` is DEGRADED.
+
+        elapsed_s: seconds since the previous look.
+        """
         found = list(engines)
         connected = [engine for engine in found if engine.state == CONNECTED]
         observed = {rollout.candidate_revision: _nothing(), rollout.stable_revision: _nothing()}
@@ -54,7 +60,7 @@ class Sampler:
         refused = [engine for engine in group if engine.nack_error]
         waiting = [engine for engine in group if engine.state == CONNECTED and engine not in applied]
         self._seen, self._looked_at = seen, now
-        missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, now)
+        missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, elapsed_s)
         off = [engine for engine in group if engine.state == CONNECTED and engine.fault]
         return Sample(
             candidate=_measured(observed[rollout.candidate_revision]),
@@ -78,11 +84,11 @@ class Sampler:
         new = self._looked_at is not None and connected_at > self._looked_at
         return counters if new else _nothing()
 
-    def _gone(self, group: list[Engine], connected: set[str], lease_s: float, now: datetime) -> tuple[int, int]:
+    def _gone(self, group: list[Engine], connected: set[str], lease_s: float, elapsed_s: float) -> tuple[int, int]:
         """Return the numbers of engines in the group without a stream: for less than the lease, and for longer."""
         gone = {engine.engine_id for engine in group} - connected
-        self._gone_since = {engine_id: self._gone_since.get(engine_id, now) for engine_id in gone}
-        late = [since for since in self._gone_since.values() if (now - since).total_seconds() > lease_s]
+        self._gone_s = {engine_id: self._gone_s.get(engine_id, -elapsed_s) + elapsed_s for engine_id in gone}
+        late = [seconds for seconds in self._gone_s.values() if seconds > lease_s]
         return len(gone) - len(late), len(late)
 
 

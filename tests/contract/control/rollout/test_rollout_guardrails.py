@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import rollout_pb2
 
+from meridian_control.common.errors import StoreUnavailable
 from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine, controlling
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import until
@@ -149,3 +151,53 @@ async def test_a_step_waits_for_observations(control: Control) -> None:
         await answers(control, a, 0.02)
         await answers(control, b, 0.02)
         assert (await control.ticks(1)).step == 2
+
+
+async def test_an_end_that_could_not_be_stored_is_stored_later(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The observations that led to the end come only once."""
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await control.begin(CANARY, ALL, guardrails={"output_itl_p99_ms": 100.0, "min_observations": 5})
+        await a.has(2)
+        await b.has(1)
+        await control.ticks(1)
+        await slow_answers(control, a, b)
+
+        async def away(*_: Any) -> None:
+            raise StoreUnavailable("policy store: away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(control.rollouts.store, "save", away)
+            for _ in range(3):
+                with pytest.raises(StoreUnavailable):
+                    await control.ticks(1)
+        assert (await control.get()).state == RUNNING
+        found = await control.ticks(1)
+        assert (found.state, found.violation.guardrail) == (ROLLED_BACK, "output_itl_p99_ms")
+        await a.has(3)
+
+
+async def test_a_clock_that_is_set_back_lets_a_step_bake_no_longer(control: Control) -> None:
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await control.begin(CANARY, ALL)
+        await a.has(2)
+        await b.has(1)
+        await control.ticks(1)
+        control.now -= timedelta(hours=1)
+        assert (await control.ticks(1)).step == 1
+        assert (await control.ticks(2)).step == 2, "the step bakes for two seconds"
+
+
+async def test_a_clock_that_is_set_forward_ends_no_lease(control: Control) -> None:
+    with Engine(control, "b", "main") as b:
+        with Engine(control, "a", "canary") as a:
+            await b.has(1)
+            await control.begin(CANARY, ALL, guardrails={"degraded_engines": 0})
+            await a.has(2)
+            await control.ticks(1)
+        await until(lambda: control.fleet.departed)
+        await control.ticks(1)
+        control.now += timedelta(minutes=1)
+        found = await control.ticks(1)
+        assert (found.state, found.waiting_for) == (RUNNING, "1 engines to connect again")

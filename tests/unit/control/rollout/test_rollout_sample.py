@@ -40,10 +40,12 @@ class Looks:
     """A sampler that takes one sample a second."""
 
     def __init__(self) -> None:
-        self.sampler, self.now = Sampler(), NOW
+        self.sampler, self.now, self._before = Sampler(), NOW, NOW
 
     def at(self, *engines: fleet_pb2.Engine) -> Sample:
-        found = self.sampler.sample(engines, ROLLOUT, LEASE_S, self.now)
+        elapsed_s = (self.now - self._before).total_seconds()
+        found = self.sampler.sample(engines, ROLLOUT, LEASE_S, self.now, elapsed_s)
+        self._before = self.now
         self.now += timedelta(seconds=1)
         return found
 
