@@ -163,6 +163,8 @@ class HarmGuard:
             # Somebody else has just stored a revision, and the next look judges that revision's rules.
             return
         logger.warning("revision %d puts the entropy rules into shadow: %s", stored.revision, reason)
+        # The engines get the revision also if the store cannot be read now.
+        self._whole.fleet.set_policy(stored)
         await self._rollouts.look()
 
 

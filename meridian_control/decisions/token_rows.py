@@ -159,8 +159,8 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
 
 
 def _all_live(s: NDArray[np.int64], live: NDArray[np.bool_]) -> bool:
-    """Whether all slots of a report are live. s: the report's slots, ascending. live: [slots of the table]."""
-    return s.item(-1) < len(live) and all_in(live.take(s))
+    """Whether all slots of a report are live. s: the report's slots. live: [slots of the table]."""
+    return int(s.max()) < len(live) and all_in(live.take(s))
 
 
 def _slot_edges(slot: NDArray[np.int64]) -> NDArray[np.intp]:

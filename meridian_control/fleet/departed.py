@@ -79,5 +79,7 @@ class Departed:
         return forgotten
 
     def views(self, now: datetime) -> Iterator[fleet_pb2.Engine]:
-        """Yield each engine with the state that it is in now if its process still runs."""
-        return (gone.view(now) for gone in self._gone.values())
+        """Yield each engine that left at most FORGET_AFTER_S ago, with the state that it is in now if its process still
+        runs."""
+        recent = (gone for gone in self._gone.values() if (now - gone.time).total_seconds() <= FORGET_AFTER_S)
+        return (gone.view(now) for gone in recent)

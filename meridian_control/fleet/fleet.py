@@ -256,6 +256,8 @@ class Fleet:
         self._disconnect(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
+        newer = self._by_engine.get(session.hello.engine_id, ())
+        session.handovers.followed = any(one.session.identity == session.identity for one in newer)
         session.close(now)
         connection.wake()
         self.closed_totals.add(session.totals)

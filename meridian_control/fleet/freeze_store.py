@@ -1,6 +1,6 @@
 """Stores freezes in the database: which engines run as stock vLLM, and until when.
 
-The store owns the ids of freezes. A stored freeze never changes, except that a thaw moves its end to the present. The
+The store owns the ids of freezes. A stored freeze never changes, except that a thaw moves its end to the past. The
 module does not know how an engine is frozen. All code runs on the control plane's event loop and never blocks it.
 """
 
@@ -21,6 +21,9 @@ from meridian_control.storage.database import Database, utc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# End time of a freeze that was thawed: no clock is before it, also if clocks differ or are set back.
+THAWED = datetime.fromtimestamp(0, UTC)
 
 _freezes = Table(
     "freezes",
@@ -83,7 +86,7 @@ class FreezeStore:
         now = self._clock().astimezone(UTC)
         ids = [freeze.freeze_id for freeze in ended]
         async with self._database.writing() as connection:
-            await connection.execute(update(_freezes).where(_freezes.c.freeze_id.in_(ids)).values(end_time=now))
+            await connection.execute(update(_freezes).where(_freezes.c.freeze_id.in_(ids)).values(end_time=THAWED))
         await self.look()
         return [replace(freeze, end_time=now) for freeze in ended]
 

@@ -57,6 +57,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         try:
             while (response := await connection.outgoing.get()) is not None:
                 yield response
+                if connection.overflowed and connection.outgoing.empty():
+                    # Responses were left out, so the agent must come back with a snapshot.
+                    break
             if reader.done() and (failed := reader.exception()) is not None:
                 reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
                 raise failed

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from meridian_control.access.audit_log import AuditLog, Record
 
-# Largest number of decimal digits of a record's id.
-ID_DIGITS = 19
+# Largest record's id, and its number of decimal digits.
+MAX_ID = 2**63 - 1
+ID_DIGITS = len(str(MAX_ID))
 
 
 class AuditService(audit_pb2_grpc.AuditServiceServicer):
@@ -31,6 +32,8 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
         self, request: audit_pb2.ListAuditRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> audit_pb2.ListAuditResponse:
         limit, before = checked(request.page_size, request.page_token, ID_DIGITS)
+        if before is not None and before > MAX_ID:
+            raise InvalidRequest("page_token", f"must be a token that the server has returned; got {before}")
         conditions = wanted(
             principal=request.principal,
             method=request.method,

@@ -43,7 +43,7 @@ class SessionHandovers:
     """The handovers of one session.
 
     `pool` has the engines to which requests may be handed over. `shadowed` sums up the handovers in shadow that would
-    have happened.
+    have happened. `followed`: whether a newer stream of the engine's process is open.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class SessionHandovers:
         self._totals, self.results = totals, results
         self.pool: tuple[fleet_pb2.AnsweringEngine, ...] = ()
         self.shadowed = fleet_pb2.ShadowHandovers()
+        self.followed = False
         self.transfer, self.answers = TransferCost(), AnswerLength()
         self._made: dict[int, _Made] = {}
         # Ids of requests that the engine has refused to hand over.
@@ -118,8 +119,9 @@ class SessionHandovers:
         self._refused &= ids
 
     def close(self, now: datetime) -> None:
-        """Note that the stream has ended."""
-        self.results.lost(self._engine, now)
+        """Note that the stream has ended. A newer stream of the engine, if any, goes on with its requests."""
+        if not self.followed:
+            self.results.lost(self._engine, now)
 
     # -------------------------------------------------------------------------------------------------------- decisions
 

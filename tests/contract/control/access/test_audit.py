@@ -105,6 +105,11 @@ async def test_what_is_recorded(secured: Secured) -> None:
     assert times[0] > datetime.now(UTC) - timedelta(minutes=5)
 
 
+@pytest.mark.parametrize("token", ["x", str(2**63), "9" * 19])
+async def test_a_page_token_that_no_record_has_is_refused(secured: Secured, token: str) -> None:
+    assert await ended(records(secured, page_token=token)) is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
     async with secured.channel("operator") as channel:
         recording = Clients(channel).fleet.RecordTrace(fleet_pb2.RecordTraceRequest(engine_id="e"))

@@ -14,6 +14,7 @@ from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.harm_guard import HarmGuard
 from meridian_control.cluster.membership import Replica
 from meridian_control.cluster.peers import Peers
+from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.savings import WITHDRAWER
 from meridian_control.rollout.plan import Plan
@@ -116,6 +117,25 @@ async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> Non
     assert (await savings(control)).withdrawn_reason == stored.reason
     await guard.look()
     assert control.fleet.revision == stored.revision, "withdrawn once"
+
+
+async def test_a_withdrawal_reaches_engines_although_the_store_is_away_after_it(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await control.set_policy(RULES)
+    with LinkedEngine([control.target]) as engine:
+        await engine.steps_until(lambda: has(control, before.revision))
+        harm(control)
+
+        async def away() -> None:
+            raise StoreUnavailable("policy store: away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(control.parts.rollouts, "look", away)
+            with pytest.raises(StoreUnavailable):
+                await control.parts.guard.look()
+        await control.parts.guard.look()
+        await engine.steps_until(lambda: has(control, before.revision + 1))
 
 
 async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Control) -> None:

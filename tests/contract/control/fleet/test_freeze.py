@@ -117,6 +117,16 @@ async def test_thawing_ends_one_or_all(url: str) -> None:
         assert (await one.store.add(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "freeze ids are not used again"
 
 
+async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(url: str) -> None:
+    async with stored(url) as one:
+        await one.store.add(Match(), NOW + MINUTE, "", "")
+        one.now = NOW + MINUTE / 2
+        (thawed,) = await one.store.thaw(0)
+        assert thawed.end_time == one.now
+        one.now = NOW - timedelta(hours=1)
+        assert await one.store.look() == ()
+
+
 async def test_two_at_once_have_two_numbers(url: str) -> None:
     async with stored(url) as one, stored(url) as two:
         stores = [one.store, two.store] * 4

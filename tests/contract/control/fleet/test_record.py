@@ -148,6 +148,21 @@ async def test_a_refused_message_is_in_no_recording(control: Control) -> None:
     assert [r.up.WhichOneof("message") for r in records if r.HasField("up")] == ["hello", "step"]
 
 
+async def test_a_report_that_nobody_reads_ends_no_recorded_stream(control: Control) -> None:
+    async with Recorder(control) as recorder, call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        malformed = agent_pb2.TokenColumns(byte_columns=b"x" * 29)
+        await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, tokens=malformed)))
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        assert await call.code() is grpc.StatusCode.OK
+        (waiting,) = control.fleet.recordings
+        waiting.close()
+        records = await recorder.rest()
+    replayed(records)
+
+
 async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:
     with LinkedEngine([control.target], "e") as engine:
         engine.open("before")

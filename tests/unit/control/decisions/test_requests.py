@@ -122,6 +122,12 @@ def test_rows_of_unknown_and_closed_slots_are_left_out() -> None:
     )
     assert counted == 1
     assert made.think_tokens.tolist() == [1, 0]
+    last = table(*[thinking()] * 4)
+    for slot in range(3):
+        last.close(slot)
+    # The rows are sorted by the low 16 bits of the slot, which are 0 for the first one.
+    assert last.add_tokens(tokens([(MAX_SLOTS, THINK, 0, 1.0), (3, THINK, 0, 1.0)])) == 1
+    assert last.think_tokens[:4].tolist() == [0, 0, 0, 1]
 
 
 def test_tokens_of_every_kind() -> None:

@@ -51,6 +51,26 @@ def test_its_state_follows_from_its_lease() -> None:
         assert engine.agent_state == state
 
 
+def test_the_last_engine_of_a_fleet_is_shown_no_longer_than_others() -> None:
+    departed = Departed()
+    departed.add(fleet_pb2.Engine(engine_id="a"), 30.0, NOW)
+    assert list(departed.views(NOW + timedelta(seconds=FORGET_AFTER_S)))
+    assert not list(departed.views(NOW + timedelta(seconds=FORGET_AFTER_S + 1)))
+
+
+async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() -> None:
+    fleet, told = Fleet(lambda: NOW), agent_pb2.ConnectRequest()
+    told.snapshot.requests.add(slot=0, request_id="r", handed_over_ref="e-1", phase=agent_pb2.PHASE_OUTPUT)
+    older = fleet.join(hello("a"))
+    fleet.receive(older, told)
+    newer = fleet.join(hello("a"))
+    fleet.receive(newer, told)
+    fleet.leave(older, "disconnected")
+    assert [one.state for one in fleet.handovers.continued()] == [fleet_pb2.CONTINUED_STATE_LIVE]
+    fleet.leave(newer, "disconnected")
+    assert [one.state for one in fleet.handovers.continued()] == [fleet_pb2.CONTINUED_STATE_GONE]
+
+
 def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
     async def flood() -> Fleet:
         fleet = Fleet(lambda: NOW)
