@@ -152,7 +152,7 @@ def test_meridianctl_end_brings_the_answer(llm: Any, agent: Any, control: Contro
     run.add("slow", opened(), endless(agent, ignore_eos=False, max_tokens=900))
     run.until(lambda: len(run.tokens["slow"]) >= 30)
     wait_for(lambda: any(r.think_tokens >= 20 for r in control.requests()), 20, "the request to be listed")
-    command = [*MERIDIANCTL, "--server", control.target, "end", "slow", "--reason", "a customer waits", "--wait", "60"]
+    command = [*MERIDIANCTL, "--server", control.target, "end", "slow", "--reason", "a customer waits", "--wait", "5"]
     operator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     # The engine makes no step until the command has been started and its call has made the decision.
     decided = before.decisions.get("force/operator", 0)
