@@ -21,9 +21,8 @@ from pydantic import (
 )
 
 from meridian_control.common.errors import PolicyError, Violation
-from meridian_control.policy.model import NEW_FIELDS, NEW_PRESSURE_FIELDS, NEW_SECTIONS, Policy
+from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
 from meridian_control.policy.section import Section
-from meridian_control.policy.shortening_schema import PressurePolicy
 from meridian_control.policy.validation_errors import syntax_message, violation
 
 FILE_NAME = "meridian.toml"
@@ -106,18 +105,21 @@ def to_stored_toml(policy: Policy) -> str:
     defaults = Policy().model_dump(mode="json", exclude_none=True)
     # The default of every field of an override is that the override leaves the field alone, in each version.
     values["override"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in policy.override]
+    for section, fields in NEW_FIELDS.items():
+        found = getattr(policy, section)
+        entries = zip(found, values[section], strict=True) if isinstance(found, tuple) else [(found, values[section])]
+        for entry, told in entries:
+            for field in set(fields) - _changed(entry):
+                told.pop(field, None)
     for section in NEW_SECTIONS:
         if values[section] == defaults[section]:
             del values[section]
-    for section, fields in NEW_FIELDS.items():
-        for field in fields:
-            if values[section].get(field) == defaults[section].get(field):
-                values[section].pop(field, None)
-    for entry in values.get("pressure", ()):
-        for field in NEW_PRESSURE_FIELDS:
-            if entry[field] == PressurePolicy.model_fields[field].default:
-                del entry[field]
     return tomli_w.dumps(values)
+
+
+def _changed(entry: Section) -> set[str]:
+    """Return the names of the fields whose values are not their defaults."""
+    return set(entry.model_dump(exclude_defaults=True))
 
 
 def _plain(message: Message) -> dict[str, Any]:

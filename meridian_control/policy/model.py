@@ -83,7 +83,8 @@ PER_REQUEST = {
 }
 # The fields that an override may set: those decided per request, and those of whole engines.
 IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
-# Sections and fields that one of the two previous versions, 0.1.0 and 0.2.0, does not know.
+# Sections, and fields of sections and of their entries, that one of the two previous versions does not know: 0.1.0 and
+# 0.2.0.
 NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine")
 NEW_FIELDS = {
     "scheduler": ("answer_reserve_tokens",),
@@ -102,8 +103,8 @@ NEW_FIELDS = {
         "rpdi_reference",
         "same_answer_samples",
     ),
+    "pressure": ("entropy_in_force", "queueing_p99_ms"),
 }
-NEW_PRESSURE_FIELDS = ("entropy_in_force", "queueing_p99_ms")
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
 LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
