@@ -10,7 +10,7 @@ from meridian_control.cluster.peers import CALL_TIMEOUT_S
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.messages import (
-    TOKEN_DIGITS,
+    MAX_TOKEN,
     explain_request,
     list_decisions,
     newest_life,
@@ -86,7 +86,7 @@ def _same(one: fleet_pb2.RequestLife, other: fleet_pb2.RequestLife) -> bool:
 
 async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
     """Return a page of the decisions of all replicas, newest first. Raises InvalidRequest."""
-    limit, _ = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
+    limit, _ = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
     here = list_decisions(whole.fleet.decisions, request)
     if whole.peers is None or request.local_only:
         return here

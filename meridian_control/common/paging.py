@@ -7,14 +7,14 @@ from meridian_control.common.errors import InvalidRequest
 PAGE_SIZE, MAX_PAGE_SIZE = 100, 1000
 
 
-def checked(size: int, token: str, digits: int = 9) -> tuple[int, int | None]:
+def checked(size: int, token: str, most: int = 10**9 - 1) -> tuple[int, int | None]:
     """Return the largest number of entries in a page, and the number in the page token, None for the first page.
 
-    Raises InvalidRequest.
+    most: largest number of a token. Raises InvalidRequest.
     """
     if size < 0:
         raise InvalidRequest("page_size", f"must be at least 0; got {size}")
-    if token and not re.fullmatch(f"[0-9]{{1,{digits}}}", token):
+    if token and (not re.fullmatch(f"[0-9]{{1,{len(str(most))}}}", token) or int(token) > most):
         raise InvalidRequest("page_token", f"must be a token that the server has returned; got {token!r}")
     return min(size or PAGE_SIZE, MAX_PAGE_SIZE), int(token) if token else None
 

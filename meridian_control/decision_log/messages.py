@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # A comparison: name and value of the signal, an operator, name and value of the limit.
 Compared = tuple[str, float, str, str, float]
 THINK_TOKENS = "think_tokens"
-# Largest number of digits of a page token, which is a time in microseconds.
-TOKEN_DIGITS = 18
 START = datetime.fromtimestamp(0, UTC)
+# Largest page token, which is a time in microseconds.
+MAX_TOKEN = (datetime.max.replace(tzinfo=UTC) - START) // timedelta(microseconds=1)
 
 
 def explain_request(
@@ -70,7 +70,7 @@ def refs_in(life: fleet_pb2.RequestLife) -> list[str]:
 
 def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
     """Return a page of the decisions that match the request, newest first. Raises InvalidRequest."""
-    limit, before_us = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
+    limit, before_us = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
 
     def wanted(made: Decision) -> bool:
         return (

@@ -316,8 +316,9 @@ def test_decisions_come_newest_first_in_pages() -> None:
         request.page_token = page.next_page_token
     assert paged == every
     assert {d.request_id for d in decisions(made, request_id="b", engine_id="engine")} == {"b"}
-    with pytest.raises(InvalidRequest, match="page_token"):
-        list_decisions(made.log, fleet_pb2.ListDecisionsRequest(page_token="x"))
+    for token in ("x", "9" * 18):
+        with pytest.raises(InvalidRequest, match="page_token"):
+            list_decisions(made.log, fleet_pb2.ListDecisionsRequest(page_token=token))
 
 
 def test_a_life_that_two_replicas_tell_of_is_one() -> None:
