@@ -110,7 +110,7 @@ class Fleet:
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
         same = (hello.engine_id, hello.incarnation)
         # An agent has one stream, so an older stream has ended although its end was not noticed yet.
-        replaced = [c for c in self._by_engine.get(hello.engine_id, ()) if c.session.identity == same]
+        replaced = self._streams_of(same)
         carried = self.budgets.carried(same, {c.session.session_id: c.session.charges for c in replaced})
         shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
         session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, carried=carried)
@@ -138,6 +138,10 @@ class Fleet:
         self._counted.add(connection)
         self.departed.remove(hello.engine_id)
         return connection
+
+    def _streams_of(self, identity: tuple[str, str]) -> list[Connection]:
+        """Return the connections of an engine's process. identity: engine id and incarnation."""
+        return [c for c in self._by_engine.get(identity[0], ()) if c.session.identity == identity]
 
     def _disconnect(self, connection: Connection) -> None:
         engine_id = connection.session.hello.engine_id
@@ -256,9 +260,7 @@ class Fleet:
         self._disconnect(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
-        newer = self._by_engine.get(session.hello.engine_id, ())
-        session.handovers.followed = any(one.session.identity == session.identity for one in newer)
-        session.close(now)
+        session.close(now, followed=bool(self._streams_of(session.identity)))
         connection.wake()
         self.closed_totals.add(session.totals)
         self.count_end(reason)

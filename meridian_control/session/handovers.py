@@ -43,7 +43,7 @@ class SessionHandovers:
     """The handovers of one session.
 
     `pool` has the engines to which requests may be handed over. `shadowed` sums up the handovers in shadow that would
-    have happened. `followed`: whether a newer stream of the engine's process is open.
+    have happened.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class SessionHandovers:
         self._totals, self.results = totals, results
         self.pool: tuple[fleet_pb2.AnsweringEngine, ...] = ()
         self.shadowed = fleet_pb2.ShadowHandovers()
-        self.followed = False
         self.transfer, self.answers = TransferCost(), AnswerLength()
         self._made: dict[int, _Made] = {}
         # Ids of requests that the engine has refused to hand over.
@@ -118,9 +117,9 @@ class SessionHandovers:
                 self.results.opened(opened.handed_over_ref, self._key(opened.request_id), now)
         self._refused &= ids
 
-    def close(self, now: datetime) -> None:
-        """Note that the stream has ended. A newer stream of the engine, if any, goes on with its requests."""
-        if not self.followed:
+    def close(self, now: datetime, followed: bool) -> None:
+        """Note that the stream has ended. followed: whether a newer stream goes on with the engine's requests."""
+        if not followed:
             self.results.lost(self._engine, now)
 
     # -------------------------------------------------------------------------------------------------------- decisions

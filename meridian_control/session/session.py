@@ -263,12 +263,12 @@ class Session:
         if self.pressure.entries:
             self.pressure.rest(self._clock_ms(now), now)
 
-    def close(self, now: datetime) -> None:
-        """End the session, because its stream has ended."""
+    def close(self, now: datetime, followed: bool = False) -> None:
+        """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
         if self._journal is not None:
             self._journal.now = now
         self._ledger.close()
-        self.handovers.close(now)
+        self.handovers.close(now, followed)
         if self._journal is not None:
             self._journal.lost()
 
