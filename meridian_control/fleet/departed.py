@@ -32,6 +32,9 @@ class _Gone(NamedTuple):
     engine: bytes
     lease_s: float
 
+    def is_recent(self, now: datetime) -> bool:
+        return (now - self.time).total_seconds() <= FORGET_AFTER_S
+
     def view(self, now: datetime) -> fleet_pb2.Engine:
         """Return the engine with the state that it is in now if its process still runs."""
         engine = fleet_pb2.Engine.FromString(self.engine)
@@ -72,7 +75,7 @@ class Departed:
         while self._gone:
             engine_id, first = next(iter(self._gone.items()))
             too_many = len(self._gone) > MAX_ENGINES or self._bytes > MAX_BYTES
-            if not too_many and (now - first.time).total_seconds() <= FORGET_AFTER_S:
+            if not too_many and first.is_recent(now):
                 break
             self.remove(engine_id)
             forgotten.append(engine_id)
@@ -81,5 +84,4 @@ class Departed:
     def views(self, now: datetime) -> Iterator[fleet_pb2.Engine]:
         """Yield each engine that left at most FORGET_AFTER_S ago, with the state that it is in now if its process still
         runs."""
-        recent = (gone for gone in self._gone.values() if (now - gone.time).total_seconds() <= FORGET_AFTER_S)
-        return (gone.view(now) for gone in recent)
+        return (gone.view(now) for gone in self._gone.values() if gone.is_recent(now))
