@@ -133,6 +133,12 @@ def postgres() -> Iterator[Postgres]:
     server.stop()
 
 
+@pytest.fixture
+def postgres_address(postgres: Postgres) -> str:
+    """Return the address of an empty database."""
+    return postgres.database()
+
+
 @pytest.fixture(scope="session")
 def stock_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the file into which stock vLLM's greedy tokens are written, while a governed engine starts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,11 @@ from meridian_control.budgets.store import BudgetStore, _budgets
 from meridian_control.budgets.token_bucket import Account, Usage, charged, full
 from meridian_control.policy.shortening_schema import BudgetPolicy
 from meridian_control.storage.database import Database, utc
+from tests.fakes.control import utc_now
 
 if TYPE_CHECKING:
+    from datetime import datetime
     from pathlib import Path
-
-    from tests.postgres import Postgres
 
 # Both limits regain a token in a second.
 BUDGETS = {
@@ -35,15 +35,6 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres").database())
 
 
-@pytest.fixture
-def postgres_address(postgres: Postgres) -> str:
-    return postgres.database()
-
-
-def clock(ahead: timedelta = timedelta()) -> datetime:
-    return datetime.now(UTC) + ahead
-
-
 async def moved_back(database: Database, seconds: float) -> None:
     """Let time pass: move the time of all accounts back."""
     async with database.writing(tell=False) as connection:
@@ -55,7 +46,7 @@ async def moved_back(database: Database, seconds: float) -> None:
 
 def usages(**tokens: int) -> dict[str, Usage]:
     """Tokens that came at once."""
-    now = clock()
+    now = utc_now()
     return {
         name: Usage(count, full(now), charged(full(now), count, BUDGETS[name], now)) for name, count in tokens.items()
     }
@@ -68,7 +59,7 @@ def shown(accounts: dict[str, Account]) -> dict[str, tuple[float, ...]]:
 
 async def test_usage_adds_up_and_outlives_a_restart(address: str) -> None:
     database = await Database.open(address)
-    store = BudgetStore(database, clock)
+    store = BudgetStore(database, utc_now)
     assert await store.charge({}, BUDGETS) == {}
     assert shown(await store.charge(usages(a=2000, b=0), BUDGETS)) == {"a": (2000, 2000, 2000)}
     await moved_back(database, 500)
@@ -77,8 +68,8 @@ async def test_usage_adds_up_and_outlives_a_restart(address: str) -> None:
     assert both == {"a": (2200, 1700, 1700), "b": (300, 300, 300)}
     await database.close()
     database = await Database.open(address)
-    assert shown(await BudgetStore(database, clock).charge({}, BUDGETS)) == both
-    assert shown(await BudgetStore(database, clock).charge({}, {"b": BUDGETS["b"]})) == {"b": both["b"]}
+    assert shown(await BudgetStore(database, utc_now).charge({}, BUDGETS)) == both
+    assert shown(await BudgetStore(database, utc_now).charge({}, {"b": BUDGETS["b"]})) == {"b": both["b"]}
     await database.close()
 
 
@@ -86,11 +77,11 @@ async def test_replicas_that_charge_at_once_lose_no_token(address: str) -> None:
     databases = [await Database.open(address) for _ in range(2)]
 
     async def charge(number: int) -> None:
-        store = BudgetStore(databases[number % 2], clock)
+        store = BudgetStore(databases[number % 2], utc_now)
         await store.charge(usages(a=1, b=2) if number % 3 else usages(b=2, a=1), BUDGETS)
 
     await asyncio.gather(*(charge(number) for number in range(20)))
-    accounts = await BudgetStore(databases[0], clock).charge({}, BUDGETS)
+    accounts = await BudgetStore(databases[0], utc_now).charge({}, BUDGETS)
     assert {name: account.used_tokens for name, account in accounts.items()} == {"a": 20, "b": 40}
     for database in databases:
         await database.close()
@@ -98,7 +89,7 @@ async def test_replicas_that_charge_at_once_lose_no_token(address: str) -> None:
 
 async def test_a_wrong_clock_of_the_past_stops_no_refill(address: str, caplog: pytest.LogCaptureFixture) -> None:
     database = await Database.open(address)
-    store = BudgetStore(database, clock)
+    store = BudgetStore(database, utc_now)
     await store.charge(usages(a=2000), BUDGETS)
     await moved_back(database, -7200)
     assert shown(await store.charge(usages(a=1000), BUDGETS)) == {"a": (3000, 3000, 3000)}
@@ -109,10 +100,14 @@ async def test_a_wrong_clock_of_the_past_stops_no_refill(address: str, caplog: p
     await database.close()
 
 
+def utc_ahead(ahead: timedelta) -> datetime:
+    return utc_now() + ahead
+
+
 async def test_replicas_on_one_server_use_its_clock(postgres_address: str) -> None:
     database = await Database.open(postgres_address)
     for hours in (0, 1, -1):
-        store = BudgetStore(database, partial(clock, timedelta(hours=hours)))
+        store = BudgetStore(database, partial(utc_ahead, timedelta(hours=hours)))
         await store.charge(usages(a=1000), BUDGETS)
     assert shown(await store.charge({}, BUDGETS)) == {"a": (3000, 3000, 3000)}
     await database.close()

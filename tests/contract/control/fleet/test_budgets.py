@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,6 +57,27 @@ async def stepped(control: Control, engine: LinkedEngine, steps: int) -> None:
         engine.step()
     wanted = engine.engine.step
     await until(lambda: any(shown.step == wanted for shown in control.fleet.engines()))
+
+
+@asynccontextmanager
+async def thinking(control: Control, policy: Policy) -> AsyncIterator[LinkedEngine]:
+    """Yield an engine with a request that has thought 15 tokens under the policy."""
+    await control.set_policy(policy)
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: engine.link.lease.revision == control.fleet.revision)
+        engine.open("a", tenant="acme")
+        await stepped(control, engine, 15)
+        yield engine
+
+
+@contextmanager
+def store_away(control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    async def away(*_: Any) -> None:
+        raise StoreUnavailable("policy store: away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(control.parts.budgets._store, "charge", away)
+        yield
 
 
 async def in_stage(control: Control, engine: LinkedEngine, stage: int) -> None:
@@ -118,18 +139,9 @@ async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -
 async def test_usage_outlives_a_restart_and_a_store_that_is_away(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await control.set_policy(budgeted(80))
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: engine.link.lease.revision == control.fleet.revision)
-        engine.open("a", tenant="acme")
-        await stepped(control, engine, 15)
+    async with thinking(control, budgeted(80)) as engine:
         await control.parts.budgets.share()
-
-        async def away(*_: Any) -> None:
-            raise StoreUnavailable("policy store: away")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(control.parts.budgets._store, "charge", away)
+        with store_away(control, monkeypatch):
             await stepped(control, engine, 40)
             await control.parts.budgets.share()
             acme, _ = control.parts.whole.budgets().budgets
@@ -146,17 +158,8 @@ async def test_usage_outlives_a_restart_and_a_store_that_is_away(
 async def test_a_stop_names_the_usage_that_it_cannot_store(
     control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await control.set_policy(budgeted(80))
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: engine.link.lease.revision == control.fleet.revision)
-        engine.open("a", tenant="acme")
-        await stepped(control, engine, 15)
-
-        async def away(*_: Any) -> None:
-            raise StoreUnavailable("policy store: away")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(control.parts.budgets._store, "charge", away)
+    async with thinking(control, budgeted(80)):
+        with store_away(control, monkeypatch):
             await save(control.parts.budgets)
     told = [record.getMessage() for record in caplog.records if "loses" in record.getMessage()]
     assert told == [
@@ -165,11 +168,7 @@ async def test_a_stop_names_the_usage_that_it_cannot_store(
 
 
 async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) -> None:
-    await control.set_policy(budgeted(10**9))
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: engine.link.lease.revision == control.fleet.revision)
-        engine.open("a", tenant="acme")
-        await stepped(control, engine, 15)
+    async with thinking(control, budgeted(10**9)) as engine:
         (connection,) = control.fleet.connections
         connection.close("overflow")
         await until(lambda: connection not in control.fleet.connections)

@@ -252,11 +252,6 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
 
 
 @pytest.fixture
-def postgres_address(postgres: Any) -> str:
-    return str(postgres.database())
-
-
-@pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
     made = Process(tmp_path)
     yield made

@@ -60,11 +60,6 @@ def address(request: pytest.FixtureRequest, file: str) -> str:
     return file if request.param == "sqlite" else str(request.getfixturevalue("postgres").database())
 
 
-@pytest.fixture
-def postgres_address(postgres: Postgres) -> str:
-    return postgres.database()
-
-
 async def append(
     store: PolicyStore, policy: Policy = POLICY, etag: str = "", now: datetime = NOW, request_id: str = ""
 ) -> StoredRevision:
