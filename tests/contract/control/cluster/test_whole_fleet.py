@@ -251,21 +251,46 @@ async def test_a_silent_replica_counts_with_its_last_answer(
     peers = Peers(lambda: others, ClientCredentials())
     whole = WholeFleet(Fleet(utc_now), "leads", peers, lambda: True)
 
-    async def led() -> list[str] | None:
-        engines = await whole.led_engines()
-        return None if engines is None else [engine.engine_id for engine in engines]
-
     with LinkedEngine([one.target], "first"):
-        await until_answer(led, ["first"])
+        await until_answer(lambda: _led(whole), {"first": True})
         one.kill()
-        assert await led() == ["first"]
+        assert await _led(whole) == {"first": True}
         others.append(Replica("new", one.target))
-        assert await led() is None
+        assert await _led(whole) is None
         others.pop()
-        assert await led() == ["first"]
+        assert await _led(whole) == {"first": True}
         monkeypatch.setattr(cluster_fleet, "FORGET_S", 0.0)
-        assert await led() is None
+        assert await _led(whole) is None
     await peers.close()
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_engines_of_an_ended_replica_are_gone_until_they_connect_again(
+    replicated: Replicated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await replicated.pair()
+    # On a busy machine much time may pass between two questions.
+    monkeypatch.setattr(cluster_fleet, "FORGET_S", 3600.0)
+    others = [Replica("one", one.target), Replica("two", two.target)]
+    peers = Peers(lambda: others, ClientCredentials())
+    whole = WholeFleet(Fleet(utc_now), "leads", peers, lambda: True)
+    with (
+        LinkedEngine([one.target, two.target], "moves", shuffle=lambda addresses: None),
+        LinkedEngine([one.target], "dies"),
+    ):
+        await until_answer(lambda: _led(whole), {"dies": True, "moves": True})
+        one.kill()
+        others.pop(0)
+        await until_answer(lambda: _led(whole), {"dies": False, "moves": True})
+        monkeypatch.setattr(cluster_fleet, "FORGET_AFTER_S", 0.0)
+        await until_answer(lambda: _led(whole), {"moves": True})
+    await peers.close()
+
+
+async def _led(whole: WholeFleet) -> dict[str, bool] | None:
+    """Return for each engine that the leader knows whether it is connected, None if the leader does not know all."""
+    engines = await whole.led_engines()
+    return None if engines is None else {engine.engine_id: engine.state == CONNECTED for engine in engines}
 
 
 async def test_the_lead_passes_on_when_the_leader_is_killed(replicated: Replicated) -> None:
