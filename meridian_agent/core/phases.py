@@ -276,6 +276,8 @@ class PhaseState:
     start: tuple[int, ...] = ()
     # Number of generated tokens that belong to markers.
     marker_tokens: int = 0
+    # The newest end marker within an answer, if no start marker came before; empty if there is none.
+    stray_end: tuple[int, ...] = ()
 
     @property
     def generated_tokens(self) -> int:
@@ -359,6 +361,8 @@ class PhaseState:
         length = len(marker)
         if event is TokenEvent.START:
             self.start = marker
+        elif not self.start and self.output_tokens >= length:
+            self.stray_end = marker
         before, self.phase = self.phase, TRANSITIONS[self.phase, event]
         closes = before is Phase.THINK and self.phase is Phase.OUTPUT
         self.ends += closes

@@ -8,6 +8,7 @@ engine-core thread.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from meridian_agent.link.lease import Lease
     from meridian_agent.link.outbox import Outbox
     from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
+
+logger = logging.getLogger("vllm.meridian")
 
 # The engine counts as idle between two updates that are further apart than this many seconds.
 MAX_STEP_S = 1.0
@@ -74,6 +77,8 @@ class StepAccounting:
         self._answered_input: list[Any] = []
         # Prompt tokens of scheduled steps without output so far, oldest first.
         self.prefills: deque[int] = deque(maxlen=8)
+        # Whether the log has already told of an answer with an end marker.
+        self._told_of_stray_end = False
 
     def scheduled(self, output: Any) -> None:
         """Count the prompt tokens of a step that was just scheduled, and note the requests that it is the first step
@@ -241,6 +246,8 @@ class StepAccounting:
             at = index.get(out.request_id, 0)
             first = at if signals is None else signals.row(at)
             ended = self._tracker.feed(live, out.new_token_ids, first)
+            if live.state.stray_end and not self._told_of_stray_end:
+                self._tell_of_stray_end(live)
             if ended or live.ending is not None or (live.cap is not None and live.cap.shadow):
                 self._directives.after_tokens(live, ended)
             if live.info.handed_over_ref:
@@ -249,6 +256,14 @@ class StepAccounting:
                 self._directives.hand_overs.ended_thinking(live)
         if out.finish_reason is not None:
             self.close(live, str(out.finish_reason))
+
+    def _tell_of_stray_end(self, live: LiveRequest) -> None:
+        # Other end markers, such as the begin of a tool call, belong in an answer.
+        if live.state.stray_end == self._tracker.markers.end:
+            self._told_of_stray_end = True
+            why = "neither its prompt nor the model had written a start marker, so all of it counted as an answer"
+            hint = "if it thought, let the chat template write the start marker; further such requests are not logged"
+            logger.warning("meridian: request %s has ended thinking, but %s; %s", live.info.request_id, why, hint)
 
     def close(self, live: LiveRequest, finish_reason: str) -> None:
         """Report the outcomes of a request's open decisions and forget the request, because it has ended."""

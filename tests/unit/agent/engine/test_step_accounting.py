@@ -24,7 +24,7 @@ from meridian_agent.link.unreported import Unreported
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 from tests.fakes.records import in_slot_order
 
-START, END, TEXT, STOP = 1, 2, 3, 4
+START, END, TEXT, STOP, TOOL_CALL = 1, 2, 3, 4, 5
 
 
 class Engine:
@@ -140,3 +140,24 @@ def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int, drafts: int) -> 
     assert with_probes > 20
     assert engines[0].texts > 20
     assert engines[1].whole == 0
+
+
+def test_the_log_tells_once_of_an_answer_that_ends_thinking(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.tracker.markers = Markers(((START,),), ((END,), (TOOL_CALL,)))
+    for name, prompt, tokens in (
+        ("thinks", [TEXT, START], [TEXT, END, TEXT, END]),
+        ("begins to think", [TEXT], [START, TEXT, END, TEXT]),
+        ("calls a tool", [TEXT], [TEXT, TOOL_CALL, TEXT]),
+        ("begins with the marker", [TEXT], [END, TEXT]),
+    ):
+        engine.open(name, prompt)
+        for token in tokens:
+            engine.step({name: [token]}, [1.0], set())
+    assert not caplog.messages
+    for name in ("first", "second"):
+        engine.open(name, [TEXT])
+        for token in (TEXT, END, TEXT):
+            engine.step({name: [token]}, [1.0], set())
+    (line,) = caplog.messages
+    assert "request first has ended thinking, but neither its prompt nor the model had written a start marker" in line
