@@ -6,10 +6,10 @@ other. The module is used only with a store that several replicas share, and run
 
 The replica that renews the row of `leader` leads for LEASE_S seconds by the database's clock. By its own clock the
 replica leads for MARGIN_S less, counted from before the renewal was sent. A process could be suspended after `leads`
-has returned true and write later, when another replica leads. The driver of rollouts
-therefore begins each write with `fence`, which fails once another replica has led. The harm guard needs no fence: an
-abort because of harm holds whoever leads, and its revision names the policy that it replaces by etag. `token` is a
-counter that grows whenever another replica takes the lead.
+has returned true and write later, when another replica leads. The driver of rollouts therefore begins each write with
+`fence`, which fails once another replica has led. The harm guard needs no fence: an abort because of harm holds whoever
+leads, and its revision names the policy that it replaces by etag. `token` is a counter that grows whenever another
+replica takes the lead.
 """
 
 from __future__ import annotations
