@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
+# While no rollout is active, only each of so many ticks reads the store. `look` is called when a rollout begins, so the
+# reading only finds one whose caller was cut off before that.
+IDLE_TICKS = 10
 # Seconds between two writes of the measurements, which other replicas show, or use when they take over the driving.
 STORE_S = 5.0
 # Largest number of seconds between two samples that count towards the bake time of a step.
@@ -74,6 +77,8 @@ class Rollouts:
         self._driven: Rollout | None = None
         self._looked_at = self._stored_at = clock()
         self._sampler = Sampler()
+        # Counts the ticks, so that the first one reads the store.
+        self._idle_ticks = -1
 
     async def look(self) -> None:
         """Hand the store's active rollout and policy to this replica's fleet.
@@ -131,7 +136,8 @@ class Rollouts:
 
         Raises StoreUnavailable, StoredPolicyUnreadable, and the errors of `fence`.
         """
-        if not self._leads():
+        self._idle_ticks = (self._idle_ticks + 1) % IDLE_TICKS
+        if not self._leads() or (self._told is None and self._idle_ticks):
             self._driven = None
             return
         stored = await self.store.active()

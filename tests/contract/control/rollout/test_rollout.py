@@ -14,6 +14,9 @@ from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 from meridian_control.budgets.stages import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import parse_toml, to_proto
+from meridian_control.rollout.driver import IDLE_TICKS
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.state import By
 from meridian_control.telemetry.budget_metrics import budgets
 from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, run
@@ -31,11 +34,14 @@ from tests.contract.rollouts import (
     refusal,
     starting,
 )
+from tests.fakes.control import utc_now
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from meridian_control.rollout.state import Rollout
 
 
 @pytest.fixture
@@ -249,6 +255,27 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
         told = control.fleet.engines()
         assert (await control.ticks(1)).step == 1
         assert (await control.ticks(2)).step == 2
+
+
+async def test_the_store_is_hardly_read_without_a_rollout(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts, reads = control.rollouts, 0
+    active = rollouts.store.active
+
+    async def counted() -> Rollout | None:
+        nonlocal reads
+        reads += 1
+        return await active()
+
+    monkeypatch.setattr(rollouts.store, "active", counted)
+    for _ in range(3 * IDLE_TICKS):
+        await rollouts.tick()
+    assert reads == 3
+    # The caller was cut off after the rollout had been stored.
+    await rollouts.store.start(Plan.model_validate({"step": [CANARY]}), NEW, "", By(utc_now(), "ann"))
+    with Engine(control, "a", "canary") as a:
+        for _ in range(IDLE_TICKS):
+            await rollouts.tick()
+        await a.has(2)
 
 
 @pytest.fixture
