@@ -16,7 +16,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from meridian_control.cluster.peers import CALL_TIMEOUT_S
 from meridian_control.common.errors import NotFound
 from meridian_control.fleet import savings
-from meridian_control.fleet.departed import FORGET_AFTER_S
+from meridian_control.fleet.departed import Departed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -43,8 +43,8 @@ class WholeFleet:
         # The newest answers of the other replicas to the leader, by replica id, and the time at which it last asked.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._asked_at = 0.0
-        # Engines of replicas that have ended, by id, as the leader has last heard of them, and the time of that end.
-        self._orphans: dict[str, tuple[float, fleet_pb2.Engine]] = {}
+        # Engines of replicas that have ended, as the leader has last heard of them.
+        self._orphans = Departed()
         # Evidence of harm and of drift as this replica has last found it while it leads, by fingerprint of the rules.
         self.evidence: dict[str, fleet_pb2.Savings] = {}
         # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
@@ -195,31 +195,29 @@ class WholeFleet:
         """Return all engines for the replica that leads, None if not every live replica has answered yet.
 
         A replica that no longer answers counts with its last answer. Once the replica is no longer live, its engines
-        are engines without a stream until they connect to another replica, or for FORGET_AFTER_S. Nobody calls this
-        method while no rollout is active, because each answer has all engines of a replica.
+        are engines without a stream until they connect to another replica, for as long as `Departed` keeps them. Nobody
+        calls this method while no rollout is active, because each answer has all engines of a replica.
         """
         if self.peers is None:
             return await self.local_engines()
         loop = asyncio.get_running_loop()
         if loop.time() - self._asked_at > FORGET_S:
-            self._heard, self._orphans = {}, {}
+            self._heard, self._orphans = {}, Departed()
         heard, unreachable = await self.peers.ask(_engines)
-        self._asked_at = now = loop.time()
+        self._asked_at, now = loop.time(), self.fleet.clock()
+        lease_s = self.fleet.policy.policy.fallback.lease_ms / 1000 if self.fleet.policy is not None else 0.0
         for ended in self._heard.keys() - heard.keys() - set(unreachable):
             for engine in self._heard[ended]:
                 engine.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
-                self._orphans[engine.engine_id] = now, engine
+                self._orphans.add(engine, lease_s, now)
+        self._orphans.forget(now)
         self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
         if not self._heard.keys() >= set(unreachable):
             return None
-        orphans = [engine for _, engine in self._orphans.values()]
-        engines = await self._with(self._heard | {"": orphans})
-        connected = {engine.engine_id for engine in engines if engine.state == CONNECTED}
-        self._orphans = {
-            engine_id: (ended_at, engine)
-            for engine_id, (ended_at, engine) in self._orphans.items()
-            if engine_id not in connected and now - ended_at <= FORGET_AFTER_S
-        }
+        engines = await self._with(self._heard | {"": list(self._orphans.views(now))})
+        for engine in engines:
+            if engine.state == CONNECTED:
+                self._orphans.remove(engine.engine_id)
         return engines
 
     async def share_pool(self) -> None:

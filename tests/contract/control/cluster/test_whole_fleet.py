@@ -18,6 +18,7 @@ from meridian_control.cluster import cluster_fleet
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.membership import LEASE_S, Replica
 from meridian_control.cluster.peers import Peers
+from meridian_control.fleet import departed
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy import formats
 from tests.contract.control.cluster.test_replicas import leased
@@ -239,18 +240,25 @@ async def _names(asked: Client) -> list[str]:
     return sorted(await asked.connected())
 
 
+@pytest.fixture
+async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[WholeFleet, list[Replica]]]:
+    """Yield the fleet as a leader knows it, and the list of the other live replicas."""
+    # On a busy machine much time may pass between two questions.
+    monkeypatch.setattr(cluster_fleet, "FORGET_S", 3600.0)
+    others: list[Replica] = []
+    peers = Peers(lambda: others, ClientCredentials())
+    yield WholeFleet(Fleet(utc_now), "leads", peers, lambda: True), others
+    await peers.close()
+
+
 @pytest.mark.usefixtures("_patient")
 async def test_a_silent_replica_counts_with_its_last_answer(
-    replicated: Replicated, monkeypatch: pytest.MonkeyPatch
+    replicated: Replicated, leader: tuple[WholeFleet, list[Replica]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader does not know all engines if a replica has never answered it, or not for long."""
     one, _ = await replicated.pair()
-    # On a busy machine much time may pass between two questions.
-    monkeypatch.setattr(cluster_fleet, "FORGET_S", 3600.0)
-    others = [Replica("one", one.target)]
-    peers = Peers(lambda: others, ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now), "leads", peers, lambda: True)
-
+    whole, others = leader
+    others.append(Replica("one", one.target))
     with LinkedEngine([one.target], "first"):
         await until_answer(lambda: _led(whole), {"first": True})
         one.kill()
@@ -261,19 +269,15 @@ async def test_a_silent_replica_counts_with_its_last_answer(
         assert await _led(whole) == {"first": True}
         monkeypatch.setattr(cluster_fleet, "FORGET_S", 0.0)
         assert await _led(whole) is None
-    await peers.close()
 
 
 @pytest.mark.usefixtures("_patient")
 async def test_engines_of_an_ended_replica_are_gone_until_they_connect_again(
-    replicated: Replicated, monkeypatch: pytest.MonkeyPatch
+    replicated: Replicated, leader: tuple[WholeFleet, list[Replica]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await replicated.pair()
-    # On a busy machine much time may pass between two questions.
-    monkeypatch.setattr(cluster_fleet, "FORGET_S", 3600.0)
-    others = [Replica("one", one.target), Replica("two", two.target)]
-    peers = Peers(lambda: others, ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now), "leads", peers, lambda: True)
+    whole, others = leader
+    others += [Replica("one", one.target), Replica("two", two.target)]
     with (
         LinkedEngine([one.target, two.target], "moves", shuffle=lambda addresses: None),
         LinkedEngine([one.target], "dies"),
@@ -282,9 +286,8 @@ async def test_engines_of_an_ended_replica_are_gone_until_they_connect_again(
         one.kill()
         others.pop(0)
         await until_answer(lambda: _led(whole), {"dies": False, "moves": True})
-        monkeypatch.setattr(cluster_fleet, "FORGET_AFTER_S", 0.0)
+        monkeypatch.setattr(departed, "FORGET_AFTER_S", 0.0)
         await until_answer(lambda: _led(whole), {"moves": True})
-    await peers.close()
 
 
 async def _led(whole: WholeFleet) -> dict[str, bool] | None:
