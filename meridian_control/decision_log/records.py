@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.decision_log.request_ids import is_called
 from meridian_control.decisions.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 
 if TYPE_CHECKING:
     from datetime import datetime
+
+    from numpy.typing import NDArray
 
     from meridian_control.budgets.stages import Shortening
     from meridian_control.handover.results import Handover
@@ -25,6 +28,14 @@ if TYPE_CHECKING:
 LIFE_PROBES, LIFE_EVENTS = 64, 128
 
 Key = tuple[str, str, str]
+
+# Section and field of the value that a budget or pressure may have changed for a decision, by the decision's kind and
+# reason.
+BY_ENTRY = {
+    **{("cap", reason): ("scheduler", "max_think_tokens") for reason in ("budget", "pressure", "empty_answer")},
+    ("force", "soft_close"): ("scheduler", "soft_think_tokens"),
+    **{("force", reason): ("entropy", "shadow") for reason in ENTROPY_REASONS},
+}
 
 
 class Signals(NamedTuple):
@@ -61,6 +72,23 @@ class Signals(NamedTuple):
     eat_think_tokens: int = 0
 
 
+# The signals of a request that thinks, of which no signal is kept.
+NOT_MEASURED = Signals(
+    phase=agent_pb2.PHASE_THINK,
+    think_tokens=0,
+    output_tokens=0,
+    entropy_nats=math.nan,
+    end_rank=0,
+    rpdi=math.nan,
+    eat_nats=math.nan,
+    eat_ema_nats=math.nan,
+    eat_ema_variance=0.0,
+    eat_samples=0,
+    boundary_ranks=(),
+    max_think_tokens=None,
+)
+
+
 @dataclass(eq=False, slots=True)
 class LifeEvent:
     """An event in a request's life, with the phase and the token counts of the request after the event."""
@@ -74,17 +102,35 @@ class LifeEvent:
     detail: str = ""
 
 
-class Circumstances(NamedTuple):
-    """The values that all decisions share that a session makes at once about requests with one policy.
+class TokenCounts(NamedTuple):
+    """Thinking tokens and answer tokens of the requests that decisions are about, [decisions].
 
-    window_tokens: length of the entropy window.
+    A probe has nothing else if its rule reads nothing else.
     """
 
+    think_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+
+
+class Circumstances(NamedTuple):
+    """The values that all decisions share that a session makes at once, for one reason, about requests with one policy.
+
+    number: place in the order of the log. first_id: id of the first of these decisions; their ids are consecutive.
+    shortening: the budget or pressure entry that has shortened the policy, None if none has. level_change: the newest
+    change of level of the pressure entry. seen: the values that their rule saw, for each decision: rows packed as
+    SIGNAL_ROW has them, or token counts. window_tokens: length of the entropy window.
+    """
+
+    number: int
+    first_id: int
     time: datetime
     session_id: str
     shadow: bool
     revision: int
     policy: Policy
+    shortening: Shortening | None
+    level_change: LevelChange | None
+    seen: tuple[bytes, ...] | TokenCounts
     window_tokens: int
 
 
@@ -93,8 +139,7 @@ class Decision:
     """A decision about an engine or one of its requests. `outcome` is OUTCOME_UNSPECIFIED until it is known.
 
     `is_logged` says whether the decision log has the decision, as part of its request's life. Then the fields without a
-    default are set: `seen` is the request's row of the table at the decision, packed as SIGNAL_ROW has it. The row is
-    unpacked when it is read, because few decisions ever are.
+    default are set. The signals are unpacked when somebody reads them, because few decisions ever are read.
     """
 
     decision_id: int
@@ -111,24 +156,22 @@ class Decision:
     outcome_think_tokens: int = 0
     detail: str = ""
     is_logged: bool = False
-    number: int = field(init=False)
     life: Life = field(init=False)
     under: Circumstances = field(init=False)
-    seen: bytes = field(init=False)
     outcome_time: datetime | None = None
     measured_eat_nats: float | None = None
     # Reason that an operator gave for an end of thinking.
     operator_reason: str = ""
     # The handover with its result, for a decision of kind hand_over.
     hand_over: Handover | None = None
-    # The budget or pressure entry that lowered the cap or made soft close begin earlier, None if none did; and the
-    # newest change of level of the pressure entry.
-    shortening: Shortening | None = None
-    level_change: LevelChange | None = None
 
     @property
     def counted_as(self) -> str:
         return f"{self.kind}/{self.reason}" if self.kind in ("force", "hand_over") else self.kind
+
+    @property
+    def number(self) -> int:
+        return self.under.number
 
     @property
     def time(self) -> datetime:
@@ -151,8 +194,25 @@ class Decision:
         return self.under.policy
 
     @property
+    def shortening(self) -> Shortening | None:
+        """The budget or pressure entry that lowered the cap or made soft close begin earlier, None if none did."""
+        entry, changed = self.under.shortening, BY_ENTRY.get((self.kind, self.reason))
+        if entry is None or changed is None:
+            return None
+        now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (self.policy, entry.without))
+        return entry if now != without else None
+
+    @property
+    def level_change(self) -> LevelChange | None:
+        return self.under.level_change if self.shortening is not None else None
+
+    @property
     def signals(self) -> Signals:
-        return unpacked(self.seen, self.under.window_tokens, self.policy.entropy.confirm_sentence_ends)
+        under, index = self.under, self.decision_id - self.under.first_id
+        if isinstance(under.seen, TokenCounts):
+            think_tokens, output_tokens = (int(column[index]) for column in under.seen)
+            return NOT_MEASURED._replace(think_tokens=think_tokens, output_tokens=output_tokens)
+        return unpacked(under.seen[index], under.window_tokens, under.policy.entropy.confirm_sentence_ends)
 
 
 def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Signals:
@@ -219,6 +279,11 @@ class Life:
 
     def __len__(self) -> int:
         return len(self.events) + len(self.probes)
+
+    def drop_first(self, among: list[LifeEvent | Decision]) -> None:
+        """Drop the first event of one of the life's lists."""
+        self.left_out += 1
+        del among[0]
 
     def in_order(self) -> list[LifeEvent | Decision]:
         return sorted((*self.events, *self.probes), key=lambda event: event.number)

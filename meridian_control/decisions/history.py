@@ -154,20 +154,16 @@ NO_ENDS = SentenceEnds(
 class HeldMoments(NamedTuple):
     """The values of moments, as far as the next report changes them.
 
-    words: the rows after the report as SIGNAL_ROW has them, but with the EAT columns as they were at the moments,
-    [moments, words]. counts, counts_over: the running counts at each moment, and after the slot's last row,
-    [moments, 4]. sums, sums_over: the running sums of entropies at the same places, [2, moments]. newest:
-    NEWEST_COLUMNS of the newest row, [5, moments]. ends: for each moment that sentence ends follow in the report, its
-    index, and an array with the index of the row that has the values at the sentence ends before the moment.
+    words: the rows after the report as SIGNAL_ROW has them, but with the EAT columns and the values at sentence ends as
+    they were at the moments, [moments, words]. later_counts: the sums that the rows after each moment add to the
+    counts, [moments, 4]. later_sums: what these rows add to the sums of entropies, [2, moments]. newest: NEWEST_COLUMNS
+    of the newest row, [5, moments].
     """
 
     words: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    counts_over: NDArray[np.int64]
-    sums: NDArray[np.float64]
-    sums_over: NDArray[np.float64]
+    later_counts: NDArray[np.int64]
+    later_sums: NDArray[np.float64]
     newest: NDArray[np.uint32]
-    ends: list[tuple[int, NDArray[np.int64], int]]
 
 
 class Entropies(NamedTuple):

@@ -22,8 +22,8 @@ from meridian_control.decisions.history import (
     SentenceEnds,
     kept,
 )
-from meridian_control.decisions.table_columns import MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
-from meridian_control.decisions.token_rows import FLAG_END, NEWEST_COLUMNS, differs
+from meridian_control.decisions.table_columns import END_WORDS, MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
+from meridian_control.decisions.token_rows import FLAG_END, NEWEST_COLUMNS, TAKE_BACK_SHIFT, differs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,11 +75,22 @@ class Moments:
     @kept
     def held(self) -> HeldMoments:
         """The values of the moments, as far as they must be copied before the next report."""
-        history, words, (here, over) = self._history, self._table.packed(self.slot), self._counts_seen
+        history, words = self._history, self._table.packed(self.slot)
         if len(earlier := self._earlier):
             words[earlier, PROBE_WORDS] = history.unsampled_of(self.slot[earlier]).words
-        ends = self._ends_before(here[:, SENTENCE_ENDS], over[:, SENTENCE_ENDS]) if len(history.ends.row) else []
-        return HeldMoments(words, here, over, *self._sums_seen, self._newest_row, ends)
+        if len(history.ends.row):
+            self._put_ends_before(words)
+        return HeldMoments(words, self._later, self._later_entropies, self._newest_row)
+
+    def _put_ends_before(self, words: NDArray[np.int64]) -> None:
+        """Replace the values at sentence ends after the moments by those at the sentence ends before the moments.
+
+        words: the moments' rows, [moments, words].
+        """
+        (here, begin, end), ends = self._ends_seen, self._history.ends
+        followed = here < end
+        late, early = (followed & (here > begin)).nonzero()[0], (followed & (here == begin)).nonzero()[0]
+        words[late, END_WORDS], words[early, END_WORDS] = ends.newest[here[late] - 1], ends.before[begin[early]]
 
     @property
     def _newest_row(self) -> NDArray[np.uint32]:
@@ -87,20 +98,6 @@ class Moments:
         newest = np.zeros((5, len(self.slot)), np.uint32)
         newest[0], newest[2], newest.view(np.float32)[3] = self.phase, self.end_rank, self.entropy_nats
         return newest
-
-    def _ends_before(self, here: NDArray[Any], over: NDArray[Any]) -> list[tuple[int, NDArray[np.int64], int]]:
-        """Return `ends` of HeldMoments. here, over: numbers of the report's sentence ends before the moments, and
-        before the places after the slots' last rows, [moments]."""
-        ends, of_row, found = self._history.ends, self._history.rows.slot, []
-        for index, (number, last) in enumerate(zip(here.tolist(), over.tolist(), strict=True)):
-            if number == last:
-                continue
-            # The sentence end before the moment may be another slot's.
-            if number and of_row.item(ends.row.item(number - 1)) == self.slot.item(index):
-                found.append((index, ends.newest, number - 1))
-            else:
-                found.append((index, ends.before, number))
-        return found
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
@@ -226,6 +223,10 @@ class Moments:
 
     @kept
     def output_tokens(self) -> NDArray[np.int64]:
+        held: NDArray[np.int64] = self._table.output_tokens[self.slot]
+        if not np.count_nonzero(held) and not self._history.rows.flags_seen >> TAKE_BACK_SHIFT:
+            # Without tokens taken back, a request without answer tokens had none before either.
+            return held
         return self._back("output_tokens", OUTPUT_TOKENS)
 
     @kept

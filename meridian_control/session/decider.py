@@ -218,7 +218,7 @@ class Decider:
         request in it."""
         self._table.open_probe(slots)
         numbers = slots.tolist()
-        made = self._ledger.make_probes(reason, numbers, seen[0], seen[1].tolist())
+        made = self._ledger.make_probes(reason, numbers, *seen)
         for decision_id, slot in zip(made, numbers, strict=True):
             # Setting the fields takes half of the time of passing them as arguments.
             probe = out.probes.add()

@@ -16,6 +16,9 @@ from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
@@ -78,7 +81,7 @@ class Ledger:
         self._totals.decisions[made.counted_as] += 1
         return made.decision_id
 
-    def make_probes(self, reason: str, slots: list[int], seen: Seen, indices: list[int]) -> list[int]:
+    def make_probes(self, reason: str, slots: list[int], seen: Seen, indices: NDArray[np.intp]) -> list[int]:
         """Decide to probe requests that have the same policy; return the ids of the decisions.
 
         indices: the index of each request in `seen`, the table or moments on which the decision is based.
@@ -96,7 +99,9 @@ class Ledger:
         self.open[self.made] = made
         return made
 
-    def _log(self, slot: int, decisions: list[Decision], indices: list[int], shadow: bool, seen: Seen) -> None:
+    def _log(
+        self, slot: int, decisions: list[Decision], indices: list[int] | NDArray[np.intp], shadow: bool, seen: Seen
+    ) -> None:
         """Log decisions about requests that have the same policy as the request in a slot."""
         if self._journal is not None:
             revision, behind = self._groups.revision, self._groups.behind(slot, decisions[0].reason)

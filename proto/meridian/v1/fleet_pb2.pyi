@@ -2289,7 +2289,9 @@ Global___LoggedHandover: _TypeAlias = LoggedHandover  # noqa: Y015
 
 @_typing.final
 class Signals(_message.Message):
-    """Signals of a request, as the rules saw them. A signal that was not measured is NaN or 0."""
+    """Signals of a request, as the rules saw them. A signal that was not measured is NaN or 0. A decision to probe has only
+    phase, think_tokens and output_tokens unless the policy gates probes, because nothing else decides about it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -228,7 +228,6 @@ def test_explain_names_the_values_that_were_compared() -> None:
     made, slot = begun(LOOP)
     looping(made, slot, 14, 45)
     (decision,) = (d for d in made.session.open_decisions.values() if d.kind == "force")
-    made.log.catch_up()
     told = decision_message(decision)
     assert (told.reason, told.signals.loop_period_tokens, told.signals.loop_tokens) == ("loop", 14, 45)
     assert [(c.signal, c.value, c.limit_name, c.limit) for c in told.comparisons] == [
@@ -418,7 +417,6 @@ def test_explain_names_the_values_of_a_near_loop() -> None:
     made, slot = thinking(NEAR)
     repeating(made, slot, 800)
     (decision,) = (d for d in made.session.open_decisions.values() if d.kind == "force")
-    made.log.catch_up()
     told = decision_message(decision)
     assert (told.reason, told.signals.repeated_tokens) == ("near_loop", 800)
     assert [(c.signal, c.value, c.limit_name, c.limit) for c in told.comparisons] == [

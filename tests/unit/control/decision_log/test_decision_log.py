@@ -3,6 +3,7 @@ bounds."""
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -355,6 +356,32 @@ def test_pages_of_several_replicas_end_between_two_moments() -> None:
     assert page.next_page_token == str(page.decisions[-1].time.ToMicroseconds())
 
 
+def test_a_probe_has_only_the_values_that_decided_about_it() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.step(200)
+    counted = decisions(made, kind="probe")[0].signals
+    assert (counted.phase, counted.output_tokens) == (agent_pb2.PHASE_THINK, 0)
+    assert 190 <= counted.think_tokens <= 200
+    assert (math.isnan(counted.entropy_nats), counted.eat_samples, list(counted.boundary_ranks)) == (True, 0, [])
+    cap = decisions(made, kind="cap")[0].signals
+    assert (cap.phase, cap.max_think_tokens) == (agent_pb2.PHASE_THINK, 32768)
+    made.apply(
+        policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0, "eat_probe_max_rank": 50})
+    )
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.step(200)
+    gated = decisions(made, kind="probe")[0]
+    assert gated.signals.think_tokens > counted.think_tokens
+    assert gated.signals.eat_samples > 0
+    assert compared(gated)["boundary_ranks[0]"] == (
+        gated.signals.boundary_ranks[0],
+        "<=",
+        "entropy.eat_probe_max_rank",
+        50,
+    )
+
+
 def test_one_life_keeps_its_newest_events() -> None:
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
     made.open("a")
@@ -383,17 +410,7 @@ def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
     assert sum(map(len, kept)) == made.log.events
 
 
-def test_few_writes_wait_and_none_once_somebody_reads() -> None:
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
-    for number in range(20):
-        made.open(f"r{number}", think=30, answer=1)
-    waited = []
-    for _ in range(40):
-        made.step()
-        waited.append(len(made.log._waiting))
-    assert 0 < max(waited) < decision_log.MAX_WAITING
-    assert kinds(life(made, "r7"))[-1] == "closed stop"
-    assert not made.log._waiting
+def test_a_life_is_over_as_soon_as_its_request_closes() -> None:
     ended = list[str]()
     made = Stream(log=DecisionLog(ended=lambda over: ended.append(over.opened.request_id)))
     made.apply(policy(scheduler=EARLY))
