@@ -27,13 +27,14 @@ from meridian_control.decisions.history import (
 from meridian_control.decisions.table_columns import (
     BY_TYPE,
     COLUMNS,
+    EAT_SHIFTED,
+    EAT_WORDS,
     END_WORDS,
     HISTORIES,
     ROW_WORDS,
     SIGNAL_COLUMNS,
     SIGNAL_ROW,
     place_of,
-    words_of,
 )
 from meridian_control.decisions.token_rows import (
     ENCODED_SIGNALS,
@@ -63,8 +64,6 @@ NONE = np.zeros(0, np.int64)
 COUNT_WORDS, TOKEN_COUNT_WORDS = slice(4), slice(2)
 TOKEN_MS, NEWEST_SIGNALS = place_of("token_ms"), slice(_rank := place_of("end_rank"), _rank + 3)
 NEWEST_TOKEN, AT_BOUNDARY, BOUNDARY_NOW = map(place_of, ("newest_token", "at_boundary", "boundary_now"))
-
-EAT_WORDS = words_of("eat_nats", "earlier_eat_ema_variance")
 
 # Values of a new request's columns: those in SIGNAL_ROW, and the others by type.
 NEW_SIGNALS = np.zeros((), SIGNAL_ROW)
@@ -374,23 +373,27 @@ class RequestTable(DecidedColumns):
             self.first_end[slot] = kind
         self.ended[slot], self.forced[slot] = True, forced
 
-    def note_eat(self, slot: int, eat_nats: float, think_tokens: int, ema_nats: float, ema_variance: float) -> None:
-        """Note an EAT sample, measured after `think_tokens`, and the moving mean and variance that include it."""
-        held, values = self._eat_words[slot], [eat_nats, ema_nats, ema_variance]
-        if self.eat_count[slot]:
-            _, mean, variance, *earlier = held.tolist()
-            number = len(earlier) // 2
-            values += mean, *earlier[: number - 1], variance, *earlier[number:-1]
-        held[: len(values)] = values
-        self.eat_count[slot] += 1
-        self.eat_think_tokens[slot] = think_tokens
+    def note_eat(self, slots: NDArray[np.int64], newest: NDArray[np.float64], think_tokens: NDArray[np.int64]) -> None:
+        """Note an EAT sample of each slot, the slots different from each other.
 
-    def note_trial_answer(self, slot: int, empty: bool, same_answer: int) -> None:
-        """Note whether the request's newest probe found that the answer would be empty.
-
-        same_answer: number of newest probes of the request, this one included, with the same likeliest next token.
+        newest: the sample, and the moving mean and variance that include it, [slots, 3]. think_tokens: thinking tokens
+        at which the sample was measured, [slots].
         """
-        self.empty_answer[slot], self.same_answer[slot] = empty, same_answer
-        if self.probes_since_stop[slot] >= 0:
-            self.probes_since_stop[slot] += 1
-            self.stop_is_empty[slot] |= empty and self.probes_since_stop[slot] == 1
+        held = self._eat_words[slots]
+        values = np.where((self.eat_count[slots] > 0)[:, None], held.take(EAT_SHIFTED, axis=1), held)
+        values[:, :3] = newest
+        self._eat_words[slots] = values
+        self.eat_count[slots] += 1
+        self.eat_think_tokens[slots] = think_tokens
+
+    def note_trial_answers(
+        self, slots: NDArray[np.int64], empty: NDArray[np.bool_], same_answer: NDArray[np.int64]
+    ) -> None:
+        """Note whether the newest probe of each slot, the slots different from each other, found that the answer would
+        be empty. same_answer: number of newest probes, this one included, with the same likeliest next token, [slots].
+        """
+        self.empty_answer[slots], self.same_answer[slots] = empty, same_answer
+        if any_in(stopped := self.probes_since_stop[slots] >= 0):
+            slots = slots[stopped]
+            self.stop_is_empty[slots] |= empty[stopped] & (self.probes_since_stop[slots] == 0)
+            self.probes_since_stop[slots] += 1

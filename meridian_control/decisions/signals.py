@@ -6,7 +6,6 @@ path deviation index (arXiv 2603.14251).
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,19 +19,28 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
 
 
-def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: float, think_tokens: int) -> None:
-    """Add a sample x_n to the moving mean M and variance V of EAT. The function ignores NaN, an unmeasured sample.
+def add_eat_samples(
+    table: RequestTable,
+    slots: NDArray[np.int64],
+    eat_nats: NDArray[np.float64],
+    ema_alpha: NDArray[np.float64] | float,
+    think_tokens: NDArray[np.int64],
+) -> None:
+    """Add a sample x_n of each slot to its moving mean M and variance V of EAT.
 
-    M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}. think_tokens: thinking
-    tokens at which the sample was measured.
+    M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}. slots: different from
+    each other, [samples]. ema_alpha: a, [samples] or one for all. think_tokens: thinking tokens at which the sample was
+    measured, [samples]. The function ignores NaN and infinity, which are no measurements.
     """
-    if not math.isfinite(eat_nats):
-        return
-    mean, variance = eat_nats, 0.0
-    if table.eat_count[slot]:
-        mean = ema_alpha * eat_nats + (1 - ema_alpha) * float(table.eat_ema_nats[slot])
-        variance = ema_alpha * (eat_nats - mean) ** 2 + (1 - ema_alpha) * float(table.eat_ema_variance[slot])
-    table.note_eat(slot, eat_nats, think_tokens, mean, variance)
+    if np.count_nonzero(measured := np.isfinite(eat_nats)) < len(slots):
+        slots, eat_nats, think_tokens = slots[measured], eat_nats[measured], think_tokens[measured]
+        ema_alpha = np.broadcast_to(ema_alpha, measured.shape)[measured]
+    newest, has_mean = np.zeros((len(slots), 3)), table.eat_count.take(slots) > 0
+    mean = ema_alpha * eat_nats + (1 - ema_alpha) * table.eat_ema_nats.take(slots)
+    variance = ema_alpha * (eat_nats - mean) ** 2 + (1 - ema_alpha) * table.eat_ema_variance.take(slots)
+    newest[:, 0], newest[:, 1] = eat_nats, np.where(has_mean, mean, eat_nats)
+    newest[has_mean, 2] = variance[has_mean]
+    table.note_eat(slots, newest, think_tokens)
 
 
 def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:

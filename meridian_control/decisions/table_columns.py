@@ -182,6 +182,11 @@ def words_of(first: str, last: str) -> slice:
     return slice(begin // WORD_BYTES, -(-(end + column.itemsize) // WORD_BYTES))
 
 
+# The words of a row with the newest EAT sample, the moving mean and variance, and those at earlier samples. For each of
+# these words but the first three, the word that had the value one sample before.
+EAT_WORDS = words_of("eat_nats", "earlier_eat_ema_variance")
+EAT_SHIFTED = [0, 1, 2, 1, *range(3, CONFIRM_HISTORY + 1), 2, *range(CONFIRM_HISTORY + 2, 2 * CONFIRM_HISTORY)]
+
 # The words of a row that token rows change, those that a probe's result changes, and those with the values at sentence
 # ends; and among the last, the words of ranks, margins and RPDI.
 ROW_WORDS = words_of(ROW_COLUMNS[0], ROW_COLUMNS[-1])

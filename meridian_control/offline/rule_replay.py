@@ -347,7 +347,7 @@ class Replay:
         """Return the number of EAT samples, and their moving means and variances after this and earlier samples, newest
         first, at each boundary that has a sample. `probing` is as `_probing` returns it.
 
-        The values are those of `signals.add_eat_sample`. Other boundaries get 0 samples, because the EAT rule can fire
+        The values are those of `signals.add_eat_samples`. Other boundaries get 0 samples, because the EAT rule can fire
         only on a new sample.
         """
         owner, eat = self.episodes.owner, self.eat_nats

@@ -7,7 +7,6 @@ reaches the engine. The code does no I/O and reads no clock; each object belongs
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -218,12 +217,17 @@ class Groups:
         if self._experiment is not None and self._table.holds(closed.slot):
             self._experiment.closed(self._table, closed.slot, closed.reason, handed_over=closed.handed_over)
 
-    def count_sample(self, slot: int, think_tokens: int, eat_nats: float) -> None:
-        """Count an EAT sample of a request, measured after `think_tokens` thinking tokens, if it is the first one that
-        a rule could read. NaN is no sample."""
-        awaited = self._table.awaited_signals[slot] & BITS["eat"] and math.isfinite(eat_nats)
-        if awaited and think_tokens >= sampled_from(self.of(slot)):
-            self._count_first(slot, "eat", eat_nats)
+    def count_samples(
+        self, slots: NDArray[np.int64], think_tokens: NDArray[np.int64], eat_nats: NDArray[np.float64]
+    ) -> None:
+        """Count, of EAT samples that were measured after `think_tokens`, the first ones that a rule could read,
+        [samples] each. NaN is no sample."""
+        awaited = (self._table.awaited_signals[slots] & BITS["eat"]) != 0
+        if not any_in(awaited):
+            return
+        for index in (awaited & np.isfinite(eat_nats)).nonzero()[0].tolist():
+            if think_tokens[index] >= sampled_from(self.of(slot := int(slots[index]))):
+                self._count_first(slot, "eat", float(eat_nats[index]))
 
     def count_sentence_ends(self) -> None:
         """Count the newest report's values at sentence ends that are the first ones that a rule could read.
@@ -272,6 +276,11 @@ class Groups:
         """Return the policy that holds for the request in a slot; a policy must be in force."""
         policies = self._policies
         return policies[0] if len(policies) == 1 else policies[int(self._table.group[slot])]
+
+    def ema_alpha(self, slots: NDArray[np.int64]) -> NDArray[np.float64] | float:
+        """Return the weight of a new EAT sample for each of these slots, or one for all."""
+        found = [policy.entropy.ema_alpha for policy in self._policies]
+        return found[0] if len(found) == 1 else np.array(found).take(self._table.group[slots])
 
     def shortening(self, slot: int) -> Shortening | None:
         """Return the entry that sets the cap of the request in a slot, None if none does."""

@@ -6,7 +6,7 @@ then calls `finish`. The code does no I/O and reads no clock; each object belong
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from meridian_control.common.enum_names import phase_name
 from meridian_control.common.masks import any_in
 from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import MAX_SLOTS, THINK
-from meridian_control.decisions.signals import add_eat_sample
+from meridian_control.decisions.signals import add_eat_samples
 from meridian_control.decisions.table_columns import NO_CAP, THINK_END
 from meridian_control.session.merged_steps import ages_ms, step_of, step_of_rows
 from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continued
@@ -185,7 +185,7 @@ class Intake:
             raise ValueError("probe columns must have one length")
         if self._groups.policy is None:
             return
-        table, groups, ledger = self._table, self._groups, self._ledger
+        table, ledger = self._table, self._ledger
         # Results that belong to decisions that wait for them.
         known = [
             (made, row)
@@ -195,14 +195,25 @@ class Intake:
         if not known:
             return
         sampled: dict[int, int] = {}
-        for _, (_, slot, *_, step) in known:
+        for made, (_, slot, _, eat_nats, *_, step) in known:
             sampled.setdefault(slot, step)
-        table.history.sample(table, sampled)
-        for made, (_, slot, tokens, eat_nats, empty_answer, same_answer, _) in known:
-            add_eat_sample(table, slot, eat_nats, groups.of(slot).entropy.ema_alpha, tokens)
-            table.note_trial_answer(slot, empty_answer, same_answer)
-            groups.count_sample(slot, tokens, eat_nats)
             made.measured_eat_nats = eat_nats
+        table.history.sample(table, sampled)
+        rest = [row for _, row in known]
+        while rest:
+            # A merged report may have several results of a request, which are taken in one after another.
+            first = {row[1]: row for row in reversed(rest)}
+            self._take_samples(list(first.values()))
+            rest = [row for row in rest if first[row[1]] is not row] if len(first) < len(rest) else []
+
+    def _take_samples(self, rows: list[tuple[Any, ...]]) -> None:
+        """Take in results of probes of different requests: rows of ProbeColumns, and the step."""
+        table, groups = self._table, self._groups
+        _, *columns, _ = zip(*rows, strict=True)
+        slots, tokens, eat_nats, empty, same_answer = map(np.array, columns)
+        add_eat_samples(table, slots, eat_nats, groups.ema_alpha(slots), tokens)
+        table.note_trial_answers(slots, empty, same_answer)
+        groups.count_samples(slots, tokens, eat_nats)
 
     def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
         """Take in the cycles and the repeated tokens that the agent has found.

@@ -8,7 +8,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.request_table import OUTPUT, THINK, RequestTable
-from meridian_control.decisions.signals import rpdi
+from meridian_control.decisions.signals import add_eat_samples, rpdi
 from meridian_control.policy.model import Policy
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ def table(*rows: dict[str, Any], window: int = WINDOW) -> RequestTable:
     # A sentence end keeps the RPDI of the request at that point.
     made.boundary_rpdi[:, 0] = np.where(made.boundary_now, rpdi(made), made.boundary_rpdi[:, 0])
     return made
+
+
+def add_sample(made: RequestTable, slot: int, eat_nats: float, ema_alpha: float, think_tokens: int) -> None:
+    """Add one EAT sample of one request."""
+    add_eat_samples(made, np.array([slot]), np.array([eat_nats]), ema_alpha, np.array([think_tokens]))
 
 
 def thinking(**columns: Any) -> dict[str, Any]:

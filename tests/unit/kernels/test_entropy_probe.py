@@ -16,8 +16,8 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe, EntropySignal, KernelError, checks, cuda, eat, reference, torch_ops
 
-from meridian_control.decisions import signals as control_signals
 from meridian_control.decisions.request_table import RequestTable
+from tests.fakes.tables import add_sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,7 +84,7 @@ def test_the_numbers_are_the_control_planes() -> None:
         if n == 11:
             row[3] = math.nan
         got = probe.compute("a", row)
-        control_signals.add_eat_sample(table, 0, float(got.entropy_nats), 0.2, 1)
+        add_sample(table, 0, float(got.entropy_nats), 0.2, 1)
         assert float(got.eat) == table.eat_nats[0]
         assert float(got.eat_ema_variance) == table.eat_ema_variance[0]
 

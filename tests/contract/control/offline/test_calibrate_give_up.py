@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from meridian_control.decisions.request_table import RequestTable
-from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
 from meridian_control.offline.candidates import give_ups, loosened
@@ -25,6 +24,7 @@ from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
 from tests.fakes.replays import GOAL, recorded_in
+from tests.fakes.tables import add_sample
 from tests.unit.control.offline.test_rule_replay import sentence_ends
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def slow_stop(request: traces.MadeUp, rule: StoppingRule, since: int) -> tuple[i
         if tokens < since:
             continue
         asked += 1
-        add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)
+        add_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)
         warm = table.eat_count[0] >= fields["eat_warmup_samples"]
         if warm and tokens >= fields["give_up_tokens"] and table.eat_ema_nats[0] >= fields["give_up_eat_nats"]:
             return tokens, asked

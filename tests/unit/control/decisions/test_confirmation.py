@@ -15,11 +15,10 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.moments import Moments, sentence_ends
 from meridian_control.decisions.request_table import THINK
-from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.decisions.table_columns import PROBE_COLUMNS
 from meridian_control.decisions.termination import ends
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
-from tests.fakes.tables import policy, table, thinking, tokens
+from tests.fakes.tables import add_sample, policy, table, thinking, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +85,7 @@ def first_end(held: Policy, request: Sequence[Token]) -> int | None:
     for number, token in enumerate(request, 1):
         made.add_tokens(columns([token]))
         if token.eat is not None:
-            add_eat_sample(made, 0, token.eat, ALPHA, 1)
+            add_sample(made, 0, token.eat, ALPHA, 1)
         if ends(held, made):
             return number
     return None
@@ -178,7 +177,7 @@ def test_a_rule_sees_the_same_within_a_report(name: str, request: list[Token], c
 
 def samples(made: RequestTable, *nats: float) -> RequestTable:
     for sample in nats:
-        add_eat_sample(made, 0, sample, 1.0, 1)
+        add_sample(made, 0, sample, 1.0, 1)
     return made
 
 

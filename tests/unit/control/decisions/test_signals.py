@@ -12,8 +12,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_MARKER
 from meridian_control.decisions.request_table import OUTPUT, THINK
-from meridian_control.decisions.signals import add_eat_sample, rpdi
-from tests.fakes.tables import table, thinking, tokens
+from meridian_control.decisions.signals import add_eat_samples, rpdi
+from tests.fakes.tables import add_sample, table, thinking, tokens
 
 
 def eat_reference(samples: list[float], alpha: float) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def eat_reference(samples: list[float], alpha: float) -> tuple[float, float]:
 def test_eat_mean_and_variance(samples: list[float], alpha: float) -> None:
     made = table(thinking(), thinking())
     for x in samples:
-        add_eat_sample(made, 1, x, alpha, 1)
+        add_sample(made, 1, x, alpha, 1)
     mean, variance = eat_reference(samples, alpha)
     assert math.isclose(made.eat_ema_nats[1], mean, abs_tol=1e-12)
     assert math.isclose(made.eat_ema_variance[1], variance, abs_tol=1e-12)
@@ -40,17 +40,28 @@ def test_eat_mean_and_variance(samples: list[float], alpha: float) -> None:
 
 def test_eat_by_hand() -> None:
     made = table(thinking())
-    add_eat_sample(made, 0, 2.0, 0.5, 1)
+    add_sample(made, 0, 2.0, 0.5, 1)
     assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (2.0, 0.0)
-    add_eat_sample(made, 0, 1.0, 0.5, 1)
+    add_sample(made, 0, 1.0, 0.5, 1)
     assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (1.5, 0.125)
+
+
+@given(st.lists(st.lists(st.floats(0, 12) | st.just(math.nan), min_size=3, max_size=3), max_size=12))
+def test_samples_of_several_requests_at_once_are_those_of_each_alone(rounds: list[list[float]]) -> None:
+    together, alone, slots = table(*[thinking()] * 5), table(*[thinking()] * 5), np.array([3, 0, 2])
+    alphas = np.array([0.2, 1.0, 0.7])
+    for number, eat_nats in enumerate(rounds):
+        add_eat_samples(together, slots, np.array(eat_nats), alphas, np.array([number, 7, 9]))
+        for slot, value, alpha, place in zip(slots.tolist(), eat_nats, alphas.tolist(), (number, 7, 9), strict=True):
+            add_sample(alone, slot, value, alpha, place)
+    assert together.packed(together.slot).tobytes() == alone.packed(alone.slot).tobytes()
 
 
 @pytest.mark.parametrize("sample", [math.nan, math.inf])
 def test_a_sample_that_was_not_measured_spoils_nothing(sample: float) -> None:
     made = table(thinking())
     for x in (1.0, sample, 1.0):
-        add_eat_sample(made, 0, x, 0.2, 1)
+        add_sample(made, 0, x, 0.2, 1)
     assert (made.eat_count[0], made.eat_ema_nats[0], made.eat_nats[0]) == (2, 1.0, 1.0)
 
 

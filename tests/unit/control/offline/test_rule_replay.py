@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from meridian_control.decisions.request_table import RequestTable
-from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import same_answer
 from meridian_control.offline.rule_replay import (
@@ -29,6 +28,7 @@ from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
 from tests.fakes.replays import GOAL, made, replay, separating
+from tests.fakes.tables import add_sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +184,7 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
         if (gate := fields["eat_probe_max_margin_nats"]) and request.margins[tokens] > gate:
             continue
         asked += 1
-        add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)
+        add_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)
         flat = table.eat_ema_variance[0] < fields["eat_ema_variance_threshold"]
         low = table.eat_ema_nats[0] < fields["eat_level_threshold_nats"]
         held = held + 1 if table.eat_count[0] >= fields["eat_warmup_samples"] and flat and low else 0

@@ -9,6 +9,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.pressure.gains import least_gain_first
+from tests.fakes.tables import add_sample
 
 
 def table(*requests: tuple[int, float, float, int]) -> RequestTable:
@@ -17,7 +18,7 @@ def table(*requests: tuple[int, float, float, int]) -> RequestTable:
     for slot, (tokens, eat, margin, rank) in enumerate(requests):
         made.open(agent_pb2.RequestOpened(slot=slot, phase=agent_pb2.PHASE_THINK, think_tokens=tokens))
         if not math.isnan(eat):
-            made.note_eat(slot, eat, tokens, eat, 0.0)
+            add_sample(made, slot, eat, 1.0, tokens)
         made.boundary_margins[slot, 0], made.boundary_ranks[slot, 0] = margin, rank
         made.boundary_count[slot] = int(rank > 0)
     return made
