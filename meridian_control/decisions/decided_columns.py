@@ -97,9 +97,9 @@ class DecidedColumns(Columns):
         """Note that these requests have a probe without an outcome."""
         self.probe_open[slots] = True
 
-    def close_probe(self, slot: int) -> None:
-        """Note that the outcome of the request's probe is known, so that the request may be probed again."""
-        self.probe_open[slot] = False
+    def close_probes(self, slots: list[int]) -> None:
+        """Note that the outcomes of these requests' probes are known, so that the requests may be probed again."""
+        self.probe_open[slots] = False
 
     def note_cap_probe(self, slots: NDArray[np.intp]) -> None:
         """Note that these requests are probed near their cap, which happens once per request."""

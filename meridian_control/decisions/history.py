@@ -214,9 +214,9 @@ class History:
         self.sampled = sampled
         self.unsampled = Unsampled(table.packed(self.sampled_slots))
 
-    def note_probe_outcome(self, slot: int, step: int) -> None:
-        """Note the step in which the outcome of the slot's probe came."""
-        self.probed[slot] = step
+    def note_probe_outcomes(self, slots: list[int | None], steps: list[int]) -> None:
+        """Note the steps in which the outcomes of these slots' probes came, [outcomes]; None is no probe."""
+        self.probed |= {slot: step for slot, step in zip(slots, steps, strict=True) if slot is not None}
 
     # --------------------------------------------------------------------------------------------------------- places
 

@@ -16,6 +16,8 @@ from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -112,26 +114,32 @@ class Ledger:
         info = self._table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
-    def settle(self, report: agent_pb2.DecisionOutcome, step: int | None = None) -> int | None:
-        """Note an outcome and, if it came with a step, the age of the decision in steps.
+    def settle(self, outcomes: Sequence[agent_pb2.DecisionOutcome], step: int | None = None) -> list[int | None]:
+        """Note outcomes and, if they came with a step, the age of their decisions in steps.
 
-        Return the slot if the outcome ends a probe, so that the request may be probed again.
+        Return for each outcome the slot if it ends a probe, so that the request may be probed again, else None.
         """
-        decision, outcome = self.open.pop(report.decision_id, None), report.outcome
-        if decision is None:
-            self._totals.unknown_outcomes += 1
-            return None
-        self._finish(decision, outcome, report.think_tokens, report.detail[:MAX_TEXT])
-        if step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
-            self._totals.staleness_steps.add_one(step - decision.step)
-        if decision.kind != "probe" or decision.slot is None or not self.concerns(decision):
-            return None
-        self._table.close_probe(decision.slot)
-        return decision.slot
+        probed: list[int | None] = []
+        counted = []
+        for told in outcomes:
+            slot, decision = None, self.open.pop(told.decision_id, None)
+            if decision is None:
+                self._totals.unknown_outcomes += 1
+            else:
+                outcome = told.outcome
+                counted.append(self._finish(decision, outcome, told.think_tokens, told.detail[:MAX_TEXT]))
+                if decision.kind == "probe" and self.concerns(decision):
+                    slot = decision.slot
+                elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
+                    self._totals.staleness_steps.add_one(step - decision.step)
+            probed.append(slot)
+        self._count(counted)
+        self._table.close_probes([slot for slot in probed if slot is not None])
+        return probed
 
     def too_late(self, decision_id: int) -> None:
         """Close a decision that is not sent, because its request ended in the report that led to the decision."""
-        self._finish(self.open.pop(decision_id), agent_pb2.OUTCOME_REQUEST_GONE)
+        self._count([self._finish(self.open.pop(decision_id), agent_pb2.OUTCOME_REQUEST_GONE)])
 
     def check(self) -> None:
         """Raise ValueError if the agent leaves too many decisions without an outcome."""
@@ -150,21 +158,25 @@ class Ledger:
 
     def close(self) -> None:
         """Close the decisions without an outcome, because the stream has ended and no outcome can arrive any more."""
-        for decision in self.open.values():
-            self._finish(decision, agent_pb2.OUTCOME_AGENT_OFF)
+        self._count([self._finish(decision, agent_pb2.OUTCOME_AGENT_OFF) for decision in self.open.values()])
         self.open.clear()
 
     def _finish(
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
-    ) -> None:
+    ) -> tuple[str, str]:
+        """Note the outcome of a decision; return what `_count` counts: the kind of the decision, and the outcome."""
         decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
         if self._journal is not None:
             self._journal.settled(decision)
-        name, totals, kind = outcome_name(outcome), self._totals, decision.kind
-        totals.outcomes[name] += 1
-        totals.settled[decision.counted_as, name] += 1
-        if kind in ENDING and name in ("applied", "shadowed"):
+        name = outcome_name(outcome)
+        if decision.kind in ENDING and name in ("applied", "shadowed"):
             self._carried_out(decision, name == "shadowed", think_tokens)
+        return decision.counted_as, name
+
+    def _count(self, settled: list[tuple[str, str]]) -> None:
+        # Counting many at once takes much less time than one after another.
+        self._totals.settled.update(settled)
+        self._totals.outcomes.update([outcome for _, outcome in settled])
 
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
         # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.

@@ -108,9 +108,9 @@ class Intake:
             table.set_preempted(slot, True)
         for slot in filter(table.holds, resumed):
             table.set_preempted(slot, False)
-        for outcome, step in zip(report.outcomes, self._steps.get("outcomes", ()), strict=True):
-            if (probed := self._ledger.settle(outcome, report.step)) is not None:
-                table.history.note_probe_outcome(probed, step)
+        if len(report.outcomes):
+            probed = self._ledger.settle(report.outcomes, report.step)
+            table.history.note_probe_outcomes(probed, self._steps["outcomes"])
         for slot in filter(table.holds, (request.slot for request in closed)):
             table.mark_closing(slot)
 

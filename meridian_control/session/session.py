@@ -319,8 +319,7 @@ class Session:
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
         if not report.steps:
-            for outcome in report.outcomes:
-                self._ledger.settle(outcome)
+            self._ledger.settle(report.outcomes)
             return []
         self.last_report, self.reported_at = report, now
         self.agent_state = report.state or self.agent_state
