@@ -6,7 +6,6 @@ server's event loop.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.pressure.controller import LevelChange
 
-SLOT = attrgetter("slot")
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",
     agent_pb2.FINISH_REASON_LENGTH: "length",
@@ -127,7 +125,7 @@ class Journal:
         force for all the requests, with the revision `revision`, the budget or pressure entry that has shortened it,
         and the newest change of the entry's level.
         """
-        if self._lives.keys().isdisjoint(map(SLOT, decisions)):
+        if not self._lives or (len(decisions) == 1 and decisions[0].slot not in self._lives):
             return
         policy, shortening, level_change = behind
         values: tuple[bytes, ...] | TokenCounts
