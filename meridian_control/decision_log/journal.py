@@ -12,8 +12,6 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decision_log.records import Circumstances, Life, LifeEvent, TokenCounts
 from meridian_control.decision_log.request_ids import sampled
-from meridian_control.decision_log.signal_rows import rows_at
-from meridian_control.decisions.moments import Moments
 from meridian_control.decisions.probe_timing import is_gated
 
 if TYPE_CHECKING:
@@ -131,8 +129,6 @@ class Journal:
         values: tuple[bytes, ...] | TokenCounts
         if decisions[0].kind == "probe" and decisions[0].reason == "eat" and not is_gated(policy.entropy):
             values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
-        elif isinstance(seen, Moments):
-            values = rows_at(seen.held, indices)
         else:
             values = tuple(map(seen.packed_row, indices))
         under = Circumstances(

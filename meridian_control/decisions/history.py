@@ -39,7 +39,10 @@ THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 # Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
 PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
 ENTROPY_SUM, ENTROPY_WINDOW_SUM = map(place_of, ("entropy_sum", "entropy_window_sum"))
-ENTROPY_SUMS = words_of("entropy_sum", "entropy_window_sum")
+# Words of a row with the columns of `History.counts`, with the rows of `History.entropy_sums`, and with cycles and
+# repeated tokens.
+COUNT_WORDS, ENTROPY_SUMS = slice(4), words_of("entropy_sum", "entropy_window_sum")
+REPETITIONS = words_of("loop_period", "repeated_tokens")
 # For each word with a value at a sentence end, the word that had the value at the sentence end before; the newest
 # values are written afterwards.
 SHIFTED = np.maximum(np.arange(RPDI.stop) - 1, 0)
@@ -149,21 +152,6 @@ class SentenceEnds(NamedTuple):
 NO_ENDS = SentenceEnds(
     np.zeros(0, np.intp), np.zeros(0, np.int64), *[np.zeros((0, END_WORDS.stop - END_WORDS.start), np.int64)] * 2
 )
-
-
-class HeldMoments(NamedTuple):
-    """The values of moments, as far as the next report changes them.
-
-    words: the rows after the report as SIGNAL_ROW has them, but with the EAT columns and the values at sentence ends as
-    they were at the moments, [moments, words]. later_counts: the sums that the rows after each moment add to the
-    counts, [moments, 4]. later_sums: what these rows add to the sums of entropies, [2, moments]. newest: NEWEST_COLUMNS
-    of the newest row, [5, moments].
-    """
-
-    words: NDArray[np.int64]
-    later_counts: NDArray[np.int64]
-    later_sums: NDArray[np.float64]
-    newest: NDArray[np.uint32]
 
 
 class Entropies(NamedTuple):

@@ -12,18 +12,23 @@ import numpy as np
 
 from meridian_control.common.masks import any_in
 from meridian_control.decisions.history import (
+    COUNT_WORDS,
+    END_RANK,
     ENTROPIES,
+    ENTROPY_NATS,
+    ENTROPY_SUMS,
     OUTPUT,
     OUTPUT_TOKENS,
+    PHASE,
+    REPETITIONS,
     SENTENCE_ENDS,
     THINK,
     THINK_TOKENS,
-    HeldMoments,
     SentenceEnds,
     kept,
 )
 from meridian_control.decisions.table_columns import END_WORDS, MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
-from meridian_control.decisions.token_rows import FLAG_END, NEWEST_COLUMNS, TAKE_BACK_SHIFT, differs
+from meridian_control.decisions.token_rows import FLAG_END, TAKE_BACK_SHIFT, differs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -72,15 +77,28 @@ class Moments:
     def __len__(self) -> int:
         return len(self.slot)
 
+    def packed_row(self, index: int) -> bytes:
+        """Return a moment's row as SIGNAL_ROW has it. index: the index of the moment."""
+        packed: bytes = self._packed[index].tobytes()
+        return packed
+
     @kept
-    def held(self) -> HeldMoments:
-        """The values of the moments, as far as they must be copied before the next report."""
+    def _packed(self) -> NDArray[np.int64]:
+        """The moments' rows as SIGNAL_ROW has them: the table's rows less what came later in the report,
+        [moments, words]."""
         history, words = self._history, self._table.packed(self.slot)
         if len(earlier := self._earlier):
             words[earlier, PROBE_WORDS] = history.unsampled_of(self.slot[earlier]).words
         if len(history.ends.row):
             self._put_ends_before(words)
-        return HeldMoments(words, self._later, self._later_entropies, self._newest_row)
+        words[:, COUNT_WORDS] -= self._later
+        words.view(np.float64)[:, ENTROPY_SUMS] -= self._later_entropies.T
+        # Cycles and repeated tokens are known only at the end of a report.
+        words[:, REPETITIONS] = 0
+        words.view(np.uint8)[:, PHASE] = self.phase
+        words.view(np.uint32)[:, END_RANK] = self.end_rank
+        words.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats
+        return words
 
     def _put_ends_before(self, words: NDArray[np.int64]) -> None:
         """Replace the values at sentence ends after the moments by those at the sentence ends before the moments.
@@ -91,13 +109,6 @@ class Moments:
         followed = here < end
         late, early = (followed & (here > begin)).nonzero()[0], (followed & (here == begin)).nonzero()[0]
         words[late, END_WORDS], words[early, END_WORDS] = ends.newest[here[late] - 1], ends.before[begin[early]]
-
-    @property
-    def _newest_row(self) -> NDArray[np.uint32]:
-        """NEWEST_COLUMNS of the newest row, without those that no rule reads."""
-        newest = np.zeros((5, len(self.slot)), np.uint32)
-        newest[0], newest[2], newest.view(np.float32)[3] = self.phase, self.end_rank, self.entropy_nats
-        return newest
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """Return a column that rows do not change, with the EAT columns as they were at each moment."""
@@ -285,10 +296,6 @@ class RowMoments(Moments):
 
     def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
         return column.take(self.row)
-
-    @property
-    def _newest_row(self) -> NDArray[np.uint32]:
-        return self._history.rows.encoded[NEWEST_COLUMNS].take(self.row, axis=1)
 
     @kept
     def _row_step(self) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.masks import any_in
 from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import (
+    COUNT_WORDS,
     PHASE,
     THINK_TOKENS,
     Before,
@@ -61,7 +62,7 @@ UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 NONE = np.zeros(0, np.int64)
 
 # Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
-COUNT_WORDS, TOKEN_COUNT_WORDS = slice(4), slice(2)
+TOKEN_COUNT_WORDS = slice(2)
 TOKEN_MS, NEWEST_SIGNALS = place_of("token_ms"), slice(_rank := place_of("end_rank"), _rank + 3)
 NEWEST_TOKEN, AT_BOUNDARY, BOUNDARY_NOW = map(place_of, ("newest_token", "at_boundary", "boundary_now"))
 

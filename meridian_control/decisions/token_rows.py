@@ -51,8 +51,6 @@ KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
 # Bytes of each row in TokenColumns.byte_columns, and the columns of end rank, entropy and the end marker's
 # log-probability there.
 ROW_BYTES, ENCODED_SIGNALS = 7 * 4, slice(3, 6)
-# The columns there from the phase to the end marker's log-probability.
-NEWEST_COLUMNS = slice(1, 6)
 # Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
