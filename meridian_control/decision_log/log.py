@@ -72,11 +72,7 @@ class DecisionLog:
     def add(self, life: Life, event: LifeEvent) -> None:
         """Add an event to a life. A full log drops the life that ended first, or the oldest if no life has ended."""
         if life.is_live:
-            life.events.append(event)
-            if len(life.events) > LIFE_EVENTS:
-                life.drop_first(life.events)
-            else:
-                self._count(1)
+            self._count(life.put(event, life.events, LIFE_EVENTS))
 
     def add_decisions(
         self, decisions: Sequence[Decision], lives: Mapping[int | None, Life], under: Circumstances
@@ -93,12 +89,7 @@ class DecisionLog:
             made.life, made.under, made.is_logged = life, under, True
             logged(made)
             if life.is_live:
-                among = life.probes if probes else life.events
-                among.append(made)
-                if len(among) > most:
-                    life.drop_first(among)
-                else:
-                    added += 1
+                added += life.put(made, life.probes if probes else life.events, most)
         self._count(added)
 
     def _count(self, added: int) -> None:

@@ -280,10 +280,14 @@ class Life:
     def __len__(self) -> int:
         return len(self.events) + len(self.probes)
 
-    def drop_first(self, among: list[LifeEvent | Decision]) -> None:
-        """Drop the first event of one of the life's lists."""
+    def put(self, event: LifeEvent | Decision, among: list[LifeEvent | Decision], most: int) -> int:
+        """Add an event to one of the life's lists, which has at most `most` events; return by how many it has grown."""
+        among.append(event)
+        if len(among) <= most:
+            return 1
         self.left_out += 1
         del among[0]
+        return 0
 
     def in_order(self) -> list[LifeEvent | Decision]:
         return sorted((*self.events, *self.probes), key=lambda event: event.number)
