@@ -108,9 +108,8 @@ class Intake:
             table.set_preempted(slot, True)
         for slot in filter(table.holds, resumed):
             table.set_preempted(slot, False)
-        if len(report.outcomes):
-            probed = self._ledger.settle(report.outcomes, report.step)
-            table.history.note_probe_outcomes(probed, self._steps["outcomes"])
+        if came_in := self._steps.get("outcomes"):
+            table.history.note_probe_outcomes(self._ledger.settle(report.outcomes, report.step), came_in)
         for slot in filter(table.holds, (request.slot for request in closed)):
             table.mark_closing(slot)
 
@@ -204,7 +203,7 @@ class Intake:
             # A merged report may have several results of a request, which are taken in one after another.
             first = {row[1]: row for row in reversed(rest)}
             self._take_samples(list(first.values()))
-            rest = [row for row in rest if first[row[1]] is not row] if len(first) < len(rest) else []
+            rest = [row for row in rest if first[row[1]] is not row]
 
     def _take_samples(self, rows: list[tuple[Any, ...]]) -> None:
         """Take in results of probes of different requests: rows of ProbeColumns, and the step."""
