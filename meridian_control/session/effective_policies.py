@@ -257,7 +257,7 @@ class Groups:
 
     def knows_effort(self, opened: agent_pb2.RequestOpened) -> bool:
         """Whether the policy knows a request's effort; True if no policy is in force."""
-        return self.policy is None or not opened.effort or self.policy.knows_effort(self._who(opened))
+        return self.policy is None or self.policy.knows_effort(self._who(opened))
 
     def _who(self, opened: agent_pb2.RequestOpened) -> Who:
         return Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels)
