@@ -180,6 +180,7 @@ async def _arm(setup: Setup, folder: Path, seed: int) -> AsyncIterator[Measured]
     if engine.control is not None:
         processes[engine.control.process.popen.pid] = CONTROL
     arm = Measured(engine, keeper, processes)
+    _keep_off_workers(processes)
     try:
         await arm.begin(NEUTRAL if setup.governed else {}, seed)
         yield arm
@@ -265,6 +266,16 @@ def _named() -> dict[int, str]:
             if name is not None and _descends(pid):
                 found[pid] = name
     return found
+
+
+def _keep_off_workers(processes: dict[int, str]) -> None:
+    """Keep the control plane off the cores to which vLLM has bound its workers, if others are left: in a fleet, the
+    control plane takes no core of an engine's workers."""
+    bound = [os.sched_getaffinity(pid) for pid, name in processes.items() if name == PROCESSES["VLLM::Worker"]]
+    if left := os.sched_getaffinity(0).difference(*bound):
+        for pid in (pid for pid, name in processes.items() if name == CONTROL):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), left)
 
 
 def _descends(pid: int) -> bool:
