@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+# The parts of a step's time, by their names in the figures.
+STEP_PARTS = {
+    "between": "worker waits for its next step",
+    "starved": "worker has a step but no core",
+    "computing": "worker works on a step",
+}
 # A part of the benchmark, as JSON has it.
 Part = dict[str, Any]
 
@@ -127,13 +133,19 @@ def _probe_table(rows: Sequence[Part]) -> list[str]:
 
 
 def _throughput(part: Part) -> list[str]:
-    """Return the table of all arms: tokens per second, the ratio to stock, and processor time by process."""
+    """Return the table of all arms: tokens per second, the ratio to stock, processor time by process, and the parts of
+    a step; and how much more of each part the governed engine has."""
     names, body = list(part["cpu_us"]["governed"]), []
     for arm, rate in part["tokens_per_s"].items():
         ratio = part["ratio"].get(arm)
         over = f"{ratio['value']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})" if ratio else "1"
-        body.append([arm, f"{rate:.0f}", over, *(f"{part['cpu_us'][arm][name]:.0f}" for name in names)])
+        cpu = [f"{part['cpu_us'][arm][name]:.0f}" for name in names]
+        body.append([arm, f"{rate:.0f}", over, *cpu, *(f"{part['parts_ms'][arm][name]:.2f}" for name in STEP_PARTS)])
+    found = [part["more_ms"][name] for name in STEP_PARTS]
+    more = [f"{more['value']:.2f} ({more['low']:.2f} to {more['high']:.2f})" for more in found]
+    body.append(["governed less stock, 95 % interval", "", "", *([""] * len(names)), *more])
     head = ["engine", "tokens per second", "over stock, 95 % interval", *(f"{name}, us per token" for name in names)]
+    head += [f"{title}, ms per step" for title in STEP_PARTS.values()]
     return [
         "## Throughput",
         "",
@@ -186,7 +198,7 @@ def _control(part: Part) -> list[str]:
 
 
 # A figure of each part that other layouts of the part do not have.
-LAYOUT = {"steps": "rows", "throughput": "probe_tokens", "control": "arms"}
+LAYOUT = {"steps": "rows", "throughput": "parts_ms", "control": "arms"}
 SECTIONS = {"steps": _steps, "throughput": _throughput, "control": _control}
 
 

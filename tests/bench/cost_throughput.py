@@ -23,7 +23,7 @@ from tests.bench import random_model
 from tests.bench import scheduling_load as load
 from tests.bench.gate import GATE, Keeper, Passed
 from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, Others, ticks_of
-from tests.bench.results import Interval, between
+from tests.bench.results import Interval, between, mean_between
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
@@ -53,9 +53,13 @@ CLIENT_S = 0.02
 SEEDS, BATCH = 10_000, 64
 
 
+# The parts of a step's time: the worker waits for the next step, or has one but no core, or works on it.
+PARTS = BETWEEN, STARVED, COMPUTING = "between", "starved", "computing"
+
+
 @dataclass(frozen=True)
 class Window:
-    """Some steps of one arm. cpu_s: processor seconds by process."""
+    """Some steps of one arm. cpu_s: processor seconds of the control plane and of the client."""
 
     passed: Passed
     cpu_s: dict[str, float]
@@ -66,6 +70,11 @@ class Window:
     @property
     def tokens_per_s(self) -> float:
         return self.passed.tokens / self.passed.took_s
+
+    def parts_ms(self, steps: int) -> dict[str, float]:
+        """Return the milliseconds of each part of a step. steps: number of steps in this window."""
+        seconds = self.passed.between_s, self.passed.starved_s, self.passed.computing_s
+        return {part: s / steps * 1e3 for part, s in zip(PARTS, seconds, strict=True)}
 
 
 # Two windows of each arm, as one.
@@ -98,8 +107,9 @@ class Throughput:
 
     starts, rounds: how often all engines were started, and how many rounds there were in all. ratio: geometric mean
     over the starts, with an interval that contains the differences between starts. cpu_us: processor microseconds per
-    generated token, by arm and process. ratios: the ratios of the rounds of each start, by arm. probe_tokens: tokens of
-    EAT probes per step. calm_share: share of the steps that were calm.
+    generated token, by arm and process. parts_ms: milliseconds of a step, by arm and part; more_ms: how many more of
+    them the governed engine's step takes, by part. ratios: the ratios of the rounds of each start, by arm.
+    probe_tokens: tokens of EAT probes per step. calm_share: share of the steps that were calm.
     """
 
     starts: int
@@ -109,6 +119,8 @@ class Throughput:
     tokens_per_s: dict[str, float]
     step_ms: float
     cpu_us: dict[str, dict[str, float]]
+    parts_ms: dict[str, dict[str, float]]
+    more_ms: dict[str, Interval]
     others_cores: float
     ratios: dict[str, list[list[float]]]
     probe_tokens: float
@@ -219,11 +231,9 @@ class Measured:
         for place in self._places:
             if place.done():
                 place.result()
-        before, own_s = self._ticks(), time.process_time()
+        before_s, own_s = self._control_s(), time.process_time()
         passed = await self._keeper.opened(steps, self._stopped)
-        cpu_s = dict.fromkeys((*PROCESSES.values(), CONTROL), 0.0)
-        for pid, ticks in self._ticks().items():
-            cpu_s[self._processes[pid]] += (ticks - before[pid]) / TICKS_PER_S
+        cpu_s = {CONTROL: self._control_s() - before_s}
         await asyncio.sleep(CLIENT_S)
         return Window(passed, cpu_s | {CLIENT: time.process_time() - own_s})
 
@@ -243,8 +253,8 @@ class Measured:
         with contextlib.suppress(OSError):
             self._keeper.leave_open(())
 
-    def _ticks(self) -> dict[int, int]:
-        return {pid: ticks_of(pid) for pid in self._processes}
+    def _control_s(self) -> float:
+        return sum(ticks_of(pid) for pid, name in self._processes.items() if name == CONTROL) / TICKS_PER_S
 
 
 def _endless(seed: int) -> Iterator[Request]:
@@ -294,6 +304,9 @@ def summary(starts: Sequence[Start]) -> Throughput:
         arm: [[found[arm].tokens_per_s / found[STOCK].tokens_per_s for found in start.rounds] for start in starts]
         for arm in ARMS[1:]
     }
+    parts_ms = [
+        [{arm: w.parts_ms(2 * STEPS) for arm, w in found.items()} for found in start.rounds] for start in starts
+    ]
     return Throughput(
         starts=len(starts),
         rounds=len(rounds),
@@ -304,6 +317,11 @@ def summary(starts: Sequence[Start]) -> Throughput:
         cpu_us={
             arm: {name: cpu_s / window.passed.tokens * 1e6 for name, cpu_s in window.cpu_s.items()}
             for arm, window in whole.items()
+        },
+        parts_ms={arm: window.parts_ms(2 * STEPS * len(rounds)) for arm, window in whole.items()},
+        more_ms={
+            part: mean_between([[ms[GOVERNED][part] - ms[STOCK][part] for ms in start] for start in parts_ms])
+            for part in PARTS
         },
         others_cores=max(start.others_cores for start in starts),
         ratios=ratios,

@@ -7,17 +7,18 @@ The module owns both ends of the connection, the clock of a window, and the sign
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
 # Names the socket of the benchmark's end, in the worker's environment.
 GATE = "MERIDIAN_BENCH_GATE"
@@ -33,14 +34,23 @@ class Opening:
 
 @dataclass(frozen=True)
 class Passed:
-    """The steps that passed the gate while it was open. prompt_tokens: tokens of the prompts that began."""
+    """The steps that passed the gate while it was open. prompt_tokens: tokens of the prompts that began. between_s: the
+    part of took_s in which the worker waited for its next step. starved_s: the part in which the worker's thread had a
+    step but no core, because other threads ran on it."""
 
     took_s: float = 0.0
     tokens: int = 0
     prompt_tokens: int = 0
+    between_s: float = 0.0
+    starved_s: float = 0.0
+
+    @property
+    def computing_s(self) -> float:
+        """The part of took_s in which the worker's thread worked on a step."""
+        return self.took_s - self.between_s - self.starved_s
 
     def __add__(self, other: Passed) -> Passed:
-        return Passed(self.took_s + other.took_s, self.tokens + other.tokens, self.prompt_tokens + other.prompt_tokens)
+        return Passed(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Gate:
@@ -57,25 +67,42 @@ class Gate:
         self._steps = 0
         self._began_s = time.monotonic()
         self.tokens = self.prompt_tokens = 0
+        # End of the newest step; and how long the worker's thread had been without a core when the step began.
+        self._done_s: float | None = None
+        self._starved_before_s = self._between_s = self._starved_s = 0.0
 
     def step(self) -> None:
         """Wait until a step may pass."""
+        if self._done_s is not None:
+            self._between_s += time.monotonic() - self._done_s
         if self._steps == self._opening.steps:
             self._closed()
         self._steps += 1
+        self._starved_before_s = _starved_s()
+
+    def done(self) -> None:
+        """Note the end of a step."""
+        self._starved_s += _starved_s() - self._starved_before_s
+        self._done_s = time.monotonic()
 
     def _closed(self) -> None:
         took_s = time.monotonic() - self._began_s
         self._signal(signal.SIGSTOP)
-        self._connection.send(Passed(took_s, self.tokens, self.prompt_tokens))
+        self._connection.send(Passed(took_s, self.tokens, self.prompt_tokens, self._between_s, self._starved_s))
         self._opening = self._connection.recv()
         self._steps = self.tokens = self.prompt_tokens = 0
+        self._between_s = self._starved_s = 0.0
         self._began_s = time.monotonic()
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
         for pid in self._opening.pids:
             os.kill(pid, number)
+
+
+def _starved_s() -> float:
+    """Return the seconds in which the calling thread has been ready to run without a core so far. Linux only."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 class Keeper:

@@ -27,4 +27,5 @@ class GatedWorker(CPUWorker):  # type: ignore[misc]
         output = super().sample_tokens(grammar_output)
         if output is not None and output.sampled_token_ids:
             self._gate.tokens += sum(map(len, output.sampled_token_ids))
+        self._gate.done()
         return output

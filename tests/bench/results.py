@@ -98,13 +98,18 @@ def geometric(ratios: ArrayLike, over: ArrayLike = (1.0,)) -> Interval:
 def between(starts: Sequence[Sequence[float]]) -> Interval:
     """Return the geometric mean of the ratios of all starts, with Student's interval over the starts, which contains
     their differences. The ratios of a single start count as starts of their own."""
-    logs = np.array([np.log(ratios).mean() for ratios in starts]) if len(starts) > 1 else np.log(starts[0])
-    mean, within = float(logs.mean()), 0.0
-    if len(logs) > 1:
-        quantile = special.stdtrit(len(logs) - 1, (1 + CONFIDENCE) / 2)
-        within = float(quantile * logs.std(ddof=1) / np.sqrt(len(logs)))
-    value, low, high = np.exp([mean, mean - within, mean + within]).tolist()
-    return Interval(value, low, high)
+    found = mean_between([np.log(ratios) for ratios in starts])
+    return Interval(*np.exp([found.value, found.low, found.high]).tolist())
+
+
+def mean_between(starts: Sequence[Sequence[float] | NDArray[np.float64]]) -> Interval:
+    """Return the mean over all starts, with the same interval as `between`."""
+    means = np.array([np.mean(values) for values in starts] if len(starts) > 1 else starts[0])
+    mean, within = float(means.mean()), 0.0
+    if len(means) > 1:
+        quantile = special.stdtrit(len(means) - 1, (1 + CONFIDENCE) / 2)
+        within = float(quantile * means.std(ddof=1) / np.sqrt(len(means)))
+    return Interval(mean, mean - within, mean + within)
 
 
 def paired(changed: Sequence[bool], base: Sequence[bool]) -> Interval:

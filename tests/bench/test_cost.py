@@ -76,21 +76,34 @@ def test_the_interval_contains_the_differences_between_starts() -> None:
 
 
 def steps(took_s: float, prompt_tokens: int = 50) -> cost_throughput.Window:
-    return cost_throughput.Window(Passed(took_s, 768, prompt_tokens), {"worker": took_s})
+    """Return a window of 24 steps, of whose time a fifth lies between steps, and the worker has no core for a tenth."""
+    return cost_throughput.Window(Passed(took_s, 768, prompt_tokens, took_s / 5, took_s / 10), {"client": took_s})
 
 
 def test_a_round_has_two_windows_of_each_arm() -> None:
     """Governed steps take longer, the second start is slower, and one arm once reads another prompt."""
     starts = [
         Start([{arm: steps(s) + steps(s) for arm, s in (("stock", 1.0), ("governed", 1.25))}]),
-        Start([{"stock": steps(2.0), "governed": steps(2.5, 60)}], 0.5, steps=40, calm_steps=30, probe_tokens=20),
+        Start(
+            [{arm: steps(s) + steps(s, p) for arm, s, p in (("stock", 2.0, 50), ("governed", 2.5, 60))}],
+            0.5,
+            steps=40,
+            calm_steps=30,
+            probe_tokens=20,
+        ),
     ]
     found = cost_throughput.summary(starts)
     assert found.ratios == {"governed": [[pytest.approx(0.8)]] * 2}
     assert (found.starts, found.rounds, found.unlike, found.others_cores) == (2, 2, 1, 0.5)
     assert found.ratio["governed"].value == pytest.approx(0.8)
-    assert found.tokens_per_s["stock"] == pytest.approx(3 * 768 / 4)
-    assert found.cpu_us["governed"]["worker"] == pytest.approx(5.0 / (3 * 768) * 1e6)
+    assert found.tokens_per_s["stock"] == pytest.approx(4 * 768 / 6)
+    assert found.cpu_us["governed"]["client"] == pytest.approx(7.5 / (4 * 768) * 1e6)
+    assert found.parts_ms["stock"] == pytest.approx({"between": 12.5, "starved": 6.25, "computing": 43.75})
+    # The governed engine's steps take 10.4 ms more in the first start, and 20.8 ms more in the second one.
+    assert {part: more.value for part, more in found.more_ms.items()} == pytest.approx(
+        {"between": 3.125, "starved": 1.5625, "computing": 10.9375}
+    )
+    assert found.more_ms["between"].high > 4.17
     assert (found.probe_tokens, found.calm_share) == (0.5, 0.75)
 
 
@@ -113,6 +126,7 @@ while True:
     wait_for(lambda: state(int(sys.argv[1])) != "T", 2, "the other process to go on")
     gate.tokens += 2
     gate.prompt_tokens += 3
+    gate.done()
 """
 
 
@@ -129,7 +143,9 @@ async def test_a_gate_lets_steps_pass_and_stops_the_other_processes_between_wind
         for count in (3, 1):
             passed = await keeper.opened(count, [other.pid])
             assert (passed.tokens, passed.prompt_tokens) == (2 * count, 3 * count)
-            assert passed.took_s > 0
+            assert 0 < passed.between_s < passed.took_s
+            assert 0 <= passed.starved_s < passed.took_s
+            assert 0 < passed.computing_s < passed.took_s
             wait_for(lambda: state(other.pid) == "T", 5, "the other process to stop")
         keeper.leave_open([other.pid])
         wait_for(lambda: state(other.pid) == "S", 5, "the other process to go on")
@@ -199,7 +215,9 @@ def parts() -> dict[str, cost_report.Part]:
             "ratio": {"governed": ratio},
             "ratios": {"governed": [[0.99, 0.99]]},
             "tokens_per_s": dict.fromkeys(arms, 800.0),
-            "cpu_us": {arm: {"worker": 1000.0} for arm in arms},
+            "cpu_us": {arm: {"client": 1000.0} for arm in arms},
+            "parts_ms": {arm: {"between": 1.0, "starved": 2.0, "computing": 17.0} for arm in arms},
+            "more_ms": dict.fromkeys(("between", "starved", "computing"), asdict(Interval(0.1, 0.0, 0.2))),
             "probe_tokens": 0.5,
             "calm_share": 0.75,
         },
