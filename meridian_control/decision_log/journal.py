@@ -144,7 +144,12 @@ class Journal:
             values,
             seen.window.shape[1],
         )
-        self._log.add_decisions(decisions, self._lives, under)
+        if decisions[0].kind == "probe":
+            self._log.add_probes(decisions, self._lives, under)
+            return
+        for made in decisions:
+            if (life := self._lives.get(made.slot)) is not None:
+                self._log.add_decision(made, life, under)
 
     def settled(self, made: Decision) -> None:
         """Note that a decision has got its outcome."""

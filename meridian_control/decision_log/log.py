@@ -8,10 +8,10 @@ server's event loop.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING
-
-from meridian_control.decision_log.records import LIFE_EVENTS, LIFE_PROBES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from meridian_control.decision_log.records import Circumstances, Decision, Key, Life, LifeEvent
 
-# Largest numbers of events of all lives together, and of decisions, that a replica keeps.
-MAX_EVENTS, MAX_DECISIONS = 1 << 16, 1 << 15
+# Largest numbers of events of all lives together, of probes, and of other decisions, that a replica keeps.
+MAX_EVENTS, MAX_PROBES, MAX_DECISIONS = 1 << 15, 1 << 15, 1 << 15
 
 
 class DecisionLog:
@@ -33,15 +33,18 @@ class DecisionLog:
         ended: Callable[[Life], None] | None = None,
         max_events: int = MAX_EVENTS,
         max_decisions: int = MAX_DECISIONS,
+        max_probes: int = MAX_PROBES,
     ) -> None:
         self.settled, self.ended = settled, ended
-        # The number of events of all lives.
+        # The number of events of all lives, without probes.
         self.events = 0
         self._max_events = max_events
         # Live requests in the order in which they began, and requests that are over in the order in which they ended. A
         # request whose stream is lost counts as over.
         self._live: dict[Key, Life] = {}
         self._over: dict[Key, Life] = {}
+        # Probes, and all other decisions, oldest first.
+        self._probes: deque[Decision] = deque(maxlen=max_probes)
         self._decisions: deque[Decision] = deque(maxlen=max_decisions)
         self._number = 0
 
@@ -69,28 +72,28 @@ class DecisionLog:
         self._number += 1
         return self._number
 
-    def add(self, life: Life, event: LifeEvent) -> None:
+    def add(self, life: Life, event: LifeEvent | Decision) -> None:
         """Add an event to a life. A full log drops the life that ended first, or the oldest if no life has ended."""
         if life.is_live:
-            self._count(life.put(event, life.events, LIFE_EVENTS))
+            self._count(life.put(event))
 
-    def add_decisions(
-        self, decisions: Sequence[Decision], lives: Mapping[int | None, Life], under: Circumstances
-    ) -> None:
-        """Add decisions to the lives of their requests, as `add` adds an event. All or none are probes.
+    def add_probes(self, probes: Sequence[Decision], lives: Mapping[int | None, Life], under: Circumstances) -> None:
+        """Add probes.
 
         lives: the lives by slot; requests without a life are not logged.
         """
-        probes, logged, added = decisions[0].kind == "probe", self._decisions.append, 0
-        most = LIFE_PROBES if probes else LIFE_EVENTS
-        for made in decisions:
-            if (life := lives.get(made.slot)) is None:
-                continue
-            made.life, made.under, made.is_logged = life, under, True
-            logged(made)
-            if life.is_live:
-                added += life.put(made, life.probes if probes else life.events, most)
-        self._count(added)
+        append = self._probes.append
+        for made in probes:
+            if (life := lives.get(made.slot)) is not None:
+                made.life, made.under, made.is_logged = life, under, True
+                life.probes += 1
+                append(made)
+
+    def add_decision(self, made: Decision, life: Life, under: Circumstances) -> None:
+        """Add a decision other than a probe to the life of its request."""
+        made.life, made.under, made.is_logged = life, under, True
+        self._decisions.append(made)
+        self.add(life, made)
 
     def _count(self, added: int) -> None:
         """Count events that were added, and keep the bound of the log."""
@@ -101,11 +104,10 @@ class DecisionLog:
 
     def _forget(self, life: Life | None) -> None:
         if life is not None:
-            self.events -= len(life)
+            self.events -= len(life.events)
             life.is_live = False
             # A life and its decisions refer to each other, so that only the garbage collector would free them.
             life.events.clear()
-            life.probes.clear()
 
     def lives(self) -> list[Life]:
         """Return all lives, those that are over first."""
@@ -119,4 +121,11 @@ class DecisionLog:
 
     def decisions(self, wanted: Callable[[Decision], bool], before: datetime | None) -> Iterator[Decision]:
         """Return the wanted decisions, newest first, and only those made before `before` if it is given."""
-        return (d for d in reversed(self._decisions) if (before is None or d.time < before) and wanted(d))
+        newest = heapq.merge(reversed(self._probes), reversed(self._decisions), key=attrgetter("number"), reverse=True)
+        return (d for d in newest if (before is None or d.time < before) and wanted(d))
+
+    def events_of(self, life: Life) -> tuple[list[LifeEvent | Decision], int]:
+        """Return the events and probes of a life in their order, and the number of those that the log has dropped."""
+        probes = [made for made in self._probes if made.life is life]
+        events = sorted((*life.events, *probes), key=attrgetter("number"))
+        return events, life.left_out + life.probes - len(probes)

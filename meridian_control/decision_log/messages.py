@@ -51,14 +51,14 @@ def explain_request(
         else:
             why = "the request is unknown, is not in the sample, or was dropped for newer requests"
         raise NotFound(f'no request "{request.request_id}"{where} in the decision log: {why}')
-    return fleet_pb2.ExplainRequestResponse(life=life_message(life), live=now[0] if now else None)
+    return fleet_pb2.ExplainRequestResponse(life=life_message(log, life), live=now[0] if now else None)
 
 
 def related_lives(log: DecisionLog, refs: Iterable[str]) -> fleet_pb2.ExplainRequestResponse:
     """Return the lives that the handovers with these references concern."""
     wanted = set(refs)
     return fleet_pb2.ExplainRequestResponse(
-        related=[life_message(life) for life in log.lives() if refs_of(life) & wanted]
+        related=[life_message(log, life) for life in log.lives() if refs_of(life) & wanted]
     )
 
 
@@ -127,8 +127,8 @@ def _key(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
     return life.engine_id, life.incarnation, life.request_id
 
 
-def life_message(life: Life) -> fleet_pb2.RequestLife:
-    opened = life.opened
+def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
+    opened, (events, left_out) = life.opened, log.events_of(life)
     told = fleet_pb2.RequestLife(
         engine_id=life.engine_id,
         incarnation=life.incarnation,
@@ -144,8 +144,8 @@ def life_message(life: Life) -> fleet_pb2.RequestLife:
         joined_late=life.joined_late,
         think_tokens=life.think_tokens,
         output_tokens=life.output_tokens,
-        events=map(_event, life.in_order()),
-        events_left_out=life.left_out,
+        events=map(_event, events),
+        events_left_out=left_out,
         handed_over_ref=opened.handed_over_ref,
     )
     _set(told.open_time, life.open_time)

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.pressure.controller import LevelChange
 
-# Largest numbers of newest probes and of other newest events kept of one life. Probes have a limit of their own,
-# because one request may have thousands of probes.
-LIFE_PROBES, LIFE_EVENTS = 64, 128
+# Largest number of newest events kept of one life.
+LIFE_EVENTS = 128
 
 Key = tuple[str, str, str]
 
@@ -267,9 +266,11 @@ class Life:
     close_time: datetime | None = None
     think_tokens: int = 0
     output_tokens: int = 0
+    # All events but probes, which the log keeps by itself: a request may have thousands of them.
     events: list[LifeEvent | Decision] = field(default_factory=list)
-    probes: list[LifeEvent | Decision] = field(default_factory=list)
     left_out: int = 0
+    # Number of probes that were logged.
+    probes: int = 0
     # Whether the log adds events to the life: the request lives, and the log has not dropped the life.
     is_live: bool = False
     key: Key = field(init=False)
@@ -277,20 +278,14 @@ class Life:
     def __post_init__(self) -> None:
         self.key = self.engine_id, self.incarnation, self.opened.request_id
 
-    def __len__(self) -> int:
-        return len(self.events) + len(self.probes)
-
-    def put(self, event: LifeEvent | Decision, among: list[LifeEvent | Decision], most: int) -> int:
-        """Add an event to one of the life's lists, which has at most `most` events; return by how many it has grown."""
-        among.append(event)
-        if len(among) <= most:
+    def put(self, event: LifeEvent | Decision) -> int:
+        """Add an event; return by how many the life has grown."""
+        self.events.append(event)
+        if len(self.events) <= LIFE_EVENTS:
             return 1
         self.left_out += 1
-        del among[0]
+        del self.events[0]
         return 0
-
-    def in_order(self) -> list[LifeEvent | Decision]:
-        return sorted((*self.events, *self.probes), key=lambda event: event.number)
 
     def is_called(self, request_id: str) -> bool:
         """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any

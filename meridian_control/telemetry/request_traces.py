@@ -71,7 +71,7 @@ class Tracing:
             if tokens is not None:
                 child.set_attribute("meridian.tokens", tokens)
             child.end(_ns(until))
-        for event in life.in_order():
+        for event in life.events:
             if isinstance(event, Decision):
                 if event.kind in ENDING and outcome_name(event.outcome) in CARRIED_OUT:
                     span.add_event(
@@ -89,7 +89,7 @@ class Tracing:
 
 def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
     """Yield each stretch of one phase: its name, begin, end, and generated tokens (None for the prompt phase)."""
-    marks = [e for e in life.in_order() if not isinstance(e, Decision) and e.phase in PHASES]
+    marks = [e for e in life.events if not isinstance(e, Decision) and e.phase in PHASES]
     for i, mark in enumerate(marks):
         if i and marks[i - 1].phase == mark.phase:
             continue

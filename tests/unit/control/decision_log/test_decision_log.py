@@ -4,6 +4,7 @@ bounds."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from meridian_control.decision_log import log as decision_log
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decision_log.messages import explain_request, list_decisions, newest_life, page_of
-from meridian_control.decision_log.records import LIFE_PROBES
+from meridian_control.decision_log.records import LIFE_EVENTS
 from meridian_control.decision_log.request_ids import sampled
 from meridian_control.fleet.status_messages import request_views
 from meridian_control.session.session import Session
@@ -382,20 +383,55 @@ def test_a_probe_has_only_the_values_that_decided_about_it() -> None:
     )
 
 
-def test_one_life_keeps_its_newest_events() -> None:
+def test_a_life_shows_its_probes_among_its_events() -> None:
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.open("b")
+    made.step(1000)
+    told = life(made)
+    probes = [e.decision for e in told.events if e.decision.kind == "probe"]
+    assert len(probes) > 100
+    assert {probe.request_id for probe in probes} == {"a"}
+    assert probes[-1].signals.think_tokens > 990
+    assert kinds(told)[:2] == ["opened", "cap hard_cap"]
+    times = [event.time.ToNanoseconds() for event in told.events]
+    assert times == sorted(times)
+    assert told.events_left_out == 0
+
+
+def test_probes_displace_probes_only() -> None:
+    made = Stream(log=DecisionLog(max_probes=60))
+    made.apply(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
     made.open("a")
     made.step(1000)
     told = life(made)
     probes = [e.decision for e in told.events if e.decision.kind == "probe"]
-    assert len(probes) == LIFE_PROBES
+    assert len(probes) == 60
     assert probes[-1].signals.think_tokens > 990
     assert kinds(told)[:2] == ["opened", "cap hard_cap"]
-    assert told.events_left_out > 100
+    assert told.events_left_out == made.session.totals.decisions["probe"] - 60
+    listed = decisions(made, page_size=1000)
+    assert Counter(d.kind for d in listed) == {"probe": 60, "cap": 1, "tier": 1}
+    assert [d.decision_id for d in listed] == sorted((d.decision_id for d in listed), reverse=True)
+
+
+def test_one_life_keeps_its_newest_events() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step()
+    for number in range(LIFE_EVENTS):
+        made.apply(policy(scheduler=EARLY | {"max_think_tokens": 100_000 + number}))
+        made.step()
+    told = life(made)
+    events = [event for event in told.events if event.decision.kind != "probe"]
+    assert len(events) == LIFE_EVENTS
+    newest = next(made.log.decisions(lambda d: d.kind == "cap", None))
+    assert newest.decision_id in {event.decision.decision_id for event in events}
+    assert told.events_left_out > 0
 
 
 def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
-    made = Stream(log=DecisionLog(max_events=60, max_decisions=20))
+    made = Stream(log=DecisionLog(max_events=60, max_decisions=20, max_probes=10))
     made.apply(policy(scheduler=EARLY))
     made.open("lives")
     for number in range(50):
@@ -405,9 +441,11 @@ def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
     assert life(made, "lives").open_time.ToDatetime() < life(made, "r49").open_time.ToDatetime()
     with pytest.raises(NotFound, match="dropped for newer requests"):
         life(made, "r0")
-    assert len(decisions(made)) == 20
+    kinds_of = Counter(d.kind == "probe" for d in decisions(made, page_size=1000))
+    assert kinds_of[False] == 20
+    assert kinds_of[True] <= 10
     kept = [*made.log._live.values(), *made.log._over.values()]
-    assert sum(map(len, kept)) == made.log.events
+    assert sum(len(kept_life.events) for kept_life in kept) == made.log.events
 
 
 def test_a_life_is_over_as_soon_as_its_request_closes() -> None:
@@ -466,7 +504,8 @@ def test_a_larger_sample_holds_every_smaller_one(request_id: str, one: float, ot
 
 
 def test_bounds_are_what_the_readme_says() -> None:
-    assert (decision_log.MAX_EVENTS, decision_log.MAX_DECISIONS) == (65_536, 32_768)
+    assert (decision_log.MAX_EVENTS, decision_log.MAX_PROBES, decision_log.MAX_DECISIONS) == (32_768, 32_768, 32_768)
+    assert LIFE_EVENTS == 128
 
 
 def test_the_time_is_the_messages() -> None:

@@ -123,7 +123,7 @@ class Engine:
         return sorted(
             (life.opened.request_id, e.kind, e.phase, e.think_tokens, e.output_tokens, e.detail)
             for life in lives
-            for e in life.in_order()
+            for e in life.events
             if not hasattr(e, "policy") and e.kind in kinds
         )
 
