@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
+from tests.bench.cost_report import STEP_PARTS
 from tests.bench.gate import GATE, Keeper, Passed
 from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, Others, ticks_of
 from tests.bench.results import Interval, between, mean_between
@@ -53,10 +54,6 @@ CLIENT_S = 0.02
 SEEDS, BATCH = 10_000, 64
 
 
-# The parts of a step's time: the worker waits for the next step, or has one but no core, or works on it.
-PARTS = BETWEEN, STARVED, COMPUTING = "between", "starved", "computing"
-
-
 @dataclass(frozen=True)
 class Window:
     """Some steps of one arm. cpu_s: processor seconds of the control plane and of the client."""
@@ -74,7 +71,7 @@ class Window:
     def parts_ms(self, steps: int) -> dict[str, float]:
         """Return the milliseconds of each part of a step. steps: number of steps in this window."""
         seconds = self.passed.between_s, self.passed.starved_s, self.passed.computing_s
-        return {part: s / steps * 1e3 for part, s in zip(PARTS, seconds, strict=True)}
+        return {part: s / steps * 1e3 for part, s in zip(STEP_PARTS, seconds, strict=True)}
 
 
 # Two windows of each arm, as one.
@@ -190,9 +187,10 @@ async def _arm(setup: Setup, folder: Path, seed: int) -> AsyncIterator[Measured]
     engine = StreamedEngine(dataclasses.replace(setup, extra={"worker_cls": "tests.bench.gated.GatedWorker"}), folder)
     processes = {pid: name for pid, name in _named().items() if pid not in before}
     if engine.control is not None:
-        processes[engine.control.process.popen.pid] = CONTROL
+        pid = engine.control.process.popen.pid
+        _keep_off_workers(pid, processes)
+        processes[pid] = CONTROL
     arm = Measured(engine, keeper, processes)
-    _keep_off_workers(processes)
     try:
         await arm.begin(NEUTRAL if setup.governed else {}, seed)
         yield arm
@@ -278,14 +276,13 @@ def _named() -> dict[int, str]:
     return found
 
 
-def _keep_off_workers(processes: dict[int, str]) -> None:
-    """Keep the control plane off the cores to which vLLM has bound its workers, if others are left: in a fleet, the
-    control plane takes no core of an engine's workers."""
-    bound = [os.sched_getaffinity(pid) for pid, name in processes.items() if name == PROCESSES["VLLM::Worker"]]
+def _keep_off_workers(pid: int, processes: dict[int, str]) -> None:
+    """Keep the control plane, process `pid`, off the cores to which vLLM has bound its workers, if others are left: in
+    a fleet, the control plane takes no core of an engine's workers."""
+    bound = [os.sched_getaffinity(worker) for worker, name in processes.items() if name == PROCESSES["VLLM::Worker"]]
     if left := os.sched_getaffinity(0).difference(*bound):
-        for pid in (pid for pid, name in processes.items() if name == CONTROL):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), left)
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), left)
 
 
 def _descends(pid: int) -> bool:
@@ -321,7 +318,7 @@ def summary(starts: Sequence[Start]) -> Throughput:
         parts_ms={arm: window.parts_ms(2 * STEPS * len(rounds)) for arm, window in whole.items()},
         more_ms={
             part: mean_between([[ms[GOVERNED][part] - ms[STOCK][part] for ms in start] for start in parts_ms])
-            for part in PARTS
+            for part in STEP_PARTS
         },
         others_cores=max(start.others_cores for start in starts),
         ratios=ratios,
