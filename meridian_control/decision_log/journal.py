@@ -127,7 +127,8 @@ class Journal:
             return
         policy, shortening, level_change = behind
         values: tuple[bytes, ...] | TokenCounts
-        if decisions[0].kind == "probe" and decisions[0].reason == "eat" and not is_gated(policy.entropy):
+        probes = decisions[0].kind == "probe"
+        if probes and decisions[0].reason == "eat" and not is_gated(policy.entropy):
             values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
         else:
             values = tuple(map(seen.packed_row, indices))
@@ -144,7 +145,7 @@ class Journal:
             values,
             seen.window.shape[1],
         )
-        if decisions[0].kind == "probe":
+        if probes:
             self._log.add_probes(decisions, self._lives, under)
             return
         for made in decisions:
