@@ -1991,7 +1991,7 @@ class RequestLife(_message.Message):
     output_tokens: _builtins.int
     """Number of answer tokens generated."""
     events_left_out: _builtins.int
-    """Number of events that are missing because there was no room for them; these were the oldest events."""
+    """Number of events that are missing because there was no room for them: the oldest probes, or the oldest others."""
     handed_over_ref: _builtins.str
     """Reference of the handover that the request continues, as in RequestOpened; empty for every other request."""
     @_builtins.property
