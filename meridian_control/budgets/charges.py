@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from meridian_control.decisions.request_table import MAX_TEXT
+from meridian_control.common.opened_request import MAX_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

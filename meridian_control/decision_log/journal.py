@@ -47,15 +47,12 @@ class Journal:
         self._lives: dict[int | None, Life] = {}
 
     def opened(self, opened: agent_pb2.RequestOpened, ratio: float, *, joined_late: bool = False) -> None:
-        """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1."""
+        """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1. The
+        log keeps the message, so it must not be a part of another one."""
         if not sampled(opened.request_id, ratio):
             self._lives.pop(opened.slot, None)
             return
-        # The copy lets the rest of the message be freed: a reference to a part of a protobuf message keeps the whole
-        # message.
-        copied = agent_pb2.RequestOpened()
-        copied.CopyFrom(opened)
-        life = Life(self._engine_id, self._incarnation, self._session_id, copied, self.now, joined_late)
+        life = Life(self._engine_id, self._incarnation, self._session_id, opened, self.now, joined_late)
         life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
         self._log.begin(life)
         self._lives[opened.slot] = life

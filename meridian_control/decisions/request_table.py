@@ -13,6 +13,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
+from meridian_control.common.opened_request import copied
 from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import (
     COUNT_WORDS,
@@ -72,16 +73,8 @@ for _name in SIGNAL_COLUMNS:
     NEW_SIGNALS[_name] = (HISTORIES[_name] if _name in HISTORIES else COLUMNS[_name])[1]
 NEW_ROW = {kind: np.array([COLUMNS[name][1] for name in names], kind) for kind, names in BY_TYPE.items()}
 
-# Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
-MAX_SLOTS = 1 << 16
-
 # The table grows by a multiple of this many slots, or by a quarter if that is more, because rules look at all slots.
 SLOTS_AT_ONCE = 16
-
-# Bounds for a newly opened request: tokens in each count, characters in each text.
-MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
-COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
-TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref")
 
 
 class Joined(NamedTuple):
@@ -152,17 +145,10 @@ class RequestTable(DecidedColumns):
         self.info += [None] * (capacity - old)
         self.slot = np.arange(capacity)
 
-    def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
-        """Begin the row of a new request. Raises ValueError if the slot, a count or a text is out of range."""
-        slot = opened.slot
-        if slot >= MAX_SLOTS:
-            raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
-        for name in COUNTS:
-            if (count := getattr(opened, name)) > MAX_COUNT:
-                raise ValueError(f"{name} must be at most {MAX_COUNT}; got {count}")
-        for name in TEXTS:
-            if (length := len(getattr(opened, name))) > MAX_TEXT:
-                raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
+    def open(self, told: agent_pb2.RequestOpened, now_ms: float = 0.0) -> agent_pb2.RequestOpened:
+        """Begin the row of a new request; return the table's copy of the message. Raises ValueError if the slot, a
+        count or a text is out of range."""
+        slot = (opened := copied(told)).slot
         if slot >= len(self.info):
             self._resize(max(-(-(slot + 1) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE, len(self.info) * 5 // 4))
         for kind, values in NEW_ROW.items():
@@ -182,6 +168,7 @@ class RequestTable(DecidedColumns):
         self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
         self.ended[slot] = self.forced[slot] = opened.forced
         self.info[slot], self.has_new = opened, True
+        return opened
 
     def close(self, slot: int) -> None:
         if self.holds(slot):

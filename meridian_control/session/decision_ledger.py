@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import outcome_name, reason_name
+from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.decision_log.records import Decision
-from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:

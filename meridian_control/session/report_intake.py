@@ -12,8 +12,9 @@ import numpy as np
 
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.masks import any_in
+from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.decisions import moments
-from meridian_control.decisions.request_table import MAX_SLOTS, THINK
+from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.signals import add_eat_samples
 from meridian_control.decisions.table_columns import NO_CAP, THINK_END
 from meridian_control.session.merged_steps import ages_ms, step_of, step_of_rows
@@ -60,8 +61,7 @@ class Intake:
         _check_length("ended", snapshot.ended)
         charged = self._charges.charged(snapshot.reported_session_id)
         self._table.clear()
-        for opened in snapshot.requests:
-            self._table.open(opened, now_ms)
+        requests = [self._table.open(told, now_ms) for told in snapshot.requests]
         # The agent may hold ranks that were decided before the snapshot.
         self._table.forget_ranks()
         self._charges.resume(charged)
@@ -69,9 +69,9 @@ class Intake:
             self._charges.add_ended(ended)
         self._shadow.new_stream()
         if self._journal is not None:
-            self._journal.snapshot(snapshot.requests, self._sample_ratio)
-        self._groups.begin_anew(snapshot.requests, now_ms)
-        return bool(snapshot.ended) or any(opened.unreported_think_tokens for opened in snapshot.requests)
+            self._journal.snapshot(requests, self._sample_ratio)
+        self._groups.begin_anew(requests, now_ms)
+        return bool(snapshot.ended) or any(opened.unreported_think_tokens for opened in requests)
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
@@ -153,13 +153,13 @@ class Intake:
                 self._journal.happened(change, reason)
         return ended
 
-    def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
+    def _open(self, told: agent_pb2.RequestOpened, now_ms: float) -> None:
+        opened = self._table.open(told, now_ms)
         # A request that already has tokens was counted before; an agent that rested reports it again. A request that
         # was handed over was counted on its thinking engine.
         new = not (opened.think_tokens or opened.output_tokens or opened.handed_over_ref)
         self._totals.requests += new
         self._totals.unknown_efforts += new and not self._groups.knows_effort(opened)
-        self._table.open(opened, now_ms)
         self._shadow.opened(opened.slot)
         if self._journal is not None:
             self._journal.opened(opened, self._sample_ratio)

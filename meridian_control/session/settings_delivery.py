@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.opened_request import MAX_TEXT
 from meridian_control.decisions import capabilities, loop_rules, termination
-from meridian_control.decisions.request_table import MAX_TEXT
 from meridian_control.policy.engine_schema import ModelPolicy
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
-from meridian_control.decisions.request_table import MAX_SLOTS
+from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
 from tests.fakes.control import control_plane, kill, running, utc_now

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import MeridianError, NotFound, PolicyError
+from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.decisions.dispatch import WARM_STEPS
-from meridian_control.decisions.request_table import MAX_SLOTS
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema

@@ -12,7 +12,8 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
 from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.decisions.request_table import MAX_SLOTS, THINK
+from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import columns_of, row_count
 from meridian_control.fleet.connection import QUEUE_MESSAGES
 from meridian_control.policy.store import StoredRevision

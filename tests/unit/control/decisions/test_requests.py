@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import phases
+from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.decisions import token_rows as rows
-from meridian_control.decisions.request_table import MAX_SLOTS, OUTPUT, PROMPT, THINK, RequestTable
+from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, RequestTable
 from meridian_control.decisions.table_columns import COLUMNS, HISTORIES, UNTOLD
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.lines import lines_run
@@ -36,6 +37,14 @@ def test_opening_takes_over_what_a_snapshot_says() -> None:
     assert (made.phase[5], made.prompt_tokens[5], made.think_tokens[5], made.output_tokens[5]) == (THINK, 3, 7, 2)
     assert (made.preempted[5], made.end_decided[5], made.end_decided[0]) == (True, False, True)
     assert [(slot, info.request_id) for slot, info in made.requests()] == [(0, ""), (5, "a")]
+
+
+def test_a_request_keeps_no_part_of_the_message_that_began_it() -> None:
+    made, report = RequestTable(4), agent_pb2.StepReport(opened=[opened(0, request_id="a", model="m")])
+    kept = made.open(report.opened[0])
+    report.opened[0].model = "another"
+    assert made.info[0] is kept
+    assert kept == opened(0, request_id="a", model="m")
 
 
 def test_requests_join_their_first_step() -> None:

@@ -12,8 +12,9 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.decisions.dispatch import WARM_STEPS
-from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT, THINK
+from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import MAX_ROWS_PER_SLOT
 from meridian_control.fleet.status_messages import request_views
 from meridian_control.session import decision_ledger as ledger
