@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from meridian_control.budgets.stages import Shortening
     from meridian_control.decision_log.log import DecisionLog
-    from meridian_control.decision_log.records import Decision
+    from meridian_control.decision_log.records import Behind, Decision
     from meridian_control.decisions.moments import RequestChange
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
-    from meridian_control.policy.model import Policy
-    from meridian_control.pressure.controller import LevelChange
 
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",
@@ -104,56 +101,38 @@ class Journal:
                 self._log.over(life)
         self._lives = {}
 
-    def decided(
-        self,
-        decisions: list[Decision],
-        indices: list[int] | NDArray[np.intp],
-        seen: Seen,
-        *,
-        shadow: bool,
-        revision: int,
-        behind: tuple[Policy, Shortening | None, LevelChange | None],
-    ) -> None:
-        """Log decisions of one kind and reason about requests whose lives are kept.
+    def decided(self, made: Decision, seen: Seen, index: int, behind: Behind, *, shadow: bool) -> None:
+        """Log a decision other than a probe, if the life of its request is kept. index: the index in `seen` of the
+        values that its rule saw."""
+        if (life := self._lives.get(made.slot)) is not None:
+            values = (seen.packed_row(index),)
+            self._log.add_decision(made, life, self._circumstances(made, values, seen, behind, shadow))
 
-        indices: for each decision the index in `seen` of the values that its rule saw. behind: the policy that was in
-        force for all the requests, with the revision `revision`, the budget or pressure entry that has shortened it,
-        and the newest change of the entry's level.
-        """
-        if not self._lives or (len(decisions) == 1 and decisions[0].slot not in self._lives):
+    def probed(self, made: list[Decision], seen: Seen, indices: NDArray[np.intp], behind: Behind) -> None:
+        """Log probes of one reason about requests with one policy, of those requests whose lives are kept. indices: for
+        each probe the index in `seen` of the values that its rule saw."""
+        if not self._lives:
             return
-        policy, shortening, level_change = behind
         values: tuple[bytes, ...] | TokenCounts
-        probes = decisions[0].kind == "probe"
-        if probes and decisions[0].reason == "eat" and not is_gated(policy.entropy):
+        if made[0].reason == "eat" and not is_gated(behind.policy.entropy):
             values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
         else:
             values = tuple(map(seen.packed_row, indices))
-        under = Circumstances(
-            self._log.next_number(),
-            decisions[0].decision_id,
-            self.now,
-            self._session_id,
-            shadow,
-            revision,
-            policy,
-            shortening,
-            level_change,
-            values,
-            seen.window.shape[1],
-        )
-        if probes:
-            self._log.add_probes(decisions, self._lives, under)
-            return
-        for made in decisions:
-            if (life := self._lives.get(made.slot)) is not None:
-                self._log.add_decision(made, life, under)
+        self._log.add_probes(made, self._lives, self._circumstances(made[0], values, seen, behind, shadow=False))
 
-    def settled(self, made: Decision) -> None:
-        """Note that a decision has got its outcome."""
-        made.outcome_time = self.now
-        if self._log.settled is not None and made.is_logged:
-            self._log.settled(made)
+    def _circumstances(
+        self, first: Decision, values: tuple[bytes, ...] | TokenCounts, seen: Seen, behind: Behind, shadow: bool
+    ) -> Circumstances:
+        number, window_tokens = self._log.next_number(), seen.window.shape[1]
+        first_id, session_id = first.decision_id, self._session_id
+        return Circumstances(number, first_id, self.now, session_id, shadow, behind, values, window_tokens)
+
+    def settled(self, decisions: Iterable[Decision]) -> None:
+        """Note that decisions have got their outcomes."""
+        for made in decisions:
+            made.outcome_time = self.now
+            if self._log.settled is not None and made.is_logged:
+                self._log.settled(made)
 
     def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:
         self._log.add(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from meridian_control.decision_log.records import Circumstances, Decision, Key, Life, LifeEvent
 
+# Largest number of newest events kept of one life.
+LIFE_EVENTS = 128
 # Largest numbers of events of all lives together, of probes, and of other decisions, that a replica keeps.
 MAX_EVENTS, MAX_PROBES, MAX_DECISIONS = 1 << 15, 1 << 15, 1 << 15
 
@@ -73,9 +75,20 @@ class DecisionLog:
         return self._number
 
     def add(self, life: Life, event: LifeEvent | Decision) -> None:
-        """Add an event to a life. A full log drops the life that ended first, or the oldest if no life has ended."""
-        if life.is_live:
-            self._count(life.put(event))
+        """Add an event to a life, which keeps its newest LIFE_EVENTS. A full log drops the life that ended first, or
+        the oldest one if no life has ended."""
+        if not life.is_live:
+            return
+        events = life.events
+        events.append(event)
+        if len(events) > LIFE_EVENTS:
+            life.left_out += 1
+            del events[0]
+            return
+        self.events += 1
+        while self.events > self._max_events:
+            lives = self._over or self._live
+            self._forget(lives.pop(next(iter(lives))))
 
     def add_probes(self, probes: Sequence[Decision], lives: Mapping[int | None, Life], under: Circumstances) -> None:
         """Add probes.
@@ -94,13 +107,6 @@ class DecisionLog:
         made.life, made.under, made.is_logged = life, under, True
         self._decisions.append(made)
         self.add(life, made)
-
-    def _count(self, added: int) -> None:
-        """Count events that were added, and keep the bound of the log."""
-        self.events += added
-        while self.events > self._max_events:
-            lives = self._over or self._live
-            self._forget(lives.pop(next(iter(lives))))
 
     def _forget(self, life: Life | None) -> None:
         if life is not None:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.pressure.controller import LevelChange
 
-# Largest number of newest events kept of one life.
-LIFE_EVENTS = 128
-
 Key = tuple[str, str, str]
 
 # Section and field of the value that a budget or pressure may have changed for a decision, by the decision's kind and
@@ -111,13 +108,25 @@ class TokenCounts(NamedTuple):
     output_tokens: NDArray[np.int64]
 
 
+class Behind(NamedTuple):
+    """The policy that holds for a request, as far as decisions with one reason depend on it.
+
+    shortening: the budget or pressure entry that has shortened the policy, None if none has. level_change: the newest
+    change of level of a pressure entry.
+    """
+
+    revision: int
+    policy: Policy
+    shortening: Shortening | None
+    level_change: LevelChange | None
+
+
 class Circumstances(NamedTuple):
     """The values that all decisions share that a session makes at once, for one reason, about requests with one policy.
 
     number: place in the order of the log. first_id: id of the first of these decisions; their ids are consecutive.
-    shortening: the budget or pressure entry that has shortened the policy, None if none has. level_change: the newest
-    change of level of the pressure entry. seen: the values that their rule saw, for each decision: rows packed as
-    SIGNAL_ROW has them, or token counts. window_tokens: length of the entropy window.
+    seen: the values that their rule saw, for each decision: rows packed as SIGNAL_ROW has them, or token counts.
+    window_tokens: length of the entropy window.
     """
 
     number: int
@@ -125,10 +134,7 @@ class Circumstances(NamedTuple):
     time: datetime
     session_id: str
     shadow: bool
-    revision: int
-    policy: Policy
-    shortening: Shortening | None
-    level_change: LevelChange | None
+    behind: Behind
     seen: tuple[bytes, ...] | TokenCounts
     window_tokens: int
 
@@ -186,16 +192,16 @@ class Decision:
 
     @property
     def revision(self) -> int:
-        return self.under.revision
+        return self.under.behind.revision
 
     @property
     def policy(self) -> Policy:
-        return self.under.policy
+        return self.under.behind.policy
 
     @property
     def shortening(self) -> Shortening | None:
         """The budget or pressure entry that lowered the cap or made soft close begin earlier, None if none did."""
-        entry, changed = self.under.shortening, BY_ENTRY.get((self.kind, self.reason))
+        entry, changed = self.under.behind.shortening, BY_ENTRY.get((self.kind, self.reason))
         if entry is None or changed is None:
             return None
         now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (self.policy, entry.without))
@@ -203,7 +209,7 @@ class Decision:
 
     @property
     def level_change(self) -> LevelChange | None:
-        return self.under.level_change if self.shortening is not None else None
+        return self.under.behind.level_change if self.shortening is not None else None
 
     @property
     def signals(self) -> Signals:
@@ -211,7 +217,7 @@ class Decision:
         if isinstance(under.seen, TokenCounts):
             think_tokens, output_tokens = (int(column[index]) for column in under.seen)
             return NOT_MEASURED._replace(think_tokens=think_tokens, output_tokens=output_tokens)
-        return unpacked(under.seen[index], under.window_tokens, under.policy.entropy.confirm_sentence_ends)
+        return unpacked(under.seen[index], under.window_tokens, self.policy.entropy.confirm_sentence_ends)
 
 
 def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Signals:
@@ -277,15 +283,6 @@ class Life:
 
     def __post_init__(self) -> None:
         self.key = self.engine_id, self.incarnation, self.opened.request_id
-
-    def put(self, event: LifeEvent | Decision) -> int:
-        """Add an event; return by how many the life has grown."""
-        self.events.append(event)
-        if len(self.events) <= LIFE_EVENTS:
-            return 1
-        self.left_out += 1
-        del self.events[0]
-        return 0
 
     def is_called(self, request_id: str) -> bool:
         """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any

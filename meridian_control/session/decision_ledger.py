@@ -35,6 +35,8 @@ ENDING = ("force", "cap")
 # Kinds of decision that the agent applies when they arrive. Caps and probes wait for their token, tiers for the end of
 # the request.
 AT_ONCE = ("force", "plan")
+# Outcomes of a decision that ends thinking at the place where the decision wanted it.
+CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
 # Bound for decisions without an outcome. No correct agent leaves four decisions open for each request of the largest
 # engine.
 MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
@@ -75,8 +77,9 @@ class Ledger:
         """
         made = self._new(kind, reason, slot, cap_tokens)
         if slot is not None:
-            table, index = seen or (self._table, slot)
-            self._log(slot, [made], [index], shadow, table)
+            if self._journal is not None:
+                table, index = seen or (self._table, slot)
+                self._journal.decided(made, table, index, self._groups.behind(slot, reason), shadow=shadow)
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:
             self.forces[slot] = made
@@ -90,7 +93,8 @@ class Ledger:
         """
         made = [self._new("probe", reason, slot) for slot in slots]
         if made:
-            self._log(slots[0], made, indices, False, seen)
+            if self._journal is not None:
+                self._journal.probed(made, seen, indices, self._groups.behind(slots[0], reason))
             self._totals.decisions["probe"] += len(made)
         return [decision.decision_id for decision in made]
 
@@ -100,14 +104,6 @@ class Ledger:
         made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
         self.open[self.made] = made
         return made
-
-    def _log(
-        self, slot: int, decisions: list[Decision], indices: list[int] | NDArray[np.intp], shadow: bool, seen: Seen
-    ) -> None:
-        """Log decisions about requests that have the same policy as the request in a slot."""
-        if self._journal is not None:
-            revision, behind = self._groups.revision, self._groups.behind(slot, decisions[0].reason)
-            self._journal.decided(decisions, indices, seen, shadow=shadow, revision=revision, behind=behind)
 
     def concerns(self, decision: Decision) -> bool:
         """Whether the request that the decision is about still lives in its slot."""
@@ -120,20 +116,20 @@ class Ledger:
         Return for each outcome the slot if it ends a probe, so that the request may be probed again, else None.
         """
         probed: list[int | None] = []
-        counted = []
+        settled = []
         for told in outcomes:
             slot, decision = None, self.open.pop(told.decision_id, None)
             if decision is None:
                 self._totals.unknown_outcomes += 1
             else:
                 outcome = told.outcome
-                counted.append(self._finish(decision, outcome, told.think_tokens, told.detail[:MAX_TEXT]))
+                settled.append(self._finish(decision, outcome, told.think_tokens, told.detail[:MAX_TEXT]))
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
                     self._totals.staleness_steps.add_one(step - decision.step)
             probed.append(slot)
-        self._count(counted)
+        self._count(settled)
         self._table.close_probes([slot for slot in probed if slot is not None])
         return probed
 
@@ -163,20 +159,20 @@ class Ledger:
 
     def _finish(
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
-    ) -> tuple[str, str]:
-        """Note the outcome of a decision; return what `_count` counts: the kind of the decision, and the outcome."""
+    ) -> Decision:
+        """Note the outcome of a decision, which the caller then counts; return the decision."""
         decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
-        if self._journal is not None:
-            self._journal.settled(decision)
-        name = outcome_name(outcome)
-        if decision.kind in ENDING and name in ("applied", "shadowed"):
-            self._carried_out(decision, name == "shadowed", think_tokens)
-        return decision.counted_as, name
+        if decision.kind in ENDING and outcome in CARRIED_OUT:
+            self._carried_out(decision, outcome == agent_pb2.OUTCOME_SHADOWED, think_tokens)
+        return decision
 
-    def _count(self, settled: list[tuple[str, str]]) -> None:
+    def _count(self, settled: list[Decision]) -> None:
         # Counting many at once takes much less time than one after another.
-        self._totals.settled.update(settled)
-        self._totals.outcomes.update([outcome for _, outcome in settled])
+        names = [outcome_name(decision.outcome) for decision in settled]
+        self._totals.settled.update(zip([decision.counted_as for decision in settled], names, strict=True))
+        self._totals.outcomes.update(names)
+        if self._journal is not None:
+            self._journal.settled(settled)
 
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
         # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.

@@ -14,6 +14,7 @@ import numpy as np
 from meridian_control.budgets.stages import ShortenedBy, Shortening, in_stages, matching, shortened
 from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.masks import any_in
+from meridian_control.decision_log.records import Behind
 from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
     compared_signals,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.shortening_schema import BudgetPolicy, Shortener
-    from meridian_control.pressure.controller import LevelChange
     from meridian_control.pressure.engine_pressure import EnginePressure
     from meridian_control.session.arms import Experiment, Experiments
     from meridian_control.session.shadow_comparison import Comparison
@@ -79,6 +79,8 @@ class Groups:
         self._shortenings: list[ShortenedBy | None] = []
         self._unshortened: list[Policy] = []
         self._room = ROOM
+        # What is behind decisions that depend on no entry, for the policy of the newest one since the revision began.
+        self._newest_behind: Behind | None = None
         # The stages of budgets by the budget's name; a missing budget is unshortened.
         self.stages: Mapping[str, int] = {}
 
@@ -89,6 +91,7 @@ class Groups:
             self._charges.settle_all()
         self.policy, self.revision, self._charges.has_policy = policy, revision, True
         self._policies, self._shortenings, self._unshortened = [policy], [None], [policy]
+        self._newest_behind = None
         before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
@@ -287,16 +290,19 @@ class Groups:
         by = self._shortenings[int(self._table.group[slot])]
         return by.cap if by is not None else None
 
-    def behind(self, slot: int, reason: str) -> tuple[Policy, Shortening | None, LevelChange | None]:
-        """Return the policy that holds for the request in a slot, the entry that has changed what a decision with this
-        reason depends on, and the newest change of level of that entry; None for no entry, and None for no pressure
-        entry."""
+    def behind(self, slot: int, reason: str) -> Behind:
+        """Return the policy that holds for the request in a slot, and the entry that has changed what a decision with
+        this reason depends on."""
         group = int(self._table.group[slot])
-        by = None
-        if (found := self._shortenings[group]) is not None:
-            by = found.soft if reason == "soft_close" else found.rules if reason in ENTROPY_REASONS else found.cap
+        if (found := self._shortenings[group]) is None:
+            # Most decisions share one object, because most requests have the same policy.
+            behind, policy = self._newest_behind, self._policies[group]
+            if behind is None or behind.policy is not policy:
+                self._newest_behind = behind = Behind(self.revision, policy, None, None)
+            return behind
+        by = found.soft if reason == "soft_close" else found.rules if reason in ENTROPY_REASONS else found.cap
         change = self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
-        return self._policies[group], by, change
+        return Behind(self.revision, self._policies[group], by, change)
 
     def in_use(self) -> list[tuple[Policy, Among]]:
         """Return each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""

@@ -17,9 +17,8 @@ from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.decision_log import log as decision_log
 from meridian_control.decision_log.journal import Journal
-from meridian_control.decision_log.log import DecisionLog
+from meridian_control.decision_log.log import LIFE_EVENTS, DecisionLog
 from meridian_control.decision_log.messages import explain_request, list_decisions, newest_life, page_of
-from meridian_control.decision_log.records import LIFE_EVENTS
 from meridian_control.decision_log.request_ids import sampled
 from meridian_control.fleet.status_messages import request_views
 from meridian_control.session.session import Session
