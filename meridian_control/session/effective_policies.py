@@ -79,7 +79,7 @@ class Groups:
         self._shortenings: list[ShortenedBy | None] = []
         self._unshortened: list[Policy] = []
         self._room = ROOM
-        # What is behind decisions that depend on no entry, for the policy of the newest one since the revision began.
+        # The object behind the newest decision of this revision that depends on no entry.
         self._newest_behind: Behind | None = None
         # The stages of budgets by the budget's name; a missing budget is unshortened.
         self.stages: Mapping[str, int] = {}
