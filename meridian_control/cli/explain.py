@@ -129,8 +129,8 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
         line = f"revision {answer.withdrawn_revision} put the entropy rules into shadow: {answer.withdrawn_reason}"
         terminal.print(escape(line), highlight=False)
     for row in answer.savings:
-        force = "in force" if row.in_force else "no longer in force"
-        terminal.print(f"rules since revision {row.since_revision}, {force}", highlight=False)
+        which = "current" if row.in_force else "earlier"
+        terminal.print(f"{which} rules, since revision {row.since_revision}", highlight=False)
         terminal.print(savings_table(row))
         terminal.print(ends_table(row))
         for line in savings_lines(row):

@@ -83,6 +83,9 @@ def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_
         if (known and not missing) or waited_s >= wait_s:
             break
         time.sleep(POLL_INTERVAL_S)
+    if not wanted:
+        typer.echo("no connected engine matches; engines that match are frozen as soon as they connect")
+        return
     typer.echo(f"{len(wanted) - len(missing)} of {len(wanted)} connected engines confirmed")
     if missing:
         fail(FAILED, *(f"{engine_id} has not confirmed" for engine_id in missing))

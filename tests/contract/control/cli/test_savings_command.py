@@ -34,7 +34,7 @@ async def test_savings(control: Control) -> None:
     result = await control("savings")
     assert result.exit_code == OK
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert lines[0] == "rules since revision 4, in force"
+    assert lines[0] == "current rules, since revision 4"
     assert lines[2:4] == [
         "treated 100 60.0 0.0% 10.0 0.0% 0.0% 0.0%",
         "control 100 100.0 0.0% 0.0% 3.0% 0.0%",

@@ -357,6 +357,12 @@ async def test_meridianctl(control: Control) -> None:
         assert "1 of 1 connected engines confirmed" in result.output
         assert not two.link.lease.frozen()
         assert (await run("thaw", server=server)).output == "freeze 2 has ended\n"
+        result = await run(*command, "--reason", "x", "--engine", "rak-*", server=server)
+        assert result.exit_code == OK
+        assert result.output.endswith(
+            "no connected engine matches; engines that match are frozen as soon as they connect\n"
+        )
+        assert (await run("thaw", server=server)).output == "freeze 3 has ended\n"
         assert (await run("thaw", server=server)).output == "no freeze is in force\n"
         result = await run("thaw", "7", server=server)
         assert (result.exit_code, result.stderr) == (FAILED, "NOT_FOUND: freeze 7 is not in force\n")
