@@ -49,11 +49,11 @@ class Journal:
         if not sampled(opened.request_id, ratio):
             self._lives.pop(opened.slot, None)
             return
-        life = Life(self._engine_id, self._incarnation, self._session_id, opened, self.now, joined_late)
+        who, number = (self._engine_id, self._incarnation, self._session_id), self._log.next_number()
+        life = Life(*who, opened, number, self.now, joined_late)
         life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
         self._log.begin(life)
         self._lives[opened.slot] = life
-        self._note(life, "opened", opened.phase)
 
     def snapshot(self, requests: Iterable[agent_pb2.RequestOpened], ratio: float) -> None:
         """Update the lives from a snapshot: continue known requests, begin new ones, and close missing ones."""
@@ -141,8 +141,7 @@ class Journal:
         )
 
     def _close(self, life: Life, reason: str) -> None:
-        self._note(life, "closed", agent_pb2.PHASE_UNSPECIFIED, reason)
-        life.close_time = self.now
+        life.close_number, life.close_time, life.close_reason = self._log.next_number(), self.now, reason
         self._log.over(life)
         if self._log.ended is not None:
             self._log.ended(life)

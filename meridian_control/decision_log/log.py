@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from meridian_control.decision_log.records import Circumstances, Decision, Key, Life, LifeEvent
 
-# Largest number of newest events kept of one life.
+# Largest number of newest events kept of one life, besides its begin and its end.
 LIFE_EVENTS = 128
-# Largest numbers of events of all lives together, of probes, and of other decisions, that a replica keeps.
+# Largest numbers of events of all lives together, without their ends, of probes, and of other decisions, that a replica
+# keeps.
 MAX_EVENTS, MAX_PROBES, MAX_DECISIONS = 1 << 15, 1 << 15, 1 << 15
 
 
@@ -38,7 +39,7 @@ class DecisionLog:
         max_probes: int = MAX_PROBES,
     ) -> None:
         self.settled, self.ended = settled, ended
-        # The number of events of all lives, without probes.
+        # The number of events of all lives, without ends and probes.
         self.events = 0
         self._max_events = max_events
         # Live requests in the order in which they began, and requests that are over in the order in which they ended. A
@@ -55,6 +56,7 @@ class DecisionLog:
         self._forget(self._live.pop(life.key, None))
         self._live[life.key] = life
         life.is_live = True
+        self._count()
 
     def over(self, life: Life) -> None:
         if life.is_live:
@@ -85,10 +87,7 @@ class DecisionLog:
             life.left_out += 1
             del events[0]
             return
-        self.events += 1
-        while self.events > self._max_events:
-            lives = self._over or self._live
-            self._forget(lives.pop(next(iter(lives))))
+        self._count()
 
     def add_probes(self, probes: Sequence[Decision], lives: Mapping[int | None, Life], under: Circumstances) -> None:
         """Add probes.
@@ -108,9 +107,16 @@ class DecisionLog:
         self._decisions.append(made)
         self.add(life, made)
 
+    def _count(self) -> None:
+        """Count an event that was added, and keep the bound of the log."""
+        self.events += 1
+        while self.events > self._max_events:
+            lives = self._over or self._live
+            self._forget(lives.pop(next(iter(lives))))
+
     def _forget(self, life: Life | None) -> None:
         if life is not None:
-            self.events -= len(life.events)
+            self.events -= 1 + len(life.events)
             life.is_live = False
             # A life and its decisions refer to each other, so that only the garbage collector would free them.
             life.events.clear()
@@ -133,5 +139,5 @@ class DecisionLog:
     def events_of(self, life: Life) -> tuple[list[LifeEvent | Decision], int]:
         """Return the events and probes of a life in their order, and the number of those that the log has dropped."""
         probes = [made for made in self._probes if made.life is life]
-        events = sorted((*life.events, *probes), key=attrgetter("number"))
+        events = sorted((*life.history(), *probes), key=attrgetter("number"))
         return events, life.left_out + life.probes - len(probes)

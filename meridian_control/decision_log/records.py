@@ -267,12 +267,16 @@ class Life:
     # Id of the session that last reported on the request.
     session_id: str
     opened: agent_pb2.RequestOpened
+    # Places in the order of the log, and times, of the begin and the end.
+    open_number: int
     open_time: datetime
     joined_late: bool
+    close_number: int = 0
     close_time: datetime | None = None
+    close_reason: str = ""
     think_tokens: int = 0
     output_tokens: int = 0
-    # All events but probes, which the log keeps by itself: a request may have thousands of them.
+    # The events between begin and end, without probes, which the log keeps by itself: a request may have thousands.
     events: list[LifeEvent | Decision] = field(default_factory=list)
     left_out: int = 0
     # Number of probes that were logged.
@@ -283,6 +287,16 @@ class Life:
 
     def __post_init__(self) -> None:
         self.key = self.engine_id, self.incarnation, self.opened.request_id
+
+    def history(self) -> list[LifeEvent | Decision]:
+        """Return all events but probes, in their order, from the begin on."""
+        opened, unknown = self.opened, agent_pb2.PHASE_UNSPECIFIED
+        tokens = opened.think_tokens, opened.output_tokens
+        found = [LifeEvent(self.open_number, self.open_time, "opened", opened.phase, *tokens), *self.events]
+        if self.close_time is not None:
+            tokens = self.think_tokens, self.output_tokens
+            found.append(LifeEvent(self.close_number, self.close_time, "closed", unknown, *tokens, self.close_reason))
+        return found
 
     def is_called(self, request_id: str) -> bool:
         """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any

@@ -77,7 +77,7 @@ class Tracing:
                     span.add_event(
                         f"meridian.{event.kind}", dict(_decided(event)), _ns(event.outcome_time or event.time)
                     )
-            elif event.kind not in ("opened", "phase", "closed"):
+            elif event.kind != "phase":
                 detail: dict[str, str] = {"meridian.reason": event.detail} if event.detail else {}
                 span.add_event(f"meridian.{event.kind}", detail, _ns(event.time))
         span.end(_ns(end))
@@ -89,7 +89,7 @@ class Tracing:
 
 def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
     """Yield each stretch of one phase: its name, begin, end, and generated tokens (None for the prompt phase)."""
-    marks = [e for e in life.events if not isinstance(e, Decision) and e.phase in PHASES]
+    marks = [e for e in life.history() if not isinstance(e, Decision) and e.phase in PHASES]
     for i, mark in enumerate(marks):
         if i and marks[i - 1].phase == mark.phase:
             continue
