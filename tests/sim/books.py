@@ -231,6 +231,9 @@ class EngineBooks:
         assert link.lease.revision >= self.revision, f"revision goes from {self.revision} to {link.lease.revision}"
         self.revision = link.lease.revision
         self._after_lease(agent)
+        # The freeze may be over before a request that sits out, such as for a probe, gets its next token.
+        for watched in self.requests.values() if agent.frozen else ():
+            watched.force = watched.ending_left = 0
         for tr in agent.tracker.by_id.values():
             waits = tr.ref.status.name == "PREEMPTED"
             assert tr.preempted or not waits, f"{tr.info.request_id} is preempted, and the agent does not know"
