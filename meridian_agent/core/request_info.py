@@ -140,7 +140,8 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
         return NOTHING_SET
     extra = extra_args
     complaints: list[str] = []
-    tenant, slo_class, effort = (clean(extra.get(f"meridian_{name}", "")) for name in ("tenant", "slo_class", "effort"))
+    names = "meridian_tenant", "meridian_slo_class", "meridian_effort"
+    tenant, slo_class, effort = (_text(extra, name, complaints) for name in names)
     floor = _tokens(extra, "meridian_min_think_tokens", complaints)
     cap = _tokens(extra, "meridian_max_think_tokens", complaints)
     prompt = _tokens(extra, "meridian_prompt_tokens", complaints)
@@ -161,6 +162,14 @@ def budget_of(params: Any, prompt: Sequence[int], markers: Markers) -> int | Non
     return min(max(0, budget - (after if event is TokenEvent.START else 0)), MAX_TOKENS)
 
 
+def _text(extra: Mapping[str, object], name: str, complaints: list[str]) -> str:
+    value = extra.get(name)
+    if value is None or isinstance(value, (str, int, float)):
+        return clean("" if value is None else value)
+    complaints.append(f"{name} must be a text; got {clean(value)}")
+    return ""
+
+
 def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> int | None:
     value = extra.get(name)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
@@ -171,8 +180,10 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:
-    """Return a value as valid UTF-8 text of at most `limit` characters; empty for a number that is too long for Python
-    to print."""
+    """Return a text or number as valid UTF-8 text of at most `limit` characters; empty for a number that is too long
+    for Python to print. Of any other value, which may be large, return its type."""
+    if not isinstance(value, (str, int, float)):
+        return f"a {type(value).__name__}"
     try:
         text = str(value)
     except ValueError:

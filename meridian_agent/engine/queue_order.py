@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MAX_APPENDED = 8
 # Under vLLM's priority policy the agent adds rank / RANK_SCALE to a request's priority.
 MAX_RANK, RANK_SCALE = agent_pb2.PHASE_RANK_MAX, agent_pb2.PHASE_RANK_MAX + 1
+# Bound for the priorities to which a fraction is added: below it the sum is exact in a float, which has 53 bits. A
+# priority beyond it, such as a time in nanoseconds, stays as it is, and ranks do not decide there.
+PRIORITY_BOUND = (1 << 53) // RANK_SCALE
 
 
 class Limit(NamedTuple):
@@ -59,9 +62,9 @@ class QueueOrder:
     def obey(self, scheduler: Any, plan: DispatchPlan) -> None:
         """Order the queues, and leave out the sequences for which the plan's shares have no place."""
         self._order(scheduler)
-        if plan.think_per_step is not None and self._tracker.answering:
+        if plan.think_per_step is not None and self._streams(scheduler, Phase.OUTPUT):
             self._leave_out(scheduler, Phase.THINK, plan.think_per_step, plan.max_skip_steps)
-        elif plan.output_per_step is not None and self._tracker.thinking:
+        elif plan.output_per_step is not None and self._streams(scheduler, Phase.THINK):
             self._leave_out(scheduler, Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps)
 
     def undo(self, scheduler: Any) -> None:
@@ -129,8 +132,18 @@ class QueueOrder:
         self.prompts_last = bool(running[-1].is_prefill_chunk)
         if not self._is_fcfs:
             for request in running:
-                if live := by_id.get(request.request_id):
-                    request.priority = math.floor(request.priority) + min(live.effective_rank, MAX_RANK) / RANK_SCALE
+                own = math.floor(request.priority)
+                if (live := by_id.get(request.request_id)) is not None and abs(own) < PRIORITY_BOUND:
+                    request.priority = own + min(live.effective_rank, MAX_RANK) / RANK_SCALE
+
+    def _streams(self, scheduler: Any, phase: Phase) -> bool:
+        """Return whether a running request whose prompt is complete is in this phase. Requests that wait for a place,
+        also after a preemption, do not count, because no limit on the others helps them."""
+        tracker, by_id = self._tracker, self._tracker.by_id
+        if not (tracker.answering if phase is Phase.OUTPUT else tracker.thinking):
+            return False
+        running = (by_id.get(request.request_id) for request in scheduler.running if not request.is_prefill_chunk)
+        return any(live is not None and live.phase is phase for live in running)
 
     def preempted_answers(self) -> list[Any]:
         """Return the preempted answers that wait. A request that runs again leaves `tracker.preempted` only with its
@@ -179,9 +192,10 @@ class QueueOrder:
         return limits
 
     def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
-        """Return the number of running requests to allow, None for vLLM's own limit. While admission is on hold, vLLM
-        may admit only probes, preempted answers, and requests that hold their KV blocks already."""
-        hold = hold and self._tracker.answering > 0
+        """Return the number of running requests to allow, None for vLLM's own limit. While admission is on hold, until
+        the next token of a preempted answer, vLLM may admit only probes, preempted answers, and requests that hold
+        their KV blocks already."""
+        hold = hold and any(live.phase is Phase.OUTPUT for live in self._tracker.preempted)
         if not (hold or reserved):
             return None
         stock = limit = int(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)))
@@ -195,11 +209,13 @@ class QueueOrder:
     def _token_limit(self, scheduler: Any, plan: DispatchPlan | None, probing: int) -> int | None:
         """Return the number of tokens to allow in the step, so that prompts take no more of it than the plan says while
         answers stream; None for vLLM's own limit. probing: tokens of probes."""
-        if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_cut):
+        if plan is None or plan.prefill_tokens_per_step is None or not self._can_cut:
             return None
         run = self._tracker.run
         if run.whole and run.members == len(scheduler.running) and not scheduler_api.anything_waits(scheduler):
             # No prompt is left to compute.
+            return None
+        if not self._streams(scheduler, Phase.OUTPUT):
             return None
         # A prompt that is cut in pieces would crash an engine that cannot sample a seeded token twice.
         others = (live for live in self._tracker.by_id.values() if live.run_row < 0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.guard import hook
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import request_api
 
@@ -268,6 +268,10 @@ class StepAccounting:
     def close(self, live: LiveRequest, finish_reason: str) -> None:
         """Report the outcomes of a request's open decisions and forget the request, because it has ended."""
         self._probing.held.pop(live, None)
+        if live.tier is not None and not live.ref.is_finished():
+            # Only an input of a streaming session has ended, so vLLM does not free the KV blocks.
+            self._directives.report(live.tier[0], Outcome.REFUSED, detail="the streaming session keeps its blocks")
+            live.take_tier()
         self._directives.close(live)
         self._hand_over.closing(live, finish_reason)
         self._outbox.unreported.close(live)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.link.messages import decisions_in
+from meridian_agent.link.messages import decisions_in, parts_of
 
 if TYPE_CHECKING:
     from meridian_agent.link.lease import Lease
@@ -21,6 +21,8 @@ INBOX_MESSAGES = 4096
 # Largest number of decisions that may wait for the engine, and of outcomes that may wait to be sent: four for each
 # request of the largest engine.
 INBOX_DECISIONS = 1 << 18
+# Largest number of decisions in a message for the engine's thread, which takes whole messages in between two steps.
+PART_DECISIONS = 256
 
 
 class Inbox:
@@ -70,11 +72,12 @@ class Inbox:
         self._lease.attention = True
 
     def put(self, directives: agent_pb2.Directives) -> None:
-        """Add a message. A message without a decision is only noted as answered, unless another message waits before
-        it."""
+        """Add a message, in parts if it is large. A message without a decision is only noted as answered, unless
+        another message waits before it."""
         if self.messages or len(directives.ListFields()) > (directives.step > 0):
-            self._in += decisions_in(directives)
-            self.messages.append(directives)
+            for part in parts_of(directives, PART_DECISIONS):
+                self._in += decisions_in(part)
+                self.messages.append(part)
             self._lease.attention = True
         else:
             self.answered_step = directives.step

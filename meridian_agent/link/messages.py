@@ -15,7 +15,7 @@ from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from meridian_agent.core.step_record import StepRecord
 
@@ -70,6 +70,20 @@ def mergeable(records: Sequence[StepRecord], following: StepRecord, merge_loops:
         if any(row[0] in closed for row in following.opened):
             return False
     return not any(slot in record.resumed for record in records for slot in following.preempted)
+
+
+def parts_of(message: agent_pb2.Directives, most: int) -> Iterator[agent_pb2.Directives]:
+    """Split a message with more than `most` decisions into messages with at most as many, in the order in which the
+    engine takes them in. A plan, whose ranks belong together, stays whole."""
+    if decisions_in(message) <= most:
+        yield message
+        return
+    for kind in ("forces", "caps", "tiers", "probes", "hand_overs"):
+        decisions = getattr(message, kind)
+        for begin in range(0, len(decisions), most):
+            yield agent_pb2.Directives(step=message.step, **{kind: decisions[begin : begin + most]})
+    if message.HasField("plan"):
+        yield agent_pb2.Directives(step=message.step, plan=message.plan)
 
 
 def decisions_in(message: agent_pb2.Directives) -> int:

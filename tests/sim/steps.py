@@ -75,20 +75,23 @@ class Steps:
         return limits
 
     def _prepare(self, plan: DispatchPlan, prepared: Prepared, skipped: dict[str, int]) -> None:
-        agent, answering = self._agent, self._agent.tracker.answering
-        if plan.hold_admission and answering:
-            waiting = {live.info.request_id for live in agent.tracker.preempted if live.state.phase is Phase.OUTPUT}
+        agent = self._agent
+        waiting = {live.info.request_id for live in agent.tracker.preempted if live.state.phase is Phase.OUTPUT}
+        if plan.hold_admission and waiting:
             prepared.admitted = waiting | prepared.running
             # In vLLM's own order, in shadow and under its priority policy another request may be ahead of an answer.
             prepared.are_first = self._engine.shape.policy == "fcfs" and not (plan.shadow or plan.stock)
         if plan.shadow or plan.stock:
             return
         self._check_order()
-        if plan.think_per_step is not None and answering:
+        by_id = agent.tracker.by_id
+        complete = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
+        streaming = {live.state.phase for live in complete if live is not None}
+        if plan.think_per_step is not None and Phase.OUTPUT in streaming:
             self._share(Phase.THINK, plan.think_per_step, plan.max_skip_steps, prepared, skipped)
-        elif plan.output_per_step is not None and agent.tracker.thinking:
+        elif plan.output_per_step is not None and Phase.THINK in streaming:
             self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared, skipped)
-        if plan.prefill_tokens_per_step is not None and answering:
+        if plan.prefill_tokens_per_step is not None and Phase.OUTPUT in streaming:
             decodes = len(prepared.running) * (1 + self._scheduler.num_spec_tokens)
             probes = sum(not placed.cost_tokens for placed in agent.probing.placed.values())
             probing = probes * (1 + len(agent.tracker.markers.probe))

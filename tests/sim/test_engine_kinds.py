@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import RequestStatus
 
 from meridian_agent.core.phases import Phase
-from meridian_agent.engine import scheduler_mixin
+from meridian_agent.engine import scheduler_mixin, stock_restore
 from tests.sim import engine as engine_module
 from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, share_tokenizer, words
 
@@ -103,6 +103,61 @@ def test_a_step_never_admits_one_adapter_too_many(made: Callable[..., Engine], i
     assert set(engine.finished) == {"answer", "first", "another", "second"}
     together = sum("first" in members and "second" in members for members in engine.schedule)
     assert (together > 0, engine.agent.queues.think_skips > 0) == (adapters == 2, adapters == 2)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_hold_on_admission_keeps_nobody_out_unless_a_preempted_answer_waits(
+    made: Callable[..., Engine], is_async: bool
+) -> None:
+    """Requests whose prompt has closed thinking wait as answers, but only an admission helps them."""
+    engine = made(Shape(is_async=is_async, blocks=64, places=2))
+    for name in ("first", "second"):
+        add(engine, name, [TEXT[0], START], THINKS, 20)
+    step(engine, 4)
+    for number in range(3):
+        add(engine, f"waits {number}", [TEXT[0], START, END], ANSWERS, 5)
+    obey(engine, agent_pb2.DispatchPlan(hold_admission=True))
+    step(engine, 40)
+    assert len(engine.finished) == 5
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_share_leaves_nobody_out_while_no_answer_streams(made: Callable[..., Engine], is_async: bool) -> None:
+    """An answer that waits for a place gets none the sooner for it."""
+    engine = made(Shape(is_async=is_async, blocks=200, places=4, batch_tokens=128))
+    for number in range(4):
+        add(engine, f"thinks {number}", [TEXT[0], START], THINKS, 40 + 10 * (number > 0))
+    step(engine, 4)
+    answer(engine, "waits")
+    obey(engine, agent_pb2.DispatchPlan(think_per_step=1, max_skip_steps=8, prefill_tokens_per_step=1))
+    while "thinks 0" not in engine.finished:
+        step(engine, 1)
+    assert engine.agent.queues.think_skips == 0
+    while "waits" not in engine.finished:
+        step(engine, 1)
+    assert engine.agent.queues.think_skips > 0
+
+
+def test_a_rank_changes_no_priority_for_good(made: Callable[..., Engine]) -> None:
+    """A rank is a fraction, which a float has no room for beside a priority such as a time in nanoseconds."""
+    engine = made(Shape(blocks=200, places=8, batch_tokens=128, policy="priority"))
+    priorities = [0, -3, 2**43 - 1, 2**43, 1 - 2**43, 1_764_137_000_123_456, 1_764_137_000_123_456_789, 10**400]
+    for number, priority in enumerate(priorities):
+        add(engine, str(number), [TEXT[0], START], replace(THINKS, priority=priority), 60)
+    step(engine, 2)
+    requests = [engine.scheduler.requests[str(number)] for number in range(len(priorities))]
+    for rank in (1000, 3, 1000):
+        slots = [live.slot for live in engine.agent.tracker.by_id.values()]
+        obey(engine, agent_pb2.DispatchPlan(slot=slots, rank=[rank] * len(slots)))
+        step(engine, 2)
+        assert [request.priority != own for request, own in zip(requests, priorities, strict=True)] == [
+            abs(own) < 2**43 for own in priorities
+        ]
+    assert sorted(range(len(requests)), key=lambda n: requests[n].priority) == sorted(
+        range(len(requests)), key=priorities.__getitem__
+    )
+    stock_restore.order(engine.scheduler)
+    assert [request.priority for request in requests] == priorities
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -203,6 +258,39 @@ def test_each_input_of_a_session_is_a_request_of_its_own(made: Callable[..., Eng
     assert (engine.live, list(live)) == ([], [])
     step(engine, 2)
     assert engine.agent.lease.idle
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_tier_of_a_sessions_input_ends_with_the_input(made: Callable[..., Engine], is_async: bool) -> None:
+    """The session keeps its KV blocks for the next input, however the session ends."""
+    engine, told = made(Shape(is_async=is_async, blocks=200)), list[Any]()
+    tracker, take_record = engine.agent.tracker, engine.agent.tracker.take_record
+
+    def taken() -> Any:
+        record = take_record()
+        told.extend(record.outcomes)
+        return record
+
+    tracker.take_record = taken
+    for number in range(1, 4):
+        add(engine, "session", [TEXT[0], START], THINKS, 4, resumable=True)
+        step(engine, 2)
+        slot, unreachable = tracker.by_id["session"].slot, agent_pb2.EVICTION_TIER_UNREACHABLE
+        tier = agent_pb2.TierChange(decision_id=number, slot=slot, tier=unreachable)
+        engine.agent.directives.accept(agent_pb2.Directives(step=10**6, tiers=[tier]))
+        if number < 3:
+            while engine.scheduler.requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+                step(engine, 1)
+    engine.abort("session")
+    step(engine, 3)
+    why = "the streaming session keeps its blocks"
+    refused = agent_pb2.OUTCOME_REFUSED
+    assert [(number, outcome, detail) for number, outcome, _, detail in told[:2]] == [
+        (1, refused, why),
+        (2, refused, why),
+    ]
+    assert [(number, outcome) for number, outcome, *_ in told[2:]] == [(3, agent_pb2.OUTCOME_APPLIED)]
+    assert (tracker.unfreed, tracker.by_id) == ({}, {})
 
 
 def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(made: Callable[..., Engine]) -> None:

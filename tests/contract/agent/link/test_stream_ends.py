@@ -179,22 +179,26 @@ def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:
     return [agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1, probes=probes))] * messages
 
 
-async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str]) -> None:
-    """No step takes in many more than STEP_DECISIONS decisions, and in the end each decision has its outcome."""
+@pytest.mark.parametrize(("messages", "decisions"), [(50, 300), (2, 7500)])
+async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str], messages: int, decisions: int) -> None:
+    """No step takes in many more than STEP_DECISIONS decisions, however large a message is, and in the end each
+    decision has its outcome."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
         engine.open("a")
-        for message in flooding(50, 300):
+        for message in flooding(messages, decisions):
             servicer.say.put_nowait(message)
-        await until(lambda: len(engine.link.inbox.messages) == 51)
+        waiting = engine.link.inbox.messages
+        await until(lambda: sum(decisions_in(m) for m in list(waiting) if m) == messages * decisions)
         taken = []
         while engine.link.inbox.messages:
             before = len(engine.taken)
             engine.step()
-            taken.append(len(engine.taken) - before)
-        assert max(taken) == -(-STEP_DECISIONS // 300) == 4
-        await engine.steps_until(lambda: sum(len(m.step.outcomes) for m in servicer.received) == 50 * 300)
+            taken.append(sum(map(decisions_in, engine.taken[before:])))
+        assert STEP_DECISIONS <= max(taken) < STEP_DECISIONS + inbox.PART_DECISIONS
+        assert sum(taken) == messages * decisions
+        await engine.steps_until(lambda: sum(len(m.step.outcomes) for m in servicer.received) == messages * decisions)
         assert engine.streams == 1
 
 

@@ -40,7 +40,16 @@ def test_a_number_too_long_to_print() -> None:
     assert read({"meridian_tenant": 10**5000, CAP: -(10**5000)})[:1] == ("",)
 
 
-@pytest.mark.parametrize("extra", [None, {}])
+@pytest.mark.parametrize(("value", "kind"), [(["a"], "list"), ({"a": "b"}, "dict"), (b"a", "bytes"), ((), "tuple")])
+def test_a_name_that_is_no_text_is_ignored(value: object, kind: str) -> None:
+    """The complaint has the type alone, because printing a large list would take the engine's time."""
+    overrides = read({"meridian_tenant": value, "meridian_effort": 3})
+    assert (overrides.tenant, overrides.effort) == ("", "3")
+    assert overrides.complaint == f"meridian_tenant must be a text; got a {kind}"
+    assert f"got 'a {kind}'" in read({CAP: value}).complaint
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"meridian_tenant": None}])
 def test_nothing_said(extra: dict[str, object] | None) -> None:
     assert read(extra) == ("", "", "", None, None, MAX_TOKENS, "")
 

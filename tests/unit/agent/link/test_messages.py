@@ -14,12 +14,31 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS, StepRecord
 from meridian_agent.core.step_signals import StepSignals
-from meridian_agent.link.messages import mergeable, opened_message, step_report
+from meridian_agent.link.messages import decisions_in, mergeable, opened_message, parts_of, step_report
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.decisions.table_columns import COLUMNS, NO_TOKEN
 from meridian_control.decisions.token_rows import columns_of, spell_out
 from meridian_control.session.merged_steps import ages_ms
 from tests.fakes.engine import END, START, TEXT, FakeEngine
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0, 0), (3, 1, 0, 0, 0), (5, 9, 1, 4, 2), (0, 0, 0, 13, 0)])
+def test_large_messages_come_in_parts(counts: tuple[int, ...], has_plan: bool) -> None:
+    kinds, most = ("forces", "caps", "tiers", "probes", "hand_overs"), 4
+    whole = agent_pb2.Directives(
+        step=7, plan=agent_pb2.DispatchPlan(slot=range(9), rank=range(9)) if has_plan else None
+    )
+    for kind, count in zip(kinds, counts, strict=True):
+        for number in range(count):
+            getattr(whole, kind).add(decision_id=number)
+    parts, together = [*parts_of(whole, most)], agent_pb2.Directives()
+    for part in parts:
+        together.MergeFrom(part)
+    assert together == whole
+    assert {part.step for part in parts} == {7}
+    assert all(decisions_in(part) <= most or part.HasField("plan") for part in parts)
+    assert len(parts) == sum(-(-count // most) for count in counts) + has_plan or parts == [whole]
 
 
 def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0) -> list[float]:
