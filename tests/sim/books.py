@@ -86,7 +86,13 @@ class EngineBooks:
             obey(settings, markers)
 
         agent.put_in_force = watched_obey
-        accept, new_stream = directives.accept, directives.new_stream
+        accept, new_stream, freeze = directives.accept, directives.new_stream, directives.freeze
+
+        def watched_freeze() -> None:
+            freeze()
+            # The freeze may be over before a request that sits out gets its next token, and before any step.
+            for watched in self.requests.values():
+                watched.force = watched.ending_left = 0
 
         def watched_accept(message: agent_pb2.Directives) -> None:
             ranks = {tr: tr.rank for tr in agent.tracker.by_id.values()}
@@ -99,7 +105,7 @@ class EngineBooks:
             new_stream()
             self._forget_forces(ALL_BUT_CAPS)
 
-        directives.accept, directives.new_stream = watched_accept, watched_new_stream
+        directives.accept, directives.new_stream, directives.freeze = watched_accept, watched_new_stream, watched_freeze
 
     def open(self, request_id: str, prompt: list[int], max_tokens: int, own_cap: int | None) -> None:
         if self.link is None:
@@ -231,9 +237,6 @@ class EngineBooks:
         assert link.lease.revision >= self.revision, f"revision goes from {self.revision} to {link.lease.revision}"
         self.revision = link.lease.revision
         self._after_lease(agent)
-        # The freeze may be over before a request that sits out, such as for a probe, gets its next token.
-        for watched in self.requests.values() if agent.frozen else ():
-            watched.force = watched.ending_left = 0
         for tr in agent.tracker.by_id.values():
             waits = tr.ref.status.name == "PREEMPTED"
             assert tr.preempted or not waits, f"{tr.info.request_id} is preempted, and the agent does not know"
