@@ -110,10 +110,13 @@ class _Gated:
     async def open(self, given: bytes, context: Context) -> Any:
         """Serve a call that every caller may make. The method returns its response, or writes its responses itself."""
         try:
-            request = self._parsed(given)
-        except InvalidRequest as error:
+            request, place = self._parsed(given), ExitStack()
+            if self._handler.response_streaming:
+                place = self._gate.limiter.place(Kind.OPEN_STREAM, host_of(context.peer()))
+        except MeridianError as error:
             await self._failed(error, context)
-        return await self._inner(request, context)
+        with place:
+            return await self._inner(request, context)
 
     async def single(self, given: bytes, context: Context) -> Any:
         try:

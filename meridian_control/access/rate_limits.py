@@ -26,10 +26,12 @@ RETRY_S = 1.0
 
 
 class Kind(Enum):
-    """The kinds of call that have separate limits: one response, a stream of responses, an engine's stream."""
+    """The kinds of call that have separate limits: one response, a stream of responses, a stream that every caller may
+    open, an engine's stream."""
 
     CALL = "calls"
     STREAM = "streams"
+    OPEN_STREAM = "health watches"
     ENGINE = "engines"
 
 
@@ -37,7 +39,8 @@ class Kind(Enum):
 class CallLimits:
     """Limits on calls. `calls_per_s` and `burst` limit the rate at which one caller begins calls and streams. `calls`
     and `streams` limit one caller's open calls and streams, and `all_calls`, `all_streams` and `engines` those of all
-    callers together. A caller is a principal, or a host if callers need not authenticate; a replica is a caller, too.
+    callers together. Health watches have the limits of streams, and places of their own. A caller is a principal, or a
+    host if callers need not authenticate; a replica is a caller, too.
     """
 
     calls_per_s: float = 200.0
@@ -63,6 +66,7 @@ class Limiter:
         if kind is Kind.ENGINE:
             bounds = [("", limits.engines)]
         else:
+            # Callers without credentials take no places of the others.
             single = kind is Kind.CALL
             each, together = (limits.calls, limits.all_calls) if single else (limits.streams, limits.all_streams)
             bounds = [(who, each), ("", together)]

@@ -24,4 +24,6 @@ def copied(told: agent_pb2.RequestOpened) -> agent_pb2.RequestOpened:
             raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
     opened = agent_pb2.RequestOpened()
     opened.CopyFrom(told)
+    # Fields that this version does not know have no bound.
+    opened.DiscardUnknownFields()
     return opened

@@ -56,7 +56,7 @@ class DecisionLog:
         self._forget(self._live.pop(life.key, None))
         self._live[life.key] = life
         life.is_live = True
-        self._count()
+        self._count(life.weight)
 
     def over(self, life: Life) -> None:
         if life.is_live:
@@ -87,7 +87,7 @@ class DecisionLog:
             life.left_out += 1
             del events[0]
             return
-        self._count()
+        self._count(1)
 
     def add_probes(self, probes: Sequence[Decision], lives: Mapping[int | None, Life], under: Circumstances) -> None:
         """Add probes.
@@ -107,16 +107,16 @@ class DecisionLog:
         self._decisions.append(made)
         self.add(life, made)
 
-    def _count(self) -> None:
-        """Count an event that was added, and keep the bound of the log."""
-        self.events += 1
+    def _count(self, added: int) -> None:
+        """Count events that were added, and keep the bound of the log."""
+        self.events += added
         while self.events > self._max_events:
             lives = self._over or self._live
             self._forget(lives.pop(next(iter(lives))))
 
     def _forget(self, life: Life | None) -> None:
         if life is not None:
-            self.events -= 1 + len(life.events)
+            self.events -= life.weight + len(life.events)
             life.is_live = False
             # A life and its decisions refer to each other, so that only the garbage collector would free them.
             life.events.clear()

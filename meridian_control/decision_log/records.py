@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.pressure.controller import LevelChange
 
+# About as many bytes as an event takes.
+EVENT_BYTES = 512
+
 Key = tuple[str, str, str]
 
 # Section and field of the value that a budget or pressure may have changed for a decision, by the decision's kind and
@@ -284,9 +287,12 @@ class Life:
     # Whether the log adds events to the life: the request lives, and the log has not dropped the life.
     is_live: bool = False
     key: Key = field(init=False)
+    # As how many events the life's begin counts: a request may have several KB of texts.
+    weight: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.engine_id, self.incarnation, self.opened.request_id
+        self.weight = 1 + self.opened.ByteSize() // EVENT_BYTES
 
     def history(self) -> list[LifeEvent | Decision]:
         """Return all events but probes, in their order, from the begin on."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
     """Return the session's engine as a message. connected: whether the engine's stream is open."""
-    hello, report, table = session.hello, session.last_report, session.table
+    hello, report, table = session.hello, session.gauges, session.table
     running = table.live & ~table.preempted
     state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
     view = fleet_pb2.Engine(

@@ -6,9 +6,11 @@ then calls `finish`. The code does no I/O and reads no clock; each object belong
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.masks import any_in
@@ -22,8 +24,6 @@ from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continue
 
 if TYPE_CHECKING:
     from collections.abc import Sized
-
-    from meridian.v1 import agent_pb2
 
     from meridian_control.budgets.charges import Charges
     from meridian_control.decision_log.journal import Journal
@@ -86,6 +86,8 @@ class Intake:
             ("closed", closed),
         ):
             _check_length(name, told)
+        if not math.isfinite(report.kv_used):
+            raise ValueError(f"kv_used must be finite; got {report.kv_used}")
         table = self._table
         self._totals.reports += 1
         for opened in report.opened:
@@ -255,6 +257,20 @@ class Intake:
     def _sample_ratio(self) -> float:
         policy = self._groups.policy
         return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
+
+
+def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
+    """Return the numbers of a report that describe the engine at its end: the whole report, whose size the number of
+    tokens decides, need not be kept until the next one. A step time that is no number becomes 0."""
+    kept = agent_pb2.StepReport(
+        step=report.step,
+        step_time_ms=report.step_time_ms if math.isfinite(report.step_time_ms) else 0.0,
+        kv_used=report.kv_used,
+        running=report.running,
+        waiting=report.waiting,
+    )
+    kept.counters.CopyFrom(report.counters)
+    return kept
 
 
 def _check_length(name: str, told: Sized) -> None:

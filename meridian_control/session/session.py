@@ -27,7 +27,7 @@ from meridian_control.session.effective_policies import Groups
 from meridian_control.session.freeze_state import FreezeState
 from meridian_control.session.handovers import SessionHandovers
 from meridian_control.session.operator_ends import ENDING, OperatorEnd, state_of
-from meridian_control.session.report_intake import Intake
+from meridian_control.session.report_intake import Intake, gauges_of
 from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
 
@@ -73,6 +73,7 @@ class Session:
         carried: Carried = NOTHING_CARRIED,
     ) -> None:
         _check(hello)
+        hello.DiscardUnknownFields()
         self.session_id, self.hello, self.connected_at = session_id, hello, now
         # The policy that comes into force first sets the length of the entropy window.
         self.table = RequestTable(1)
@@ -82,7 +83,7 @@ class Session:
         self.delivery = Delivery(hello, self.totals)
         self.freezing = FreezeState(hello.freeze)
         self.agent_state = hello.state
-        self.last_report: agent_pb2.StepReport | None = None
+        self.gauges: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
         self.charges = Charges(self.table, carried)
@@ -148,7 +149,7 @@ class Session:
         if self.policy is None:
             return "no policy is in force on it yet"
         # An engine without requests sends no report; its KV cache is empty.
-        return "it has not reported yet" if self.last_report is None and self.table.live.any() else ""
+        return "it has not reported yet" if self.gauges is None and self.table.live.any() else ""
 
     @property
     def budget_stages(self) -> Mapping[str, int]:
@@ -321,7 +322,7 @@ class Session:
         if not report.steps:
             self._ledger.settle(report.outcomes)
             return []
-        self.last_report, self.reported_at = report, now
+        self.gauges, self.reported_at = gauges_of(report), now
         self.agent_state = report.state or self.agent_state
         if self.pressure.entries:
             self._judge_pressure(now)

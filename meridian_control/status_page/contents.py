@@ -262,7 +262,7 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "preempted": request.preempted,
         "think_tokens": request.think_tokens,
         "output_tokens": request.output_tokens,
-        "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
+        "eat_ema_nats": round(eat, 4) if math.isfinite(eat) else None,
         "last_decision": decision_text(last) if last.decision_id else "",
     }
 

@@ -121,7 +121,8 @@ class StatusPage:
             try:
                 now = datetime.now(UTC)
                 told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
-                event = b"data: " + json.dumps(told).encode() + b"\n\n"
+                # A page cannot read NaN, and would go on showing old contents as if they were live.
+                event = b"data: " + json.dumps(told, allow_nan=False).encode() + b"\n\n"
             except MeridianError as error:
                 event = trouble(str(error))
             except Exception:

@@ -235,7 +235,7 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
     yield "meridian_engine_limit", limits
     faults = [((e, cause), n) for e, s in engines.items() for cause, n in _faults(s.hello).items()]
     yield "meridian_agent_faults_total", faults
-    reports = {e: s.last_report for e, s in engines.items() if s.last_report is not None}
+    reports = {e: s.gauges for e, s in engines.items() if s.gauges is not None}
     for name, of_report in REPORTED.items():
         yield name, [((engine,), of_report(report)) for engine, report in reports.items()]
     reclaimed = [((engine, "unreachable"), report.counters.blocks_reclaimed) for engine, report in reports.items()]

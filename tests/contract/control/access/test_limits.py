@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
@@ -150,6 +151,25 @@ async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> N
             assert (await again.read()).HasField("welcome")
             again.cancel()
         first.cancel()
+
+
+async def test_watches_of_the_health_service_have_places_of_their_own(tmp_path: Path) -> None:
+    """Nobody needs credentials for them, so they take no place of a call that needs some."""
+    limits = CallLimits(streams=1, all_streams=1)
+    async with securing(tmp_path, limits=limits) as secured, secured.channel("viewer") as channel:
+        stub, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        watching: Any = stub.Watch(asked)
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Watch(asked).read()
+        assert (raised.value.code(), raised.value.details()) == (EXHAUSTED, "1 health watches by one caller are open")
+        fleet = Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+        await fleet.read()
+        assert (await stub.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
+        watching.cancel()
+        await until(lambda: not secured.gate.limiter._taken[Kind.OPEN_STREAM, ""])
+        assert (await stub.Watch(asked).read()).status == health_pb2.HealthCheckResponse.SERVING
+        fleet.cancel()
 
 
 async def test_who_says_nothing_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         for engine in (a, b):
             await engine.connect()
         await until(lambda: [e.acked_revision for e in control.fleet.engines()] == [stored.revision] * 2)
-        await until(lambda: all(c.session.last_report is not None for c in control.fleet.connections))
+        await until(lambda: all(c.session.gauges is not None for c in control.fleet.connections))
         control.fleet.share_pool()
         thinks = opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True)
         await a.report(opened=thinks, kv_used=0.95)

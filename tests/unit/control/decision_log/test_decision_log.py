@@ -447,6 +447,19 @@ def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
     assert sum(1 + len(kept_life.events) for kept_life in kept) == made.log.events
 
 
+def test_a_life_with_long_texts_counts_more() -> None:
+    """The bound of the log is a bound of its memory, whatever clients and agents write into a request's texts."""
+    made = Stream(log=DecisionLog(max_events=150))
+    made.apply(policy(scheduler=EARLY))
+    for number in range(20):
+        made.open(f"r{number}", answer=1, tenant="é" * 1000, effort="é" * 1000)
+        made.step(3)
+    kept = [*made.log._live.values(), *made.log._over.values()]
+    assert {life.weight for life in kept} == {8}
+    assert made.log.events <= 150
+    assert 10 < len(kept) < 20
+
+
 def test_a_life_is_over_as_soon_as_its_request_closes() -> None:
     ended = list[str]()
     made = Stream(log=DecisionLog(ended=lambda over: ended.append(over.opened.request_id)))

@@ -45,6 +45,10 @@ def test_a_request_keeps_no_part_of_the_message_that_began_it() -> None:
     report.opened[0].model = "another"
     assert made.info[0] is kept
     assert kept == opened(0, request_id="a", model="m")
+    # A field of a newer version, or of nobody's.
+    unknown = agent_pb2.RequestOpened.FromString(kept.SerializeToString() + b"\xfa\xff\x7f\x03abc")
+    assert unknown.ByteSize() > kept.ByteSize()
+    assert made.open(unknown).ByteSize() == kept.ByteSize()
 
 
 def test_requests_join_their_first_step() -> None:

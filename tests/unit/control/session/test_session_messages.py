@@ -16,7 +16,7 @@ from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import MAX_ROWS_PER_SLOT
-from meridian_control.fleet.status_messages import request_views
+from meridian_control.fleet.status_messages import engine_view, request_views
 from meridian_control.session import decision_ledger as ledger
 from meridian_control.session.merged_steps import MAX_STEPS
 from meridian_control.session.session import Session
@@ -133,7 +133,7 @@ def test_a_report_of_no_steps_carries_outcomes_only() -> None:
     made.apply(policy())
     made.session.on_message(step_report(outcomes=[{"decision_id": 1, "outcome": 1}], steps=0, step=0), NOW)
     assert not made.session.open_decisions
-    assert made.session.last_report is None
+    assert made.session.gauges is None
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,8 @@ def test_a_report_of_no_steps_carries_outcomes_only() -> None:
             ),
             f"snapshot requests must have at most {MAX_SLOTS} entries; got 65537",
         ),
+        (step_report(kv_used=math.nan), "step kv_used must be finite; got nan"),
+        (step_report(kv_used=-math.inf), "step kv_used must be finite; got -inf"),
         (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
         (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
         (
@@ -194,9 +196,10 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
     made = stream(policy(scheduler={"output_tpot_budget_ms": 1.0}))
     made.open("a", think=0)
     made.open("b")
-    for took_ms in (math.nan, math.inf, -5.0, 3e38):
+    for took_ms in (-5.0, 3e38, math.nan, math.inf):
         made.agent.step_cost_ms = took_ms, 0.0
         made.step(WARM_STEPS)
+    assert engine_view(made.session, connected=True).step_time_ms == 0.0
     assert made.session._decider.cost.steps == 0
 
 
