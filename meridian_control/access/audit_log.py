@@ -187,7 +187,7 @@ def wanted(
         (columns.outcome, outcome),
         (columns.request_id, request_id),
     )
-    found = [column == value for column, value in pairs if value]
+    found = [column == value.replace("\0", "\ufffd") for column, value in pairs if value]
     if since is not None:
         found.append(columns.id >= _first_id(since))
     if until is not None:
@@ -203,7 +203,8 @@ def _first_id(time: datetime) -> int:
 def _outcome_columns(outcome: AuditOutcome) -> dict[str, str]:
     return {
         "outcome": outcome.code,
-        "error": outcome.error[:MAX_ERROR_CHARS],
+        # PostgreSQL keeps no NUL in a text.
+        "error": outcome.error[:MAX_ERROR_CHARS].replace("\0", "\ufffd"),
         "before_etag": outcome.before_etag,
         "after_etag": outcome.after_etag,
     }

@@ -223,11 +223,11 @@ class WholeFleet:
     async def share_pool(self) -> None:
         """Give each session its answering engines every SHARE_S seconds, until cancelled.
 
-        The other replicas are asked while the policy in force decides handovers.
+        The other replicas are asked while the policy in force, or the candidate of a rollout, decides handovers.
         """
         fleet = self.fleet
         while True:
-            if self.peers is not None and fleet.policy is not None and fleet.policy.policy.disagg.enabled:
+            if self.peers is not None and any(policy.disagg.enabled for policy in fleet.policies):
                 heard, _ = await self.peers.ask(_listed)
                 now = fleet.clock()
                 fleet.pool.hear({name: list(answer.engines) for name, answer in heard.items()}, now)

@@ -115,7 +115,7 @@ class Peers:
         for peer in self._peers():
             if peer.replica.replica_id == replica_id:
                 try:
-                    return await call(peer)
+                    return await _answered(peer, call)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.NOT_FOUND:
                         raise NotFound(error.details() or "") from None
@@ -128,10 +128,11 @@ class Peers:
     async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
         replica_id = peer.replica.replica_id
         try:
-            answer = await call(peer)
-        except grpc.aio.AioRpcError as error:
+            answer = await _answered(peer, call)
+        except (grpc.aio.AioRpcError, ReplicaUnavailable) as error:
             if replica_id not in self._silent:
-                logger.warning("replica %s did not answer: %s: %s", replica_id, error.code(), error.details())
+                why = f"{error.code()}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else error
+                logger.warning("replica %s did not answer: %s", replica_id, why)
             self._silent.add(replica_id)
             return []
         self._silent.discard(replica_id)
@@ -195,6 +196,19 @@ class Peers:
     async def close(self) -> None:
         await asyncio.gather(*(peer.channel.close() for peer in self._known.values()), *self._closing)
         self._known.clear()
+
+
+async def _answered(peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
+    """Return the answer to a call. Raises AioRpcError, and ReplicaUnavailable if the channel is closed meanwhile: the
+    replica has ended, or the credentials have changed. gRPC cancels the calls of a closed channel."""
+    try:
+        return await call(peer)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+    except grpc.aio.UsageError:
+        pass
+    raise ReplicaUnavailable([peer.replica.replica_id], "the connection to it was closed") from None
 
 
 def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:

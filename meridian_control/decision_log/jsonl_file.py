@@ -42,7 +42,7 @@ def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Cal
     waiting: Queue[Any] = Queue(WAITING)
     file = _File(path, maxBytes=max_bytes, backupCount=OLD_FILES, encoding="utf-8")
     file.setFormatter(_Lines())
-    listener = QueueListener(waiting, file)
+    listener = _Listener(waiting, file)
     queue = _Queue(waiting)
     listener.start()
     try:
@@ -50,6 +50,12 @@ def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Cal
     finally:
         listener.stop()
         file.close()
+
+
+class _Listener(QueueListener):
+    def enqueue_sentinel(self) -> None:
+        # The queue may be full, and its decisions are still to be written.
+        self.queue.put(self._sentinel)  # type: ignore[attr-defined]
 
 
 class _Queue(QueueHandler):

@@ -281,7 +281,7 @@ class Fleet:
         """Give each session the engines to which its requests may be handed over, if these engines have changed."""
         now = self.clock()
         self.handovers.expire(now)
-        for session, engines in self.pool.changed([c.session for c in self.connections]):
+        for session, engines in self.pool.changed([c.session for c in self.connections], now):
             self.note(session, pool_record(session, now, engines))
             session.on_answering_engines(engines)
 

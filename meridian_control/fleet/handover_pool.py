@@ -37,10 +37,13 @@ class HandoverPool:
         """Take in the connected engines of the other replicas that answered, by the replicas' ids."""
         for replica_id, engines in answers.items():
             self._heard[replica_id] = now, [engine for engine in engines if engine.state == CONNECTED]
-        self._heard = {name: kept for name, kept in self._heard.items() if now - kept[0] <= KEEP}
 
-    def changed(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, list[fleet_pb2.AnsweringEngine]]]:
-        """Yield each session whose answering engines have changed, with these engines sorted by their ids."""
+    def changed(
+        self, sessions: Sequence[Session], now: datetime
+    ) -> Iterator[tuple[Session, list[fleet_pb2.AnsweringEngine]]]:
+        """Yield each session whose answering engines have changed, with these engines sorted by their ids. A replica
+        that has not answered for longer than KEEP has none."""
+        self._heard = {name: kept for name, kept in self._heard.items() if now - kept[0] <= KEEP}
         takers = {id(session) for session in sessions if session.policy is not None and session.policy.disagg.enabled}
         self.is_used = bool(takers)
         found = self._engines(sessions) if takers else {}

@@ -57,6 +57,11 @@ class _Request:
     lives: bool = True
     until: datetime | None = None
     result: str = ""
+    # Id of the engine for which the result counts, empty if that engine is forgotten.
+    counted_for: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counted_for = self.key[0]
 
 
 @dataclass(eq=False, slots=True)
@@ -187,10 +192,14 @@ class Handovers:
                 del self._continued[place]
 
     def forget(self, engine_ids: Iterable[str]) -> None:
-        """Count the results of engines that have gone away under the empty id."""
-        for engine_id in engine_ids:
-            if (gone := self.results.pop(engine_id, None)) is not None:
-                self.results.setdefault("", Counter()).update(gone)
+        """Count the results of engines that have gone away under the empty id, also results that come later."""
+        if not (forgotten := set(engine_ids)):
+            return
+        for engine_id in forgotten & self.results.keys():
+            self.results.setdefault("", Counter()).update(self.results.pop(engine_id))
+        for request in self._requests.values():
+            if request.key[0] in forgotten:
+                request.counted_for = ""
 
     def total(self) -> Counter[str]:
         """Return the results of all engines."""
@@ -208,7 +217,7 @@ class Handovers:
         request.result = result
         decision = decision or request.decisions[-1]
         decision.result, decision.detail = result, detail
-        self.results.setdefault(request.key[0], Counter())[result] += 1
+        self.results.setdefault(request.counted_for, Counter())[result] += 1
 
     def _drop_if_over(self, request: _Request) -> None:
         if request.result and not request.lives:

@@ -56,6 +56,8 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
 
 def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:
     """Return the requested duration. Raises InvalidRequest if the duration is out of range."""
+    if abs(request.duration.nanos) >= 10**9:
+        raise InvalidRequest("duration", f"must have nanos within a second; got {request.duration.nanos}")
     seconds = request.duration.seconds + request.duration.nanos / 1e9
     low, high = MIN_DURATION.total_seconds(), MAX_DURATION.total_seconds()
     if not low <= seconds <= high:

@@ -169,6 +169,11 @@ async def test_pages_and_filters(address: str) -> None:
         assert [r.call.request_id for r in await log.list(2, ids[5], [])] == ["r4", "r3"]
         (one,) = await log.list(1, None, wanted(**{**blank, "outcome": "OK"}))
         assert (one.time, one.outcome) == (NOW + timedelta(seconds=3), AuditOutcome("OK", "", "a", "b"))
+        # PostgreSQL keeps no NUL in a text.
+        await log.end(ids[4], AuditOutcome("NOT_FOUND", 'no live request "a\0b"'))
+        (one,) = await log.list(9, None, wanted(**{**blank, "outcome": "NOT_FOUND"}))
+        assert one.outcome.error == 'no live request "a\ufffdb"'
+        assert await found(principal="\0") == []
     finally:
         await database.close()
 

@@ -9,6 +9,7 @@ import os
 import pty
 import signal
 import termios
+import threading
 import tomllib
 from contextlib import suppress
 from logging.handlers import QueueListener
@@ -33,6 +34,7 @@ from tests.processes import MERIDIANCTL
 from tests.unit.sessions import EARLY, stream
 
 if TYPE_CHECKING:
+    import logging
     from pathlib import Path
 
     from typer.testing import Result
@@ -268,6 +270,29 @@ def test_what_cannot_be_written_is_left_out_and_said_once(
         for made in decisions:
             write(made)
     assert caplog.text.count("written too slowly") == 1
+
+
+def test_what_waits_in_a_full_queue_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions, path, ends = logged(20), tmp_path / "d.jsonl", threading.Event()
+    line, enqueue = files._Lines.format, files._Listener.enqueue_sentinel
+
+    def formatted(self: files._Lines, record: logging.LogRecord) -> str:
+        ends.wait()
+        return line(self, record)
+
+    def ended(self: files._Listener) -> None:
+        ends.set()
+        enqueue(self)
+
+    monkeypatch.setattr(files, "WAITING", 3)
+    monkeypatch.setattr(files._Lines, "format", formatted)
+    monkeypatch.setattr(files._Listener, "enqueue_sentinel", ended)
+    with files.decision_file(path) as write:
+        assert write is not None
+        for made in decisions:
+            write(made)
+    # The thread may already have taken out one.
+    assert len(path.read_text().splitlines()) in (3, 4)
 
 
 def test_settled_decisions_are_handed_on_once() -> None:

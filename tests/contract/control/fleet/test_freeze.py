@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
 from meridian_control.cli import freeze as cli_freeze
@@ -325,6 +326,10 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
         (order(engine_ids=["x"] * 101), "match must have at most 100 globs and labels; got 101"),
         (order(model="a\0"), "match.model must not contain the character U+0000"),
         (freeze_pb2.FreezeRequest(), "duration must be in [1, 604800] seconds; got 0"),
+        (
+            freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5, nanos=-(2**31))),
+            "duration must have nanos within a second; got -2147483648",
+        ),
     ],
 )
 async def test_what_cannot_be_asked_for(control: Control, request_: freeze_pb2.FreezeRequest, said: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
@@ -23,10 +23,10 @@ def ready(engine_id: str, labels: dict[str, str]) -> HandMade:
     return made
 
 
-def given(pool: HandoverPool, *sessions: Session) -> dict[str, list[fleet_pb2.AnsweringEngine]]:
+def given(pool: HandoverPool, *sessions: Session, now: datetime = NOW) -> dict[str, list[fleet_pb2.AnsweringEngine]]:
     """Return the engines that each session whose engines have changed is given, and give them."""
     found = {}
-    for session, engines in list(pool.changed(sessions)):
+    for session, engines in list(pool.changed(sessions, now)):
         session.on_answering_engines(engines)
         found[session.hello.engine_id] = engines
     return found
@@ -61,10 +61,8 @@ def test_engines_of_other_replicas_are_known_until_their_replica_is_silent_for_l
     pool.hear({"other": [far, gone]}, NOW)
     (engine,) = given(pool, a.session)["a"]
     assert (engine.engine_id, engine.url, engine.unfit) == ("far", "http://far:8000", "")
-    pool.hear({}, NOW + KEEP)
-    assert given(pool, a.session) == {}
-    pool.hear({}, NOW + KEEP + timedelta(seconds=1))
-    assert given(pool, a.session) == {"a": []}
+    assert given(pool, a.session, now=NOW + KEEP) == {}
+    assert given(pool, a.session, now=NOW + KEEP + timedelta(seconds=1)) == {"a": []}
 
 
 SEVEN = fleet_pb2.PromisedRequests(requests=2, blocks=7)

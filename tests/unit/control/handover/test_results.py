@@ -117,6 +117,13 @@ def test_results_outlive_their_engines() -> None:
     assert (results.results, results.total()) == ({"": Counter({FINISHED: 1})}, Counter({FINISHED: 1}))
 
 
+def test_a_result_that_comes_after_its_engine_was_forgotten_counts_for_no_engine() -> None:
+    results, _ = decided()
+    results.forget(["a"])
+    results.closed(A, agent_pb2.RequestClosed(reason=STOP), NOW)
+    assert results.results == {"": Counter({FINISHED: 1})}
+
+
 def test_other_replicas_hear_of_continued_requests_for_a_while() -> None:
     here, there = Handovers(), decided()
     here.opened("r", B, NOW)
