@@ -18,6 +18,8 @@ MINUTE_S, DAY_S = 60.0, 86_400.0
 # A bucket misses at most this many times its capacity. Thinking that exceeds an empty budget is paid back from later
 # refills, but no load, however large, keeps a bucket empty for longer than it takes to refill it once.
 MOST_MISSING = 2.0
+# The store keeps used tokens as 64-bit integers, which only a broken or hostile agent fills.
+MAX_USED_TOKENS = 2**63 - 1
 # Seconds by which an account's time may be ahead of the clock that reads it.
 MOST_AHEAD_S = 60.0
 
@@ -78,7 +80,7 @@ def charged(before: Account | None, tokens: int, budget: BudgetPolicy, now: date
         _bounded(missing + tokens - limit.tokens_per_s * max(0.0, since_s), limit)
         for missing, limit in _buckets(old, budget)
     )
-    return Account(max(0, old.used_tokens + tokens), minute, day, updated_at)
+    return Account(_counted(old.used_tokens + tokens), minute, day, updated_at)
 
 
 def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: datetime) -> Account:
@@ -102,7 +104,12 @@ def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: dat
         paid = max(0.0, min(unneeded, absorbed, usage.tokens))
         found.append(_bounded(missing + usage.tokens - paid, limit))
     minute, day = found
-    return Account(max(0, old.used_tokens + usage.tokens), minute, day, old.updated_at)
+    return Account(_counted(old.used_tokens + usage.tokens), minute, day, old.updated_at)
+
+
+def _counted(tokens: int) -> int:
+    """Return a number of used tokens that the store can keep, whatever engines have told."""
+    return min(max(0, tokens), MAX_USED_TOKENS)
 
 
 def left(account: Account | None, budget: BudgetPolicy, now: datetime) -> tuple[float | None, float | None]:

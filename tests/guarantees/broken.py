@@ -179,8 +179,8 @@ BROKEN: tuple[Broken, ...] = (
         ANSWERS,
         "no rank within a priority",
         QUEUES,
-        "math.floor(request.priority) + min(live.effective_rank, MAX_RANK) / RANK_SCALE",
-        "math.floor(request.priority)",
+        "request.priority = own + min(live.effective_rank, MAX_RANK) / RANK_SCALE",
+        "request.priority = own",
         "tests/engine/test_matrix.py::test_feature[priority: priority policy: answers first between requests of equal "
         "priority]",
     ),

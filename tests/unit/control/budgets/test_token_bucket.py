@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.budgets.token_bucket import Account, charged, left, left_ratio
+from meridian_control.budgets.token_bucket import Account, Usage, charged, left, left_ratio, settled
 from meridian_control.policy.shortening_schema import BudgetPolicy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -32,6 +32,14 @@ def test_usage_empties_both_buckets_and_time_fills_them() -> None:
     assert left(account, BOTH, later(10)) == (1000, 86_110)
     assert left(account, BOTH, later(30)) == (1200, 86_130), "a bucket holds no more than its capacity"
     assert charged(account, 100, BOTH, later(10)) == Account(400, 300 - 100 + 100, 300 - 10 + 100, later(10))
+
+
+def test_no_usage_is_too_large_for_the_store() -> None:
+    most = 2**63 - 1
+    account = charged(charged(None, most, BOTH, NOW), most, BOTH, NOW)
+    assert account.used_tokens == most
+    usage = Usage(most, account, account)
+    assert settled(account, usage, BOTH, NOW).used_tokens == most
 
 
 def test_the_scarcer_bucket_counts() -> None:
