@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
+# Seconds after which a viewer that reads nothing, such as a suspended computer, loses its place.
+UNREAD_S = 30.0
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -108,9 +110,13 @@ class StatusPage:
             self._looking = asyncio.create_task(self._look())
         try:
             while (event := await viewer.get()) is not None:
-                await response.write(event)
+                async with asyncio.timeout(UNREAD_S):
+                    await response.write(event)
         except (ConnectionError, asyncio.CancelledError):
             pass
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
         finally:
             self._viewers.discard(viewer)
         return response

@@ -19,6 +19,7 @@ from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.session.freeze_state import Match
+from meridian_control.status_page import server
 from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
 from tests.contract.control.decision_log.test_why import one_life
 from tests.contract.streams import Control, controlling
@@ -183,6 +184,26 @@ async def browsing() -> AsyncIterator[tuple[Page, list[str]]]:
             yield page, complaints
         finally:
             await browser.close()
+
+
+async def test_a_viewer_that_reads_nothing_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended computer keeps its connection open."""
+    monkeypatch.setattr(server, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(server, "UNREAD_S", 0.05)
+    monkeypatch.setattr(server, "INTERVAL_S", 0.0)
+
+    async def large(*_: Any) -> dict[str, Any]:
+        return {"text": "x" * (1 << 20)}
+
+    async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
+        monkeypatch.setattr(server, "contents", large)
+        silent = await session.get(f"{address}/events")
+        while (answer := await session.get(f"{address}/events")).status == 503:
+            answer.close()
+            await asyncio.sleep(0.01)
+        assert answer.status == 200
+        answer.close()
+        silent.close()
 
 
 async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
