@@ -264,12 +264,16 @@ class EngineBooks:
     def _nobody_starves(self, agent: Any) -> None:
         scheduled = self.engine.schedule[-1]
         plan = agent.directives.plan
-        bound = plan.max_skip_steps if plan is not None and not plan.shadow and not plan.stock else 0
+        is_stock = plan is None or plan.shadow or plan.stock
+        bound = 0 if is_stock else plan.max_skip_steps
+        # In vLLM's own order a prompt in pieces may take all tokens of a step before the requests behind it.
+        is_full = is_stock and self.engine.scheduled_tokens >= self.engine.scheduler.max_num_scheduled_tokens
         for request in self.engine.scheduler.running:
             watched, tr = self.requests.get(request.request_id), agent.tracker.by_id.get(request.request_id)
             if watched is None or tr is None:
                 continue
-            if request.request_id in scheduled or request.is_prefill_chunk or tr in agent.probing.held:
+            excused = is_full or request.is_prefill_chunk or tr in agent.probing.held
+            if excused or request.request_id in scheduled:
                 watched.joins()
             else:
                 watched.left_out(bound)
