@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import Report
 
 PREFIX = "meridian-probe-"
-# Reason for refusing a probe of a request that does not think any more.
-NOT_THINKING = "not thinking"
+# Reasons for refusing a probe of a request that does not think any more, or whose text nearly fills the context.
+NOT_THINKING, NO_CONTEXT = "not thinking", "no room in the context"
 # Probes of one step take at most 1 / STEP_SHARE of the step's token budget.
 STEP_SHARE = 8
 # While probes are asked for, admission leaves 1 / PLACE_SHARE of the running places to them, or none if that is fewer

@@ -82,6 +82,9 @@ class ProbeRunner:
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe_of(live.own_state.start)) + again
             reason = self._never or probe_admission.refusal(live, self._room(scheduler, placed), self._block_size, cost)
+            if known + cost - again >= scheduler.max_model_len:
+                # The probe generates one token, which must be within the context as well.
+                reason = probe_admission.NO_CONTEXT
             if placed and may_wait and reason in probe_admission.CROWDED:
                 probes.put_back(asked, past)
                 continue
@@ -194,7 +197,7 @@ class ProbeRunner:
         live, known = placed.parent, placed.shared_tokens + 1
         live.forget_sentence_end()
         tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.own_state.start)]
-        probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens)
+        probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens, known)
         self.placed[probe.request_id] = placed
         if hold_ms:
             live.hold_until(time.monotonic() + hold_ms / 1e3)

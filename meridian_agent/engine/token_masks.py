@@ -55,7 +55,13 @@ class TokenMasks:
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
             tokens = self._directives.forced_tokens(live, 1 + len(drafts), drafts)
-            if tokens and _grammar_allows(output, base, request_id, tokens):
+            # The rest of a marker that the model has begun may have other tokens than the ending that is checked above.
+            if (
+                tokens
+                and _grammar_allows(output, base, request_id, tokens)
+                and not request_api.never_allows(live.ref, [*tokens.values()])
+                and not request_api.not_yet_allows(live.ref, [*tokens.values()], 0)
+            ):
                 forced[request_id] = tokens
             else:
                 live.expect_nothing()

@@ -8,6 +8,10 @@ import uuid
 from typing import Any
 
 from meridian_agent import __version__
+from meridian_agent.core.request_info import clean
+
+# Largest number of characters of all labels together.
+MAX_LABELS = 65_536
 
 
 def targets() -> list[str]:
@@ -22,13 +26,15 @@ def rank_of(parallel_config: Any) -> int:
 
 def identity_of_engine(vllm_version: str, data_parallel_rank: int = 0) -> dict[str, Any]:
     """Return the fields of Hello that identify this engine; every start of the engine is a new incarnation."""
-    name = os.environ.get("MERIDIAN_ENGINE_ID", platform.node())
-    pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
+    # Bytes that are not UTF-8 would not fit into a message.
+    name = clean(os.environ.get("MERIDIAN_ENGINE_ID", platform.node()))
+    labels = clean(os.environ.get("MERIDIAN_LABELS", ""), MAX_LABELS)
+    pairs = (p.partition("=") for p in labels.split(",") if "=" in p)
     return {
         "engine_id": name + (f"-dp{data_parallel_rank}" if data_parallel_rank else ""),
         "incarnation": uuid.uuid4().hex,
         "agent_version": __version__,
         "vllm_version": vllm_version,
         "labels": {key.strip(): value.strip() for key, _, value in pairs},
-        "url": os.environ.get("MERIDIAN_URL", "").strip().rstrip("/"),
+        "url": clean(os.environ.get("MERIDIAN_URL", "")).strip().rstrip("/"),
     }

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
-    """Return a request that generates one token after the prompt `tokens` and shares the parent's cached blocks."""
+def probe_request(parent: Any, request_id: str, tokens: list[int], shared: int) -> Any:
+    """Return a request that generates one token after the prompt `tokens` and shares the parent's cached blocks.
+
+    shared: number of the first tokens that are the parent's, too.
+    """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -27,8 +30,10 @@ def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
         # Under vLLM's priority policy the probe is first in the queue and never preempted; it ends after one step.
         priority=-(1 << 31),
     )
-    # The parent's block hashes cover the shared prefix, so only the tokens after it have to be hashed.
-    probe.block_hashes = list(parent.block_hashes)
+    # The parent's block hashes cover the shared prefix, so only the tokens after it have to be hashed. The parent may
+    # have tokens after the prefix, which are in no more blocks than there are such tokens.
+    past = parent.num_tokens - shared
+    probe.block_hashes = parent.block_hashes[: max(0, len(parent.block_hashes) - past)]
     probe._block_hasher = parent._block_hasher
     probe.update_block_hashes()
     return probe

@@ -20,8 +20,10 @@ def vllm_version() -> str:
 
 
 def minor() -> tuple[int, int]:
-    parts = vllm_version().split("+")[0].split(".")
-    return int(parts[0]), int(parts[1])
+    """Return the first two numbers of vLLM's version; zeros if it has none, such as "dev"."""
+    first, _, rest = vllm_version().partition(".")
+    second = rest.partition("+")[0].partition(".")[0]
+    return (int(first), int(second)) if first.isdecimal() and second.isdecimal() else (0, 0)
 
 
 def unfit() -> str:

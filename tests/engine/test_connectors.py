@@ -112,7 +112,7 @@ def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone:
     parent = request("parent", shared)
     scheduler.add_request(parent)
     steps = [step(scheduler, counted)]
-    probe = request_api.probe_request(parent, f"{PREFIX}1", [*parent.all_token_ids, MARKER])
+    probe = request_api.probe_request(parent, f"{PREFIX}1", [*parent.all_token_ids, MARKER], parent.num_tokens)
     scheduler.add_request(probe)
     if alone:
         parent.next_decode_eligible_step = scheduler.current_step + 2

@@ -9,13 +9,13 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.live_request import Ending
+from meridian_agent.core.live_request import Cap, Ending
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.token_masks import TokenMasks
 
-START, END, TEXT = 1, 2, 3
+START, END, TEXT, BEGUN, LAST = 1, 2, 3, 4, 5
 FLOOR, DRAFTS = 6, 4
 
 
@@ -47,6 +47,26 @@ def test_an_end_that_min_tokens_rules_out_waits_for_as_many_tokens_as_were_made(
         assert masks.with_ends(step, None) is None, request.num_output_tokens
         request.append_output_token_ids(TEXT)
     assert masks.with_ends(step, None).structured_output_request_ids == ["r"]
+
+
+@pytest.mark.parametrize("allowed", [None, [START, END, BEGUN, TEXT], [START, END, BEGUN, TEXT, LAST]])
+def test_the_rest_of_a_marker_is_forced_only_if_the_request_allows_it(allowed: list[int] | None) -> None:
+    """The model has begun another end marker than the one that the agent would write."""
+    from vllm.v1.request import Request
+
+    params = SamplingParams(allowed_token_ids=allowed, max_tokens=40)
+    request: Any = Request("r", [START], params, None, arrival_time=0.0)
+    tracker = Tracker(Markers(((START,),), ((END,), (BEGUN, LAST))))
+    live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, request)
+    live.set_cap(Cap(0, 2, False, 0))
+    tracker.feed(live, [TEXT, BEGUN], 0)
+    masks = TokenMasks(tracker, Directives(tracker), words=1)
+    step = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
+    made = masks.with_ends(step, None)
+    if allowed is None or LAST in allowed:
+        assert made.grammar_bitmask.tolist() == [[1 << LAST]]
+    else:
+        assert made is None
 
 
 def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:

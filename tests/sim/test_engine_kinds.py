@@ -16,14 +16,16 @@ import torch
 from meridian.v1 import agent_pb2
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.engine import scheduler_mixin, stock_restore
+from meridian_agent.vllm_adapter import request_api
 from tests.sim import engine as engine_module
-from tests.sim.engine import BLOCK, Engine, Script, Shape, config_of, share_tokenizer, words
+from tests.sim.engine import BLOCK, CONTEXT, Engine, Script, Shape, config_of, share_tokenizer, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -291,6 +293,53 @@ def test_a_tier_of_a_sessions_input_ends_with_the_input(made: Callable[..., Engi
     ]
     assert [(number, outcome) for number, outcome, *_ in told[2:]] == [(3, agent_pb2.OUTCOME_APPLIED)]
     assert (tracker.unfreed, tracker.by_id) == ({}, {})
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_no_probe_is_longer_than_the_context(made: Callable[..., Engine], is_async: bool) -> None:
+    """vLLM's worker fails if a request generates a token past the context, and with it the engine."""
+    engine, longest, told = made(Shape(is_async=is_async, blocks=200, places=64, batch_tokens=512)), 0, list[Any]()
+    agent, schedule = engine.agent, engine._schedule
+    agent.observe_entropy, report = True, agent.directives.report
+
+    def watched() -> Any:
+        nonlocal longest
+        output = schedule()
+        probes = [engine.scheduler.requests[name] for name in engine.probes if name in engine.scheduler.requests]
+        longest = max([longest, *(probe.num_tokens + probe.max_tokens for probe in probes)])
+        return output
+
+    def reported(*outcome: Any, **more: Any) -> None:
+        told.append((outcome[1], more.get("detail", outcome[3] if len(outcome) > 3 else "")))
+        report(*outcome, **more)
+
+    engine._schedule, agent.directives.report = watched, reported  # type: ignore[method-assign]
+    add(engine, "parent", [TEXT[0], START], THINKS, CONTEXT)
+    number = 0
+    while "parent" in agent.tracker.by_id:
+        number += 1
+        probe = agent_pb2.EatProbe(slot=agent.tracker.by_id["parent"].slot, decision_id=number)
+        agent.directives.accept(agent_pb2.Directives(step=10**6, probes=[probe]))
+        agent.calm.end()
+        step(engine, 1)
+    assert engine.finished == {"parent": "length"}
+    assert longest == CONTEXT
+    assert (agent_pb2.OUTCOME_REFUSED, "no room in the context") in told
+
+
+@pytest.mark.parametrize("tokens", range(20, 34))
+def test_a_probe_has_the_hashes_of_its_own_tokens(made: Callable[..., Engine], tokens: int) -> None:
+    """The request that is probed may have gone on, and its newer blocks have other tokens than the probe's."""
+    engine = made(Shape(blocks=200))
+    add(engine, "parent", [TEXT[0], START], THINKS, 60)
+    parent = engine.scheduler.requests["parent"]
+    while parent.num_tokens < tokens:
+        step(engine, 1)
+    for shared in range(12, parent.num_tokens + 1):
+        own = [*parent.all_token_ids[:shared], *TEXT[:4], END, *TEXT[:4]]
+        probe = request_api.probe_request(parent, "probe", own, shared)
+        fresh = Request("fresh", own, SamplingParams(max_tokens=1), None, block_hasher=parent._block_hasher)
+        assert probe.block_hashes == fresh.block_hashes
 
 
 def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(made: Callable[..., Engine]) -> None:

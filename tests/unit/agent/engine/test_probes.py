@@ -102,7 +102,7 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
 class FakeScheduler:
     """A scheduler that has room for nothing but probes: `tokens` in a step, and `blocks` that are free."""
 
-    current_step, num_spec_tokens, max_num_running_reqs = 1, 0, 100
+    current_step, num_spec_tokens, max_num_running_reqs, max_model_len = 1, 0, 100, 10_000
 
     def __init__(self, tokens: int, blocks: int) -> None:
         self.max_num_scheduled_tokens = tokens
@@ -124,7 +124,7 @@ def test_the_probes_of_a_step_share_its_room(
 ) -> None:
     """Each probe computes two tokens, for which it may take two blocks."""
     monkeypatch.setattr(
-        request_api, "probe_request", lambda _, request_id, tokens: SimpleNamespace(request_id=request_id)
+        request_api, "probe_request", lambda _, request_id, *tokens: SimpleNamespace(request_id=request_id)
     )
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
