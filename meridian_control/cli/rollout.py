@@ -4,7 +4,6 @@ The module uses the control plane only through its gRPC API, and shares with it 
 rollout plan. The module uses one thread and blocking calls.
 """
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from meridian_control.cli.console import (
     first,
     new_table,
     show,
+    show_value,
 )
 from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table
 from meridian_control.policy import formats as forms
@@ -199,8 +199,8 @@ def _rollout(client: Client, rollout_id: int) -> rollout_pb2.Rollout:
 
 
 def _print(rollout: rollout_pb2.Rollout, output: Output) -> None:
-    if output is Output.json:
-        typer.echo(json.dumps(as_dict(rollout), indent=2))
+    if output is not Output.table:
+        show_value(as_dict(rollout), output)
         return
     parts: list[Table | str] = [_facts(rollout), "", _steps(rollout)]
     if rollout.guardrails:

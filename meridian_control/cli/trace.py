@@ -79,7 +79,10 @@ def calibrate(
         float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.")
     ] = 0.95,
     delay_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens from a sentence end to the end forced there, unless its probe is held.")
+        int,
+        typer.Option(
+            min=1, max=10**6, help="Tokens from a sentence end to the end forced there, unless its probe is held."
+        ),
     ] = 2,
     model: Annotated[str, typer.Option(help="Use only requests of this model.")] = "",
     base: Annotated[
@@ -119,11 +122,12 @@ def calibrate(
 
 def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: str, delay_tokens: int) -> "Replay":
     """Read the traces, and return the replay that calibration searches. Raises FileError or PolicyError."""
-    from meridian_control.offline.correctness import from_labels, from_probes
+    from meridian_control.offline.correctness import check_once, from_labels, from_probes
     from meridian_control.offline.episodes import collect
     from meridian_control.offline.rule_replay import Replay
 
     episodes = collect(traces, model)
+    check_once(traces[-1], episodes)
     judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
     recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else schema.Policy()
     return Replay(episodes, judge, forms.load(base) if base is not None else recorded, delay_tokens)

@@ -55,6 +55,14 @@ class Judge:
         return right
 
 
+def check_once(path: Path, episodes: Episodes) -> None:
+    """Raise FileError if a request is in the traces twice: it would count as two, and bounds would be narrower than the
+    recordings prove. path: of the newest trace."""
+    twice = next((request_id for request_id, count in Counter(episodes.ids).items() if count > 1), None)
+    if twice is not None:
+        raise FileError(path, "", f"cannot be used: the traces hold several requests with the id {twice!r}")
+
+
 def from_probes(episodes: Episodes) -> Judge:
     """Judge by a proxy: a place is right if its trial answer is not empty and no later trial answer differs."""
     owner, same = episodes.sample_owner, episodes.same_answer
@@ -107,9 +115,6 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
 
 def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:
     """Return request numbers by id, and by id without vLLM's additions; -1 for requests that cannot be used."""
-    twice = [request_id for request_id, count in Counter(episodes.ids).items() if count > 1]
-    if twice:
-        raise FileError(path, "", f"cannot be used: the traces hold several requests with the id {twice[0]!r}")
     exact = dict.fromkeys(episodes.seen, -1) | {request_id: number for number, request_id in enumerate(episodes.ids)}
     uses = Counter(name for request_id in exact for name in shortened(request_id))
     short = {name: number for request_id, number in exact.items() for name in shortened(request_id)}
@@ -127,7 +132,7 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise FileError(path, f"{number}:", f"is not JSON: {error}") from error
             if complaint := _complaint(row):
                 raise FileError(path, f"{number}:", complaint)

@@ -136,7 +136,7 @@ def carried(raw: bytes, marker: str) -> CarriedRequest | None:
     """
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
         return None

@@ -96,12 +96,13 @@ class Engines:
         begun = False
         try:
             with self.counted(url):
-                async with self.session.post(url + path, json=body, headers={**headers, **JSON}) as response:
+                headers = {**headers, **JSON}
+                async with self.session.post(url + path, json=body, headers=headers, allow_redirects=False) as response:
                     await _check(response)
                     begun = True
                     async for chunk in _events(response.content):
                         yield chunk
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error}", begun) from error
 
     async def text(self, url: str, model: str | None, tokens: Sequence[int], headers: Mapping[str, str]) -> str | None:
@@ -164,7 +165,9 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any
                 return
             if data and line.startswith(b"data:"):
                 chunk = json.loads(data)
-                if "error" in chunk:
+                if isinstance(chunk, dict) and "error" in chunk:
                     raise EngineFailed(str(chunk["error"])[:200], broke=True)
+                if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
+                    raise EngineFailed(f"an event is no chunk: {data[:200].decode(errors='replace')}", broke=True)
                 yield chunk
     raise EngineFailed("the stream ended without [DONE]", broke=True)

@@ -81,7 +81,8 @@ class StreamedReply:
         try:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
-            await self._response.write(f"data: {data}\n\n".encode())
+            # A half of a surrogate pair is valid JSON, but no text.
+            await self._response.write(f"data: {data}\n\n".encode(errors="replace"))
         except ConnectionError as error:
             raise ClientGone(self._response) from error
 

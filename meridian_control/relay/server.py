@@ -19,8 +19,9 @@ from meridian_control.relay.metrics import RelayMetrics
 from meridian_control.relay.replies import REQUEST_ID, ClientGone, StreamedReply, WholeReply, no_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from multidict import MultiMapping
     from prometheus_client import CollectorRegistry
 
     from meridian_control.relay.bodies import CarriedRequest
@@ -143,8 +144,8 @@ class Relay:
         return web.json_response(no_engine(), status=502)
 
 
-def passed(headers: Mapping[str, str], without: set[str]) -> CIMultiDict[str]:
+def passed(headers: MultiMapping[str], without: set[str]) -> CIMultiDict[str]:
     """Return the headers that a proxy passes on, but for those in `without` (in lower case)."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
     left_out = HOP_BY_HOP | named | without
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)

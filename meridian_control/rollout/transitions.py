@@ -33,11 +33,11 @@ def revision_of(rollout: Rollout, engine_id: str, labels: Mapping[str, str], has
     """Return the revision that an engine should have.
 
     has: newest revision that the engine was sent or reported, 0 for none. An engine that has the candidate keeps it,
-    even if its labels change.
+    even if its labels change. An engine may report a newer revision of a store that was lost.
     """
     if rollout.state in TAKEN_BACK:
         return rollout.rollback_revision
-    if rollout.state is State.COMPLETED or has >= rollout.candidate_revision:
+    if rollout.state is State.COMPLETED or has == rollout.candidate_revision:
         return rollout.candidate_revision
     begun = rollout.plan.step[: rollout.step]
     matches = any(step.matches(rollout.rollout_id, engine_id, labels) for step in begun)

@@ -126,7 +126,14 @@ def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:
     assert run(good, "--base", tmp_path / "none.toml").exit_code == INVALID
     empty = traces.write(tmp_path / "c.trace", [])
     result = run(empty)
-    assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 0, 0\n")
+    why = f"{empty}: is empty: a trace has records from its beginning on\n"
+    assert (result.exit_code, result.stderr) == (INVALID, why)
+    result = run(good)
+    assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 1, 3\n")
+    # Without labels too, a request that counts twice would prove more than was recorded.
+    result = run(good, good)
+    why = f"{good}: cannot be used: the traces hold several requests with the id "
+    assert (result.exit_code, result.stderr.startswith(why)) == (INVALID, True)
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

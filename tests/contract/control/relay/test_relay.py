@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 from yarl import URL
 
+from meridian_control.relay.engines import EngineFailed, _events
 from tests.contract.control.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, END, PROMPT, FakeVllm, Plan, Script
 from tests.processes import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 SCRIPT = Script(
     [b"so ", b"think ", b"more"], [b"\n\n", b"an", b"swer ", b"is ", "é".encode()[:1], "é".encode()[1:], b"!"]
@@ -282,6 +286,25 @@ async def test_an_ineligible_chat_request_passes_as_it_is() -> None:
         assert whole(answer) == (THOUGHT, ANSWER)
         assert home.seen[0][1] == BODY | {"seed": 3}
         assert relayed.results() == {}
+
+
+class Parts:
+    """The body of a response, in one part."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        yield self._data
+
+
+@pytest.mark.parametrize("event", ["5", "[]", '{"foo": 1}', '{"choices": null}', '{"object": "error", "code": 500}'])
+async def test_an_event_that_is_no_chunk_breaks_the_stream(event: str) -> None:
+    """Another engine then continues the request, as after each break."""
+    content: Any = Parts(f'data: {{"choices": []}}\n\ndata: {event}\n\n'.encode())
+    with pytest.raises(EngineFailed, match="an event is no chunk: ") as failed:
+        assert [chunk async for chunk in _events(content)] == [{"choices": []}]
+    assert failed.value.broke
 
 
 async def test_an_engine_that_refuses_connections_is_skipped() -> None:

@@ -120,6 +120,14 @@ def test_a_later_step_only_adds_engines(
     )
 
 
+@pytest.mark.parametrize("has", [0, 1, 40])
+def test_an_engine_that_reports_the_revision_of_a_lost_store_is_no_canary(has: int) -> None:
+    rollout = started({"engine_labels": {"pool": "canary"}})
+    assert revision_of(rollout, "a", {"pool": "prod"}, has) == rollout.stable_revision
+    for labels, told in (({"pool": "canary"}, has), ({"pool": "prod"}, rollout.candidate_revision)):
+        assert revision_of(rollout, "a", labels, told) == rollout.candidate_revision
+
+
 @given(percents, percents, st.integers(1, 99), ids)
 def test_a_higher_percentage_only_adds_engines(one: float, other: float, number: int, engine: str) -> None:
     low, high = (started({"percent": percent}, rollout_id=number) for percent in sorted((one, other)))
