@@ -23,6 +23,7 @@ from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import budget_stage_name, outcome_name, phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.pressure.controller import MAX_LEVEL
+from meridian_control.session.decision_ledger import CARRIED_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
 ASKED_DECISIONS, MAX_SAVINGS, MAX_BUDGETS = 200, 3, 256
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
-CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
 
 

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from meridian_control import __version__
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.decision_log.records import Decision
-from meridian_control.session.decision_ledger import ENDING
+from meridian_control.session.decision_ledger import CARRIED_OUT, ENDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # Timeout in seconds of an export, so an unreachable collector delays the control plane's exit by at most this long.
 EXPORT_TIMEOUT_S = 2
-CARRIED_OUT = ("applied", "shadowed")
 PHASES = {agent_pb2.PHASE_PROMPT: "prompt", agent_pb2.PHASE_THINK: "think", agent_pb2.PHASE_OUTPUT: "output"}
 
 
@@ -73,7 +72,7 @@ class Tracing:
             child.end(_ns(until))
         for event in life.events:
             if isinstance(event, Decision):
-                if event.kind in ENDING and outcome_name(event.outcome) in CARRIED_OUT:
+                if event.kind in ENDING and event.outcome in CARRIED_OUT:
                     span.add_event(
                         f"meridian.{event.kind}", dict(_decided(event)), _ns(event.outcome_time or event.time)
                     )
