@@ -117,7 +117,9 @@ class AuditLog:
 
     async def end(self, record_id: int, outcome: AuditOutcome, details: dict[str, str] | None = None) -> None:
         """Add the outcome of a call to its record. `details` replaces the record's details, unless it is None."""
-        columns = _outcome_columns(outcome) | ({} if details is None else {"details": json.dumps(details)})
+        columns = {name: _storable(value) for name, value in _outcome_columns(outcome).items()}
+        if details is not None:
+            columns["details"] = json.dumps(details)
         change = update(_records).where(_records.c.id == record_id).values(columns)
         try:
             async with self._database.writing(tell=False) as connection:
@@ -152,7 +154,7 @@ class AuditLog:
     async def _insert(self, call: Call, outcome: AuditOutcome) -> int:
         now = self._clock()
         row = {**vars(call), **_outcome_columns(outcome), "details": json.dumps(call.details), "time": now}
-        row = {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
+        row = {name: _storable(value) if isinstance(value, str) else value for name, value in row.items()}
         while True:
             # An id is the time in microseconds and a random part, so that replicas need not agree on the next id.
             record_id = _first_id(now) | secrets.randbits(10)
@@ -187,7 +189,7 @@ def wanted(
         (columns.outcome, outcome),
         (columns.request_id, request_id),
     )
-    found = [column == value.replace("\0", "\ufffd") for column, value in pairs if value]
+    found = [column == _storable(value) for column, value in pairs if value]
     if since is not None:
         found.append(columns.id >= _first_id(since))
     if until is not None:
@@ -200,11 +202,15 @@ def _first_id(time: datetime) -> int:
     return int(time.timestamp() * 1e6) << 10
 
 
+def _storable(text: str) -> str:
+    """Return a text without NUL, which PostgreSQL does not keep."""
+    return text.replace("\0", "\ufffd")
+
+
 def _outcome_columns(outcome: AuditOutcome) -> dict[str, str]:
     return {
         "outcome": outcome.code,
-        # PostgreSQL keeps no NUL in a text.
-        "error": outcome.error[:MAX_ERROR_CHARS].replace("\0", "\ufffd"),
+        "error": outcome.error[:MAX_ERROR_CHARS],
         "before_etag": outcome.before_etag,
         "after_etag": outcome.after_etag,
     }
