@@ -173,13 +173,15 @@ def free_blocks(cost_tokens: int, block_size: int) -> int:
     return 2 * (cost_tokens // block_size + 2)
 
 
-def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int) -> str:
+def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int, left_tokens: int) -> str:
     """Return why a probe of this request cannot be placed now; empty if it can.
 
     A probe never takes the last running place, and leaves at least one free block for every block that it takes.
+    left_tokens: room that the context has behind the probe's tokens, for the one that the probe generates.
     """
     request = live.ref
     obstacles = (
+        (left_tokens < 1, NO_CONTEXT),
         (live.phase is not Phase.THINK or live.ending is not None, NOT_THINKING),
         (not room.prefix_caching, "prefix caching is off"),
         (request.num_tokens > LONGEST_TOKENS, f"over {LONGEST_TOKENS} tokens"),

@@ -80,11 +80,10 @@ class ProbeRunner:
             # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
-            cost = len(markers.probe_of(live.own_state.start)) + again
-            reason = self._never or probe_admission.refusal(live, self._room(scheduler, placed), self._block_size, cost)
-            if known + cost - again >= scheduler.max_model_len:
-                # The probe generates one token, which must be within the context as well.
-                reason = probe_admission.NO_CONTEXT
+            appended = len(markers.probe_of(live.own_state.start))
+            cost, left = appended + again, scheduler.max_model_len - known - appended
+            room = self._room(scheduler, placed)
+            reason = self._never or probe_admission.refusal(live, room, self._block_size, cost, left)
             if placed and may_wait and reason in probe_admission.CROWDED:
                 probes.put_back(asked, past)
                 continue

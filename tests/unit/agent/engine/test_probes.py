@@ -43,7 +43,8 @@ def tracked(phase: Phase = Phase.THINK, **fields: Any) -> LiveRequest:
 
 
 def test_a_probe_that_fits() -> None:
-    assert refusal(tracked(), ROOM, BLOCK, 20) == ""
+    assert refusal(tracked(), ROOM, BLOCK, 20, 1) == ""
+    assert refusal(tracked(), ROOM, BLOCK, 20, 0) == "no room in the context"
 
 
 @pytest.mark.parametrize(
@@ -65,15 +66,15 @@ def test_a_probe_that_fits() -> None:
     ],
 )
 def test_what_is_in_the_way(live: LiveRequest, room: Room, cost: int, reason: str) -> None:
-    assert refusal(live, room, BLOCK, cost) == reason
+    assert refusal(live, room, BLOCK, cost, 1) == reason
 
 
 def test_a_request_that_is_ending_or_preempted() -> None:
     ending, preempted = tracked(), tracked()
     ending.ending = Ending((2,), 1)
     preempted.preempted = True
-    assert refusal(ending, ROOM, BLOCK, 1) == "not thinking"
-    assert refusal(preempted, ROOM, BLOCK, 1) == "not decoding"
+    assert refusal(ending, ROOM, BLOCK, 1, 1) == "not thinking"
+    assert refusal(preempted, ROOM, BLOCK, 1, 1) == "not decoding"
 
 
 @pytest.mark.parametrize("cost", [1, 15, 16, 17, 100])
@@ -81,7 +82,7 @@ def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> Non
     """A probe's tokens span at most ceil(cost / block) + 1 blocks, wherever they begin."""
     spanned = -(-cost // BLOCK) + 1
     roomy = replace(ROOM, tokens=STEP_SHARE * cost)
-    fitting = next(n for n in range(100) if not refusal(tracked(), replace(roomy, blocks=n), BLOCK, cost))
+    fitting = next(n for n in range(100) if not refusal(tracked(), replace(roomy, blocks=n), BLOCK, cost, 1))
     assert fitting >= 2 * spanned
 
 
