@@ -18,7 +18,7 @@ from meridian_agent.engine import prefill_limits, stock_restore
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from meridian_agent.core.directives import DispatchPlan
     from meridian_agent.core.live_request import LiveRequest
@@ -139,11 +139,14 @@ class QueueOrder:
     def _streams(self, scheduler: Any, phase: Phase) -> bool:
         """Return whether a running request whose prompt is complete is in this phase. Requests that wait for a place,
         also after a preemption, do not count, because no limit on the others helps them."""
-        tracker, by_id = self._tracker, self._tracker.by_id
-        if not (tracker.answering if phase is Phase.OUTPUT else tracker.thinking):
-            return False
+        known = self._tracker.answering if phase is Phase.OUTPUT else self._tracker.thinking
+        return bool(known) and any(self._decoding(scheduler, phase))
+
+    def _decoding(self, scheduler: Any, phase: Phase) -> Iterator[LiveRequest]:
+        """Yield the running requests in this phase whose prompts are complete."""
+        by_id = self._tracker.by_id
         running = (by_id.get(request.request_id) for request in scheduler.running if not request.is_prefill_chunk)
-        return any(live is not None and live.phase is phase for live in running)
+        return (live for live in running if live is not None and live.phase is phase)
 
     def preempted_answers(self) -> list[Any]:
         """Return the preempted answers that wait. A request that runs again leaves `tracker.preempted` only with its
@@ -152,10 +155,7 @@ class QueueOrder:
         return [request for request in found if request_api.waits_preempted(request)]
 
     def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
-        step = scheduler.current_step + 1
-        by_id = self._tracker.by_id
-        running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
-        sequences = [live for live in running if live is not None and live.phase is phase]
+        step, sequences = scheduler.current_step + 1, list(self._decoding(scheduler, phase))
         skipped = left_out(sequences, per_step, max_skip_steps)
         if skipped and not scheduler_api.adapters_fit(scheduler):
             skipped = [live for live in skipped if live.ref.lora_request is None]

@@ -84,9 +84,7 @@ class Steps:
         if plan.shadow or plan.stock:
             return
         self._check_order()
-        by_id = agent.tracker.by_id
-        complete = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
-        streaming = {live.state.phase for live in complete if live is not None}
+        streaming = {live.state.phase for live in self._complete()}
         if plan.think_per_step is not None and Phase.OUTPUT in streaming:
             self._share(Phase.THINK, plan.think_per_step, plan.max_skip_steps, prepared, skipped)
         elif plan.output_per_step is not None and Phase.THINK in streaming:
@@ -101,11 +99,14 @@ class Steps:
         self, phase: Phase, per_step: int, max_skip_steps: int, prepared: Prepared, skipped: dict[str, int]
     ) -> None:
         """Note the sequences of a phase and how many may join. skipped: how often in a row each was left out before."""
-        by_id = self._agent.tracker.by_id
-        running = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
-        sequences = [live for live in running if live is not None and live.state.phase is phase]
-        prepared.shared = {live.info.request_id for live in sequences}
+        prepared.shared = {live.info.request_id for live in self._complete() if live.state.phase is phase}
         prepared.may_join = per_step + sum(skipped.get(name, 0) >= max_skip_steps for name in prepared.shared)
+
+    def _complete(self) -> list[Any]:
+        """Return the running requests, as the agent knows them, whose prompts are complete."""
+        by_id = self._agent.tracker.by_id
+        found = (by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk)
+        return [live for live in found if live is not None]
 
     def _running(self) -> list[str]:
         """Return the running requests in vLLM's order, without probes."""
