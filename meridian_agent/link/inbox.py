@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.link.messages import decisions_in, parts_of
+from meridian_agent.link.messages import DECISION_KINDS, decisions_in, parts_of
 
 if TYPE_CHECKING:
     from meridian_agent.link.lease import Lease
@@ -98,13 +98,7 @@ class Inbox:
         if not self._lease.idle:
             return None
         report = agent_pb2.StepReport(step=directives.step)
-        for decisions in (
-            directives.forces,
-            directives.caps,
-            directives.tiers,
-            directives.probes,
-            directives.hand_overs,
-        ):
+        for decisions in (getattr(directives, kind) for kind in DECISION_KINDS):
             for decision in decisions:
                 report.outcomes.add(decision_id=decision.decision_id, outcome=agent_pb2.OUTCOME_REQUEST_GONE)
             del decisions[:]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
 
 
+# The lists of a Directives message, in the order in which the engine takes them in.
+DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs")
 PROBE_COLUMNS = (
     "decision_id",
     "slot",
@@ -78,7 +80,7 @@ def parts_of(message: agent_pb2.Directives, most: int) -> Iterator[agent_pb2.Dir
     if decisions_in(message) <= most:
         yield message
         return
-    for kind in ("forces", "caps", "tiers", "probes", "hand_overs"):
+    for kind in DECISION_KINDS:
         decisions = getattr(message, kind)
         for begin in range(0, len(decisions), most):
             yield agent_pb2.Directives(step=message.step, **{kind: decisions[begin : begin + most]})
