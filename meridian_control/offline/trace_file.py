@@ -109,9 +109,9 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
             while True:
                 offset = file.tell()
                 record = proto.parse_length_prefixed(fleet_pb2.TraceRecord, _Bounded(file))  # type: ignore[arg-type]
-                if record is None and not offset:
-                    raise FileError(path, "", "is empty: a trace has records from its beginning on")
                 if record is None:
+                    if not offset:
+                        raise FileError(path, "", "is empty: a trace has records from its beginning on")
                     return
                 if not record.session_id or record.WhichOneof("message") is None:
                     raise FileError(path, f" at byte {offset} (uncompressed)", "is not a record of a trace")
