@@ -16,7 +16,7 @@ import numpy as np
 from meridian_control.budgets.stages import UNSHORTENED
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
-from meridian_control.decisions.token_rows import differs
+from meridian_control.decisions.token_rows import FLAG_FROM_OUTPUT, differs
 from meridian_control.pressure.controller import (
     FORGET,
     MAX_HOLD,
@@ -166,6 +166,8 @@ class EnginePressure:
             slots = rows.s[fresh]
             self._add("ttft_p99_ms", slots, rows.at_ms[rows.first[fresh]] - self._opened_ms[slots])
             self._begun[slots] = True
+            if rows.flags_seen & FLAG_FROM_OUTPUT:
+                self._take_back_answers()
             self._take_answers()
         if report.HasField("joined"):
             self._add("queueing_p99_ms", *table.joined)
@@ -175,13 +177,24 @@ class EnginePressure:
                 for window in self._windows_of(slot):
                     window.preempted += 1
 
+    def _take_back_answers(self) -> None:
+        """Forget that answers have begun which were the beginning of a start marker. Their times stay in the
+        window."""
+        rows = self._table.history.rows
+        slots = np.unique(rows.slot[(rows.flags & FLAG_FROM_OUTPUT) != 0])
+        for slot in slots[self._answered[slots] & (self._table.output_tokens[slots] == 0)].tolist():
+            self._answered[slot] = False
+            for window in self._windows_of(slot):
+                window.answers = max(0, window.answers - 1)
+
     def _take_answers(self) -> None:
         table, rows = self._table, self._table.history.rows
         answers = rows.answering.nonzero()[0]
         if not len(answers):
             return
         slots = rows.slot[answers]
-        new = differs(slots) & ~self._answered[slots]
+        # Text that turned out to be the beginning of a start marker was no answer.
+        new = differs(slots) & ~self._answered[slots] & (table.output_tokens[slots] > 0)
         begins = slots[new]
         self._add("ttfvt_p99_ms", begins, rows.at_ms[answers[new]] - self._opened_ms[begins])
         self._answered[begins] = True

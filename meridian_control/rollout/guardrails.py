@@ -4,6 +4,7 @@ The module does not know the consequences of a violated limit. All functions are
 """
 
 from collections.abc import Callable, Iterator
+from math import inf, nextafter
 
 from meridian_control.common.histogram import TIME_BOUNDS_S
 from meridian_control.rollout.plan import Guardrails
@@ -41,7 +42,8 @@ def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
 
 
 def p99(counts: Counts) -> float | None:
-    """Return the 99th percentile in seconds, interpolated within its bucket; None if there are no observations."""
+    """Return the 99th percentile in seconds, interpolated within its bucket; the next number above the last bound if
+    it exceeds that bound; None if there are no observations."""
     rank, below = P99 * sum(counts), 0
     if not rank:
         return None
@@ -50,7 +52,7 @@ def p99(counts: Counts) -> float | None:
         if below + count >= rank:
             return bounds[index] + (bounds[index + 1] - bounds[index]) * (rank - below) / count
         below += count
-    return bounds[-1]
+    return nextafter(bounds[-1], inf)
 
 
 def _absolute(

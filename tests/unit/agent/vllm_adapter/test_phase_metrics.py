@@ -105,6 +105,21 @@ def test_each_request_has_one_first_answer_token(engine: Engine) -> None:
     assert engine.numbers().ttfvt_s == []
 
 
+def test_the_beginning_of_a_start_marker_is_no_answer(engine: Engine) -> None:
+    """A model that writes its start marker itself, token by token, has not answered yet."""
+    engine.tracker.use(Markers(((START, 5),), ((END,),)))
+    thinks, answers = engine.open("t", []), engine.open("a", [])
+    engine.tracker.feed(thinks, [START], 0)
+    engine.tracker.feed(answers, [START], 1)
+    assert engine.numbers().ttfvt_s == [], "both may become markers"
+    engine.tracker.feed(thinks, [5], 0)
+    engine.tracker.feed(answers, [TEXT], 1)
+    assert len(engine.numbers().ttfvt_s) == 1
+    assert not engine.tracker.before_answer, "a request that thinks waits for no answer token"
+    engine.tracker.feed(thinks, [TEXT, END, TEXT], 0)
+    assert engine.numbers().ttfvt_s == [2.0 + 3 * INTERVAL_S]
+
+
 def test_without_statistics_nothing_is_kept(engine: Engine) -> None:
     live = engine.open("r", [START])
     engine.tracker.feed(live, [END, TEXT], 0)

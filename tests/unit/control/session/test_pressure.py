@@ -379,6 +379,25 @@ def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
     assert told["queueing_p99_ms"].samples == 0, "an older agent does not say that they wait in the queue"
 
 
+def test_the_beginning_of_a_start_marker_is_no_answer() -> None:
+    """A model that writes its start marker in several tokens has not answered with the first of them."""
+    made = stream(pressed({**EVERY, "ttfvt_p99_ms": 500.0}))
+    answer, marker = agent_pb2.PHASE_OUTPUT, agent_pb2.TOKEN_FLAG_MARKER | agent_pb2.TOKEN_FLAG_FROM_OUTPUT
+    columns: dict[str, Any] = {"slot": range(12), "entropy_nats": [0.0] * 12, "end_rank": [0] * 12}
+    columns |= {"end_logprob_nats": [0.0] * 12, "top_logprob_nats": [0.0] * 12}
+    begins = {**columns, "phase": [answer] * 12, "flags": [0] * 12}
+    taken_back = [marker | agent_pb2.TOKEN_FLAG_TAKE_BACK] * 12
+    completes = {**columns, "phase": [agent_pb2.PHASE_THINK] * 12, "flags": taken_back}
+    made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
+    made.say(tokens=agent_pb2.TokenColumns(**begins))
+    made.say(tokens=agent_pb2.TokenColumns(**completes))
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)
+    assert told["preempted_answer_ratio"].samples == 0
+    assert told["ttfvt_p99_ms"].measured >= 1100, "all twelve still wait for their answers"
+
+
 def test_a_request_in_the_queue_counts_until_it_joins_a_step() -> None:
     made = stream(pressed({**EVERY, "queueing_p99_ms": 500.0}))
     opened = [agent_pb2.RequestOpened(slot=number, request_id=f"r{number}", queued=True) for number in range(24)]
