@@ -75,7 +75,7 @@ class Relay:
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         with self._metrics.in_flight.track_inprogress():
-            if request.method != "POST" or request.raw_path.partition("?")[0] != CHAT:
+            if request.method != "POST" or target_of(request).partition("?")[0] != CHAT:
                 return await self._proxy(request, request.content if request.can_read_body else None)
             body = await request.read()
             eligible = carried(body, self._think_end)
@@ -118,7 +118,7 @@ class Relay:
                 with self._engines.counted(url):
                     async with self._engines.session.request(
                         request.method,
-                        URL(url + request.raw_path, encoded=True),
+                        URL(url + target_of(request), encoded=True),
                         headers=headers,
                         data=body,
                         allow_redirects=False,
@@ -142,6 +142,12 @@ class Relay:
                 break
         logger.warning("%s %s: %s", request.method, request.path, failure)
         return web.json_response(no_engine(), status=502)
+
+
+def target_of(request: web.Request) -> str:
+    """Return the path and query that a client asks for; clients of a proxy name the whole URL."""
+    raw = request.raw_path
+    return raw if raw.startswith("/") else request.rel_url.raw_path_qs
 
 
 def passed(headers: MultiMapping[str], without: set[str]) -> CIMultiDict[str]:

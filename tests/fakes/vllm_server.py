@@ -174,7 +174,8 @@ class FakeVllm:
         left = self.script.after(prompt)
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or CONTEXT - len(prompt)
         if plan.status is not None or left is None or len(prompt) + limit > CONTEXT:
-            return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400)
+            headers = {"Location": "/v1/models"} if plan.status in range(300, 400) else {}
+            return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400, headers=headers)
         form = _form(chat, request.headers.get("X-Request-Id", "none"))
         writer = _Writer(form, chat, body, len(prompt), self.cuts_at_marker)
         deltas = self._deltas(prompt, left, limit, body, plan)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 from yarl import URL
 
 from meridian_control.relay.engines import EngineFailed, _events
@@ -261,8 +262,9 @@ async def refused(relayed: Relayed) -> None:
 async def test_other_requests_pass_byte_for_byte() -> None:
     async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
         sent = bytes(range(256)) * 3000
-        headers = {"X-Odd": "é", "Authorization": "k", "Connection": "keep-alive, X-Hop", "X-Hop": "1"}
-        headers |= {"Content-Encoding": "gzip", "Accept-Encoding": "br", "User-Agent": "u", "Accept": "*/*"}
+        headers = CIMultiDict({"X-Odd": "é", "Authorization": "k", "Connection": "keep-alive, X-Hop", "X-Hop": "1"})
+        headers.extend({"Content-Encoding": "gzip", "Accept-Encoding": "br", "User-Agent": "u", "Accept": "*/*"})
+        headers.extend({"Connection": "X-Other-Hop", "X-Other-Hop": "2"})
         got = []
         for url in (home.url, relayed.url):
             async with relayed.session.request(
@@ -272,11 +274,39 @@ async def test_other_requests_pass_byte_for_byte() -> None:
                 assert response.content_type == "text/odd"
                 line, _, body = (await response.read()).partition(b"\n")
                 method, target, names = json.loads(line)
-                kept = [each for each in names if each[0] not in ("host", "connection", "x-hop")]
+                kept = [each for each in names if each[0] not in ("host", "connection", "x-hop", "x-other-hop")]
                 got.append((method, target, kept, body))
         assert got[0] == got[1]
         assert got[0][:2] == ("PUT", "/echo/a%2Fb?q=%20x")
         assert got[0][3] == sent
+        assert not {"x-hop", "x-other-hop"} & {name for name, _ in names}, "they are for the first hop alone"
+
+
+async def test_a_redirect_is_for_the_client() -> None:
+    """The relay follows none, because it would send the client's key to another host."""
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = Plan(status=307)
+        body = BODY | {"seed": 3}
+        async with relayed.session.post(relayed.url + CHAT, json=body, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (307, "/v1/models")
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER), "another engine serves an eligible request"
+        assert [path for path, _ in home.seen + other.seen] == [CHAT] * 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 3}])
+async def test_a_target_with_the_whole_url(fields: dict[str, Any]) -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        body = json.dumps(BODY | fields).encode()
+        head = f"POST {relayed.url}{CHAT}?a=%20b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        url = URL(relayed.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(head.encode() + body)
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"[DONE]" in answer
+        assert relayed.results() == ({} if fields else {"one_engine": 1})
 
 
 async def test_an_ineligible_chat_request_passes_as_it_is() -> None:

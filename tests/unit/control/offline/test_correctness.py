@@ -41,6 +41,7 @@ def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
     [
         ('{"request_id": "nobody", "correct": true}', "request_id 'nobody' is not in the trace"),
         ("{", "is not JSON: "),
+        ("[" * 100_000, "is not JSON: "),
         ("[]", "must be an object"),
         ('{"request_id": 7, "correct": true}', "request_id must be a string; got 7"),
         ('{"request_id": "x", "correct": "yes"}', "correct must be true, false or in [0, 1]; got 'yes'"),

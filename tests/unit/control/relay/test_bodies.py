@@ -67,7 +67,7 @@ def test_not_eligible(fields: dict[str, Any]) -> None:
     assert carried(json.dumps({"messages": MESSAGES} | fields).encode(), MARKER) is None
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"null"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"null", b"[" * 100_000])
 def test_no_json_object(raw: bytes) -> None:
     assert carried(raw, MARKER) is None
 
