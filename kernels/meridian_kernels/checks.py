@@ -129,6 +129,15 @@ def row_numbers(given: Any, count: int) -> NDArray[np.int32]:
     return np.asarray(listed if len(listed) else (), np.int32)
 
 
+def columns(given: Any, count: int) -> tuple[int, ...]:
+    """Return the indices of one or more different columns out of `count` columns."""
+    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else []
+    wrong = not all(_is_integer(column) and 0 <= column < count for column in listed)
+    if not listed or wrong or len(set(listed)) < len(listed):
+        raise KernelError(f"wanted must be different integers in [0, {count}); got {reprlib.repr(given)}")
+    return tuple(map(int, listed))
+
+
 def request_id(name: str, given: Any) -> None:
     if not isinstance(given, str) or not given:
         raise KernelError(f"{name} must be a string that is not empty; got {reprlib.repr(given)}")

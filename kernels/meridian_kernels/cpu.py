@@ -57,14 +57,15 @@ def chunks(
 
 
 def _rows(logits: torch.Tensor | NDArray[Any], at: slice, picked: NDArray[np.int32] | None) -> NDArray[np.float32]:
-    """Return a slice of the rows, or of the picked rows, in float32. The result shares the logits' memory if
-    possible."""
+    """Return a slice of the rows, or of the picked rows, in float32, one row after another, because NumPy
+    adds the numbers of such rows in pairs and those of other rows one by one, which loses digits. The result shares the
+    logits' memory if possible."""
     if isinstance(logits, np.ndarray):
-        return (logits[at] if picked is None else logits[picked[at]]).astype(np.float32, copy=False)
+        return np.ascontiguousarray(logits[at] if picked is None else logits[picked[at]], np.float32)
     import torch
 
     rows = logits[at] if picked is None else logits.index_select(0, torch.from_numpy(picked[at]))
-    return rows.detach().float().numpy()  # type: ignore[no-any-return]
+    return np.ascontiguousarray(rows.detach().float().numpy())
 
 
 def _measure(
@@ -100,11 +101,11 @@ def _leave_out(
     floats: NDArray[np.float32],
     integers: NDArray[np.int32],
 ) -> None:
-    """Measure the rows that can be measured and fill the columns of the others with NaN and -1. fit: for each row,
-    whether it can be measured."""
+    """Measure the rows that can be measured and fill the columns of the others with NaN, -1 and 0. fit: for each
+    row, whether it can be measured."""
     measured, counted = np.empty((4, fit.sum()), np.float32), np.empty((2, fit.sum()), np.int32)
     _measure(plain[fit], ends, measured, counted)
-    floats[:], integers[:] = np.nan, -1
+    floats[:], integers[0], integers[1] = np.nan, -1, 0
     floats[:, fit], integers[:, fit] = measured, counted
 
 

@@ -33,10 +33,10 @@ class RowSignals:
     end_logprob_nats: log-probability of the end token, of the likeliest if there are several, float32.
     top_token_id: id of the likeliest token, the lowest id if several are equally likely; -1 in a row that cannot be
     measured, int32.
-    end_rank: 1 + number of logits strictly above the end token's, int32.
+    end_rank: 1 + number of logits strictly above the end token's; 0 in a row that cannot be measured, int32.
 
-    A row that holds NaN or +inf, or nothing but -inf, cannot be measured: its float columns are NaN, and its rank means
-    nothing. Other rows are not affected.
+    A row that holds NaN or +inf, or nothing but -inf, cannot be measured: its float columns are NaN. Other rows are not
+    affected.
     """
 
     entropy_nats: NDArray[np.float32]
@@ -120,5 +120,5 @@ def reference(
         (-log_total).astype(np.float32),
         end_logprob.astype(np.float32),
         np.where(np.isnan(total), -1, top).astype(np.int32),
-        (1 + (x > end[:, None]).sum(axis=1)).astype(np.int32),
+        np.where(np.isnan(total), 0, 1 + (x > end[:, None]).sum(axis=1)).astype(np.int32),
     )

@@ -46,7 +46,9 @@ class EatHistory:
             return
         a = self._alpha
         mean = a * sample_nats + (1 - a) * known.mean
-        variance = a * (sample_nats - mean) ** 2 + (1 - a) * known.variance
+        # Python's power is not always the rounded product that NumPy's is.
+        distance = sample_nats - mean
+        variance = a * (distance * distance) + (1 - a) * known.variance
         self._by_request[req_id] = Eat(sample_nats, mean, variance)
         self._by_request.move_to_end(req_id)
 

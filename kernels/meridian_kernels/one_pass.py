@@ -212,14 +212,13 @@ class OnePass:
         if _is_plain(logits):
             return self._columns((logits.data_ptr(), logits.stride(0), logits.shape[1]), selected, ends, count)
         columns = np.empty((COLUMNS, count), np.float32)
-        for at, rows in cpu.chunks(logits, selected):
-            near = np.ascontiguousarray(rows)
+        for at, near in cpu.chunks(logits, selected):
             vocab = near.shape[1]
             columns[:, at] = self._columns((near.ctypes.data, vocab, vocab), None, ends, len(near))
         return columns
 
     def repeated(self, logits: Any, ends: tuple[int, ...], wanted: tuple[int, ...]) -> Repeated | None:
-        """Return the same as `EntropyProbe.repeated`, for checked arguments."""
+        """Return the same as `EntropyProbe.repeated`, for checked arguments in the CPU's memory."""
         return Repeated(logits, ends, wanted) if _is_plain(logits) else None
 
     def _columns(
@@ -257,13 +256,14 @@ class Repeated:
 
     def measure(self, logits: Any, rows: NDArray[np.int32] | None = None) -> bytes | None:
         """Return the wanted columns of all rows of these logits, one after another; None, and nothing is measured, if
-        the logits have another dtype or vocabulary than the first ones, or rows that are not contiguous.
+        the logits have another dtype or vocabulary than the first ones, rows that are not contiguous, or a pending
+        negation.
 
         rows: as in `EntropyProbe.begin`, but a different object whenever the rows have changed; a row that is not among
         them has NaN in the columns of floats and 0 in those of integers. Raises KernelError.
         """
         shape, strides = logits.shape, logits.stride()
-        if logits.dtype is not self._dtype or shape[1] != self._vocab or strides[1] != 1:
+        if logits.dtype is not self._dtype or shape[1] != self._vocab or strides[1] != 1 or logits.is_neg():
             return None
         if not shape[0]:
             return b""
@@ -274,7 +274,8 @@ class Repeated:
 
     def _prepare(self, shape: Any, strides: Any, rows: NDArray[np.int32] | None) -> None:
         """Make everything ready that stays the same until the rows or the shape change."""
-        count = shape[0]
+        # If the check of the rows raises, the next call must not write to the old address.
+        self._shape, count = None, shape[0]
         if count > self._room:
             self._room, self._out = count, np.empty(COLUMNS * count, np.float32)
             self._address, self._memory = self._out.ctypes.data, self._out.data.cast("B")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from meridian_kernels import checks, cpu, cuda, torch_ops
-from meridian_kernels.definition import EntropySignal, columns, of_columns
+from meridian_kernels.definition import COLUMNS, EntropySignal, columns, of_columns
 from meridian_kernels.eat import EatHistory
 from meridian_kernels.errors import KernelError
 
@@ -209,9 +209,10 @@ class EntropyProbe:
         """
         checks.logits(logits, ("rows", "vocabulary"))
         ends = checks.end_tokens(think_end_token_ids, logits.shape[1])
-        if self._one_pass is None or checks.is_on_gpu(logits):
+        columns = checks.columns(wanted, COLUMNS)
+        if self._one_pass is None or not (checks.is_tensor(logits) and logits.is_cpu):
             return None
-        return self._one_pass.repeated(logits, ends, tuple(wanted))
+        return self._one_pass.repeated(logits, ends, columns)
 
     def compile(self) -> None:
         """Compile the measurement on the CPU with numba, so that it takes a fraction of NumPy's time.

@@ -283,8 +283,8 @@ __device__ __forceinline__ State edges(const typename T::Word* row, u32 vocab, f
 }
 
 // Writes the signals of row `to` to the columns of `out`, each [rows]: entropy, log-sum-exp, top-1 log-probability and
-// the end marker's log-probability (all in nats), then as integers the top-1 id (-1 in a row that cannot be measured)
-// and the rank of the end marker.
+// the end marker's log-probability (all in nats), then as integers the top-1 id and the rank of the end marker; in a
+// row that cannot be measured they are -1 and 0.
 template <class T>
 __device__ __forceinline__ void finish(State s, const typename T::Word* row, u32 vocab, float end, u32 to, u32 rows, float* out) {
   u32 lane = threadIdx.x;
@@ -301,7 +301,7 @@ __device__ __forceinline__ void finish(State s, const typename T::Word* row, u32
   out[2 * rows + to] = -log_sum;
   out[3 * rows + to] = (end - reference(s.best)) - log_sum;
   out[4 * rows + to] = __int_as_float(lse == lse ? top : -1);
-  out[5 * rows + to] = __int_as_float((int)s.above + 1);
+  out[5 * rows + to] = __int_as_float(lse == lse ? (int)s.above + 1 : 0);
 }
 
 // The distribution of tiles to blocks, in order: the first `more` blocks have least + 1 tiles, the others `least`.

@@ -134,8 +134,9 @@ class TorchOps:
         out[2] = -log_total
         out[3] = end_gap - log_total
         integers = out[4:].view(torch.int32)
-        integers[0] = torch.where(top.isfinite(), top_id, -1)
-        integers[1] = above + 1
+        is_measured = top.isfinite()
+        integers[0] = torch.where(is_measured, top_id, -1)
+        integers[1] = torch.where(is_measured, above + 1, 0)
 
 
 class _Passed:

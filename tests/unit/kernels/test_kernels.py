@@ -97,15 +97,13 @@ def margins(signals: RowSignals) -> NDArray[np.float64]:
 
 
 def compare(got: RowSignals, want: RowSignals) -> None:
-    """Compare all columns, but the rank only of rows that can be measured."""
     np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
     for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
         np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
         assert getattr(got, column).dtype == np.float32
     np.testing.assert_allclose(margins(got), margins(want), rtol=1e-6, atol=NATS)
     np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
-    measured = want.top_token_id >= 0
-    np.testing.assert_array_equal(got.end_rank[measured], want.end_rank[measured])
+    np.testing.assert_array_equal(got.end_rank, want.end_rank)
     assert got.top_token_id.dtype == got.end_rank.dtype == np.int32
 
 
@@ -183,6 +181,13 @@ def test_rows_that_are_not_contiguous() -> None:
     assert not wide.t().is_contiguous()
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.t, lambda tensor: tensor.numpy().T], ids=["torch", "numpy"])
+def test_long_rows_that_are_not_contiguous(make: Any) -> None:
+    """NumPy adds the numbers of such rows one by one, which would lose digits."""
+    logits = make(rows_of("random", 3, 262_144).t().contiguous())
+    compare(measured(logits, 7), reference(np.asarray(logits), [7]))
+
+
 def test_zero_rows() -> None:
     got = measured(torch.empty(0, 33), 4)
     assert got.entropy_nats.shape == got.end_rank.shape == got.end_logprob_nats.shape == (0,)
@@ -226,6 +231,7 @@ def test_a_row_that_cannot_be_measured_is_nan_and_alone(bad: float) -> None:
     for column in (got.end_logprob_nats, got.log_sum_exp_nats, got.top_logprob_nats):
         assert np.isnan(column).tolist() == [False, True, False]
     assert (got.top_token_id == -1).tolist() == [False, True, False]
+    assert (got.end_rank == 0).tolist() == [False, True, False]
     want = reference(logits.numpy(), [5])
     np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
     np.testing.assert_array_equal(np.isnan(got.log_sum_exp_nats), np.isnan(want.log_sum_exp_nats))
@@ -344,7 +350,16 @@ def test_what_cannot_be_measured_repeatedly() -> None:
         with pytest.raises(KernelError, match="rows must be in"):
             repeated.measure(logits, np.array(rows, np.int32))
     assert repeated.measure(logits[:0]) == b""
+    assert repeated.measure(torch._neg_view(logits)) is None
+    for wrong in ((), (6,), (-1,), (0, 0), (0.5,), "ab", 3, None):
+        with pytest.raises(KernelError, match="wanted must be"):
+            compiled().repeated(logits, 7, wrong)  # type: ignore[arg-type]
+    assert compiled().repeated(logits.to("meta"), 7, wanted) is None
     kept = np.array([0, 2], np.int32)
     assert repeated.measure(logits, kept) == bytes_of(logits, 7, [0, 2], wanted)
+    many = rows_of("random", 500, 33)
+    with pytest.raises(KernelError, match="rows must be in"):
+        repeated.measure(many, np.array([500], np.int32))
+    assert repeated.measure(logits, kept) == bytes_of(logits, 7, [0, 2], wanted), "the buffers have grown before"
     kept[:] = 1 << 20
     assert repeated.measure(logits, kept) == bytes_of(logits, 7, [0, 2], wanted)
