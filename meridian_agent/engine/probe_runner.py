@@ -8,6 +8,7 @@ fits, and `directives` has the probes that the control plane asks for. Runs on t
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -283,7 +284,7 @@ class ProbeRunner:
         for row, placed in enumerate(computed):
             wanted = self._tracker.markers.probe_of(placed.parent.own_state.start)
             if probed is None or placed.cost_tokens < len(wanted):
-                self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
+                self._not_measured(placed)
             else:
                 eat_nats, answer = probed[row]
                 self._measured(placed, answer, eat_nats)
@@ -297,10 +298,15 @@ class ProbeRunner:
             row = index.get(out.request_id)
             # vLLM may end a probe with an error and without a token.
             if signals is None or row is None or not out.new_token_ids:
-                self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
+                self._not_measured(placed)
                 continue
             self._measured(placed, out.new_token_ids[0], float(signals.entropy_nats[signals.row(row)]))
         stock_restore.hide_probes([group])
+
+    def _not_measured(self, placed: probe_admission.Placed) -> None:
+        """Report that a probe has no result, and release its request, because no answer to a result will come."""
+        self.held.pop(placed.parent, None)
+        self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
 
     def _measured(self, placed: probe_admission.Placed, answer: int, eat_nats: float) -> None:
         self.tokens += placed.cost_tokens
@@ -309,6 +315,10 @@ class ProbeRunner:
             # The request ended in the previous step, which asynchronous scheduling may find out late; another request
             # may have its slot by now.
             self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, live)
+            return
+        if not math.isfinite(eat_nats):
+            # The row held NaN or infinity, so its likeliest token is no trial answer either.
+            self._not_measured(placed)
             return
         same_answers = live.count_same_answer(answer)
         empty = answer in live.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix

@@ -183,3 +183,18 @@ def test_a_probe_that_ends_without_a_token() -> None:
     probing.collect(group, StepSignals(None, *np.ones((4, 1))), {"meridian-probe-1": 0})
     assert (probing.placed, group.outputs) == ({}, [])
     assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]
+
+
+def test_a_probe_whose_logits_cannot_be_measured() -> None:
+    """Its likeliest token is no trial answer, and its request does not wait for a decision from it."""
+    tracker = Tracker(MARKERS)
+    live = tracker.open(RequestInfo("a", "", "", "", 0, 0, None), [1], 0, request())
+    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    probing.placed["meridian-probe-1"] = Placed(1, live, 7, 40)
+    probing.held[live] = 0
+    group = SimpleNamespace(
+        outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=[5])], finished_requests=None
+    )
+    probing.collect(group, StepSignals(None, *np.full((4, 1), np.nan)), {"meridian-probe-1": 0})
+    assert (tracker.record.probes, live.same_answer, probing.held) == ([], 0, {})
+    assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]
