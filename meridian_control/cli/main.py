@@ -5,6 +5,7 @@ The module owns the commands' names, the common options and the exit codes. The 
 through its gRPC API, on one thread with blocking calls.
 """
 
+import sys
 import time
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from meridian_control.cli.audit import audit
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
+    INVALID,
     Client,
     Output,
     OutputOption,
@@ -203,4 +205,14 @@ def _engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
 
 
 def main() -> None:
-    app(prog_name="meridianctl")
+    try:
+        # Python puts a surrogate in place of a byte that is not UTF-8, and no message of the API can hold one.
+        "".join(sys.argv).encode()
+        app(prog_name="meridianctl")
+    except UnicodeEncodeError:
+        typer.echo("the arguments must be UTF-8", err=True)
+        sys.exit(INVALID)
+    except OSError as error:
+        # For example, the disk to which the output goes is full.
+        typer.echo(f"cannot write the output: {error.strerror}", err=True)
+        sys.exit(FAILED)

@@ -203,7 +203,8 @@ class SequentialTest:
         self._batches += 1
         started = 1 / (self._batches * (self._batches + 1)) / len(ALTERNATIVES)
         for number, alternative in enumerate(self._alternatives):
-            log_ratio = events * math.log(alternative / self._limit)
+            # The quotient of the two would be infinite for a limit below the normal numbers.
+            log_ratio = events * (math.log(alternative) - math.log(self._limit))
             log_ratio += (trials - events) * math.log((1 - alternative) / (1 - self._limit))
             grown = (self._wealth[number] + started) * math.exp(min(log_ratio, MAX_EXPONENT))
             self._wealth[number] = min(grown, MAX_WEALTH)

@@ -142,8 +142,10 @@ def test_nothing_exceeds_a_limit_of_1_and_no_trials_change_nothing() -> None:
     assert SequentialTest(0.01).add(0, 0) == 1.0
 
 
-def test_evidence_stays_a_number() -> None:
-    test = SequentialTest(1e-9)
+@pytest.mark.parametrize("limit", [1e-9, 5e-324])
+def test_evidence_stays_a_number(limit: float) -> None:
+    test = SequentialTest(limit)
+    assert 0 < test.add(0, 500) <= 1
     for _ in range(3):
         assert test.add(500, 500) >= 100
     assert 0 < test.add(0, 10**9) < float("inf")
