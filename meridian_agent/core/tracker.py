@@ -181,13 +181,11 @@ class Tracker:
     def _look_for_answer(self, live: LiveRequest) -> None:
         """Note that a request's answer has begun, or that its first token is expected, which may be counted in the
         run. Text that may be the beginning of a start marker is no answer yet."""
-        if live.phase is not Phase.OUTPUT:
-            self.before_answer.pop(live, None)
-        elif live.state.output_tokens > 0 and not live.state.opening(self.markers):
+        self.before_answer.pop(live, None)
+        if live.state.output_tokens > 0 and not live.state.opening(self.markers):
             live.mark_answered()
-            self.before_answer.pop(live, None)
             self.answered.append(live)
-        else:
+        elif live.phase is Phase.OUTPUT:
             self.before_answer[live] = None
 
     def take_answered(self) -> list[LiveRequest]:
