@@ -111,13 +111,15 @@ class HandoverTarget:
     """Where and how to continue a request, as the engine that thought says.
 
     url: the base URL, empty if it cannot be read. kv_transfer_params: None if the engine at the URL must recompute.
-    expires_ms: milliseconds from the arrival.
+    expires_ms: milliseconds from the arrival. max_tokens: the limit in force, which an engine chooses if the client
+    names none; None if the engine does not say it.
     """
 
     ref: str = ""
     url: str = ""
     kv_transfer_params: dict[str, Any] | None = None
     expires_ms: float = 0
+    max_tokens: int | None = None
 
 
 @dataclass
@@ -191,7 +193,11 @@ def continuation_of(stop_reason: Any) -> HandoverTarget | None:
         params = fields["kv_transfer_params"]
         if params is not None and not isinstance(params, dict):
             raise TypeError("kv_transfer_params must be an object")
-        return HandoverTarget(str(fields["ref"]), str(fields["url"]).rstrip("/"), params, float(fields["expires_ms"]))
+        limit = fields.get("max_tokens")
+        if limit is not None and type(limit) is not int:
+            raise TypeError("max_tokens must be an integer")
+        url, expires_ms = str(fields["url"]).rstrip("/"), float(fields["expires_ms"])
+        return HandoverTarget(str(fields["ref"]), url, params, expires_ms, limit)
     except (KeyError, TypeError, ValueError):
         return HandoverTarget()
 

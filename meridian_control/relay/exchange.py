@@ -305,6 +305,8 @@ class Exchange:
 
     async def _tokens_left(self, url: str) -> int:
         limit, done = self._request.max_tokens, len(self._progress.tokens)
+        if limit is None and self._continuation is not None:
+            limit = self._continuation.max_tokens
         if limit is not None:
             return limit - done
         source = url if self._home in self._failed else self._home

@@ -104,6 +104,15 @@ async def test_without_a_limit_the_context_is_the_limit() -> None:
         assert answering.seen[1][1]["max_tokens"] == CONTEXT - len(PROMPT) - KNOWN
 
 
+async def test_the_limit_that_the_engine_chose_holds_after_the_handover() -> None:
+    """If a client names no limit, vLLM uses the model's default, which is often below the context."""
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url, max_tokens=KNOWN + 2)
+        answer = await relayed.ask(max_tokens=None)
+        assert answering.seen[0][1]["max_tokens"] == 2
+        assert (answer.ending(), answer.usage()["completion_tokens"]) == (("length", None), KNOWN + 2)
+
+
 @pytest.mark.parametrize(("params", "expires_ms"), [(None, 60_000), (PARAMS, 0)])
 async def test_no_transfer_without_parameters_or_after_half_of_the_lease(params: Any, expires_ms: float) -> None:
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
