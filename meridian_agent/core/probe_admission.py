@@ -189,6 +189,8 @@ def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int, le
         (bool(getattr(request, "mm_features", None)), "multimodal prompt"),
         (getattr(request, "prompt_embeds", None) is not None, "prompt embeddings"),
         (live.preempted or request.is_prefill_chunk or request.num_computed_tokens == 0, "not decoding"),
+        # A request that waits for its KV from elsewhere counts the tokens of that KV as computed.
+        (request.status.name != "RUNNING", "not decoding"),
         (room.sequences < 2, NO_PLACE),
         (room.blocks < free_blocks(cost_tokens, block_size), NO_BLOCKS),
         (room.probe_tokens + cost_tokens > room.tokens // STEP_SHARE, NO_TOKENS),

@@ -50,6 +50,8 @@ class ProbeRunner:
         self.placed: dict[str, probe_admission.Placed] = {}
         self.rows: dict[str, probe_admission.Placed] = {}
         self.computed: list[probe_admission.Placed] = []
+        # Whether vLLM has ended a probe by itself, whose output may follow.
+        self.ended_early = False
         # Whether the engine, workers included, can compute a probe as a row of its request.
         self.rows_possible = False
         # Thinking requests that wait for a decision from their probe, in order of arrival, each with the step up to
@@ -67,10 +69,12 @@ class ProbeRunner:
         self.keep_places(scheduler)
         placed, markers, probes = list[int](), self._tracker.markers, self._directives.probes
         wanted: prefill_limits.Wanted | None = None
-        collecting = self.collects(scheduler)
-        for asked, past in self._asked_here(scheduler):
+        collecting, here = self.collects(scheduler), self._asked_here(scheduler)
+        # A probe takes tokens of the step that a prompt would get.
+        has_room = not here or not scheduler_api.needs_whole_prompts(scheduler)
+        for asked, past in here:
             decision_id, live, _, hold_ms = asked
-            if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
+            if has_room and observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
                 continue
             self._keep_places(scheduler)
             may_wait = past is not None and observes and not self._never and probe_admission.may_wait(asked)
@@ -92,7 +96,7 @@ class ProbeRunner:
                 self._directives.report(decision_id, Outcome.REFUSED, live, reason or "not observing")
                 continue
             wanted = wanted or scheduler_api.wanted_tokens(scheduler)
-            if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
+            if not (has_room and prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks)):
                 probes.put_back(asked, past if may_wait else None)
                 continue
             placed.append(cost)
@@ -119,6 +123,8 @@ class ProbeRunner:
     def place_rows(self, scheduler: Any, parents: Iterable[LiveRequest]) -> bool:
         """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return
         False at the first one that cannot be a row; it and those after it go on waiting."""
+        if scheduler_api.needs_whole_prompts(scheduler):
+            return False
         for live in parents:
             asked = decision_id, _, _, hold_ms = self._directives.probes.take(live)
             if not self._place_row(scheduler, decision_id, live, 0, hold_ms):
@@ -301,6 +307,7 @@ class ProbeRunner:
                 self._not_measured(placed)
                 continue
             self._measured(placed, out.new_token_ids[0], float(signals.entropy_nats[signals.row(row)]))
+        self.ended_early = False
         stock_restore.hide_probes([group])
 
     def _not_measured(self, placed: probe_admission.Placed) -> None:
@@ -350,6 +357,7 @@ class ProbeRunner:
     def ended(self, request_id: str) -> None:
         """Forget a probe that vLLM has ended together with all requests, as it does before an engine sleeps."""
         if placed := self.placed.pop(request_id, None):
+            self.ended_early = True
             self._directives.report(placed.decision_id, Outcome.REQUEST_GONE)
 
     def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:

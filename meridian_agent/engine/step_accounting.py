@@ -196,7 +196,7 @@ class StepAccounting:
             # Only the signals of probes are read here, and only with draft tokens a request's row is not its place.
             if told is not None and (self._probing.placed or isinstance(told, tuple)):
                 signals = StepSignals.decode(told)
-            if self._probing.placed:
+            if self._probing.placed or self._probing.ended_early:
                 for group in outputs.values():
                     self._probing.collect(group, signals, index)
             for out in theirs:

@@ -72,11 +72,11 @@ def order(scheduler: Any) -> None:
     """Give requests their own priorities back, and sort the running list by arrival."""
     for request in scheduler.running:
         request.priority = math.floor(request.priority)
-    ranked = [r for r in scheduler.waiting if r.priority != math.floor(r.priority)]
-    for request in ranked:
-        scheduler.waiting.remove_request(request)
-        request.priority = math.floor(request.priority)
-        scheduler.waiting.add_request(request)
+    for queue in [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]:
+        for request in [r for r in queue if r.priority != math.floor(r.priority)]:
+            queue.remove_request(request)
+            request.priority = math.floor(request.priority)
+            queue.add_request(request)
     # The order comes from `scheduler.requests`, because the arrival times are from a wall clock that may have jumped.
     place = {request_id: at for at, request_id in enumerate(scheduler.requests)}
     scheduler.running.sort(key=lambda request: place.get(request.request_id, -1))

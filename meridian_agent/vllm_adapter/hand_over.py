@@ -62,6 +62,9 @@ def no_hand_over(scheduler: Any) -> str:
     """Return the reason why this engine cannot hand requests over; empty if it can."""
     if reason := _no_reading(scheduler, "is_kv_producer", "kv_producer"):
         return reason
+    # Only vLLM's own prefill instances copy all blocks of a request to that memory.
+    if getattr(getattr(scheduler.connector, "connector_scheduler", None), "use_host_buffer", False):
+        return "kv_buffer_device is 'cpu', so another engine would read blocks that are not copied there"
     if (lease_s := _extra(scheduler, "kv_lease_duration", LEASE_S)) <= MARGIN_S:
         return f"kv_lease_duration is {lease_s} s; a reader declines in the last {MARGIN_S} s"
     return ""
@@ -215,6 +218,8 @@ class HandOverPort:
             "kv_transfer_params": params if blocks else None,
             "expires_ms": int((self._lease_s - MARGIN_S) * 1e3),
             "end": request.output_token_ids[-1],
+            # The limit that vLLM chose, if the client named none.
+            "max_tokens": request.max_tokens,
         }
         return SIGN + json.dumps(told), len(blocks)
 

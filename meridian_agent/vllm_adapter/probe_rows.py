@@ -44,6 +44,7 @@ def fits(scheduler: Any, request: Any, tokens: int) -> bool:
     if (
         request.num_computed_tokens != known - 1
         or request.is_prefill_chunk
+        or request.status.name != "RUNNING"
         or request.structured_output_request is not None
         or request.mm_features
         or known + tokens >= scheduler.max_model_len

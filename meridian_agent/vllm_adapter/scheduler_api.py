@@ -69,14 +69,17 @@ def least_piece(scheduler: Any) -> int:
 
 
 def may_cut_prompts(scheduler: Any) -> bool:
-    """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU this is forbidden while a request
-    with a seed is in its prompt."""
-    if uncuttable(scheduler):
-        return False
+    """Whether the agent may cut prompts into other pieces than vLLM does."""
+    return not uncuttable(scheduler) and not needs_whole_prompts(scheduler)
+
+
+def needs_whole_prompts(scheduler: Any) -> bool:
+    """Whether the engine may fail if a prompt gets fewer tokens of a step than vLLM alone would give it: on a CPU,
+    while a request with a seed is in its prompt."""
     if can_redraw(scheduler):
-        return True
+        return False
     requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)
-    return not any(map(awaits_seeded_token, requests))
+    return any(map(awaits_seeded_token, requests))
 
 
 def adapters_fit(scheduler: Any) -> bool:

@@ -475,7 +475,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a probe in a step without room",
         PROBING,
-        "            if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):\n",
+        "            if not (has_room and prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks)):\n",
         "            if False:\n",
     ),
     Mutant(

@@ -162,6 +162,19 @@ def test_a_rank_changes_no_priority_for_good(made: Callable[..., Engine]) -> Non
     assert [request.priority for request in requests] == priorities
 
 
+def test_a_session_that_waits_for_input_gets_its_priority_back(made: Callable[..., Engine]) -> None:
+    """vLLM keeps such a session in a queue of its own."""
+    engine = made(Shape(blocks=200, places=8, batch_tokens=128, policy="priority"))
+    add(engine, "session", [TEXT[0], START], replace(THINKS, priority=1), 6, resumable=True)
+    step(engine, 2)
+    request, (live,) = engine.scheduler.requests["session"], engine.agent.tracker.by_id.values()
+    obey(engine, agent_pb2.DispatchPlan(slot=[live.slot], rank=[200], max_skip_steps=3))
+    while request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        step(engine, 1)
+    engine.agent.queues.undo(engine.scheduler)
+    assert request.priority == 1
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_plan_cuts_no_image_that_must_stay_whole(made: Callable[..., Engine], whole: bool) -> None:
     shape, image = Shape(blocks=200, places=8, batch_tokens=128), PlaceholderRange(offset=PROMPT_TOKENS, length=32)

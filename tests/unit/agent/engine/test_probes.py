@@ -19,7 +19,7 @@ from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.probe_runner import ProbeRunner
-from meridian_agent.vllm_adapter import request_api
+from meridian_agent.vllm_adapter import probe_rows, request_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from tests.fakes.engine import MARKERS
 
@@ -29,6 +29,7 @@ ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)
 
 def request(**fields: Any) -> SimpleNamespace:
     plain: dict[str, Any] = {
+        "status": SimpleNamespace(name="RUNNING"),
         "is_prefill_chunk": False,
         "num_computed_tokens": 40,
         "num_tokens": 41,
@@ -59,6 +60,7 @@ def test_a_probe_that_fits() -> None:
         (tracked(prompt_embeds=object()), ROOM, 20, "prompt embeddings"),
         (tracked(is_prefill_chunk=True), ROOM, 20, "not decoding"),
         (tracked(num_computed_tokens=0), ROOM, 20, "not decoding"),
+        (tracked(status=SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")), ROOM, 20, "not decoding"),
         (tracked(), replace(ROOM, sequences=1), 20, "no running place to spare"),
         (tracked(), replace(ROOM, sequences=0), 20, "no running place to spare"),
         (tracked(), replace(ROOM, blocks=5), 20, "no KV blocks to spare"),
@@ -105,9 +107,11 @@ class FakeScheduler:
 
     current_step, num_spec_tokens, max_num_running_reqs, max_model_len = 1, 0, 100, 10_000
 
-    def __init__(self, tokens: int, blocks: int) -> None:
+    def __init__(self, tokens: int, blocks: int, device: str = "cuda") -> None:
         self.max_num_scheduled_tokens = tokens
         self.running: list[Any] = []
+        self.requests: dict[str, Any] = {}
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
         self.waiting = SimpleNamespace(remove_requests=lambda _: None, prepend_request=lambda _: None)
         pool = SimpleNamespace(get_num_free_blocks=lambda: blocks)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, enable_caching=True)
@@ -135,6 +139,29 @@ def test_the_probes_of_a_step_share_its_room(
         directives.probes.put_back((n + 1, live, 0, 0))
     assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would compute such a prompt in pieces, and then rewind a generator that cannot be rewound."""
+    monkeypatch.setattr(
+        request_api, "probe_request", lambda _, request_id, *tokens: SimpleNamespace(request_id=request_id)
+    )
+    monkeypatch.setattr(probe_rows, "fits", lambda *_: True)
+    tracker = Tracker(MARKERS)
+    directives = Directives(tracker)
+    probing, scheduler = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True), FakeScheduler(10_000, 100, device)
+    params = SimpleNamespace(seed=1)
+    scheduler.requests["p"] = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=9)
+    live, may = tracked(all_token_ids=[9] * 41, request_id="a"), device == "cuda"
+    directives.probes.put_back((1, live, 0, 0))
+    assert probing.place(scheduler, observes=True) == [2] * may
+    assert (len(list(directives.probes)) == 0) == may, "the probe waits"
+    probing.rows_possible = True
+    if may:
+        directives.probes.put_back((2, live, 0, 0))
+    assert probing.place_rows(scheduler, [live]) == may
+    assert (len(probing.rows) == 1) == may
 
 
 def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:

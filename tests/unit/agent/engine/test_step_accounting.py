@@ -142,6 +142,16 @@ def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int, drafts: int) -> 
     assert engines[1].whole == 0
 
 
+def test_the_output_of_a_probe_that_vllm_ended_is_for_no_client() -> None:
+    """vLLM ends a probe with the error of its request if the request's KV cannot be loaded."""
+    engine = Engine()
+    engine.open("r", [START])
+    engine.step({"r": [TEXT]}, [1.0], set())
+    probe = engine.probe(1, "r")
+    engine.probing.ended(probe)
+    assert engine.step({"r": [TEXT], probe: []}, [1.0, 1.0], {probe})[1] == ["r"]
+
+
 def test_the_log_tells_once_of_an_answer_that_ends_thinking(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     engine.tracker.markers = Markers(((START,),), ((END,), (TOOL_CALL,)))

@@ -28,12 +28,14 @@ def request(tokens: int, **changed: Any) -> Any:
     """Return a request of vLLM's that decodes: all its tokens but the newest one are computed."""
     decoding = {"num_computed_tokens": tokens - 1, "is_prefill_chunk": False, "structured_output_request": None}
     own = {"request_id": "r", "num_tokens": tokens, "mm_features": [], "spec_token_ids": []}
+    own["status"] = SimpleNamespace(name="RUNNING")
     params = SimpleNamespace(all_stop_token_ids=set())
     return SimpleNamespace(**{**own, **decoding, "sampling_params": params, **changed})
 
 
 def scheduler(connector: Any = None) -> Any:
-    return SimpleNamespace(connector=connector, block_size=BLOCK, max_model_len=100)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+    return SimpleNamespace(connector=connector, block_size=BLOCK, max_model_len=100, vllm_config=config)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def scheduler(connector: Any = None) -> Any:
         {"num_computed_tokens": 30},
         {"num_computed_tokens": 0},
         {"is_prefill_chunk": True},
+        {"status": SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")},
         {"structured_output_request": object()},
         {"mm_features": [object()]},
     ],
