@@ -297,7 +297,8 @@ class Agent:
                 self.probing.new_stream()
             else:
                 self.directives.accept(message)
-                inbox.answered_step = max(inbox.answered_step, message.step)
+                if inbox.is_over(message):
+                    inbox.answered_step = max(inbox.answered_step, message.step)
                 if self.frozen:
                     self.directives.freeze()
             self.calm.took(message)

@@ -47,6 +47,13 @@ class Inbox:
         self._out += size
         return message, size
 
+    def is_over(self, message: agent_pb2.Directives) -> bool:
+        """Return whether no further part of this message waits, which was taken out last."""
+        try:
+            return self.messages[0] is None or self.messages[0].step != message.step
+        except IndexError:
+            return True
+
     def new_stream_waits(self) -> bool:
         """Return whether the mark of a new stream is still in the inbox, so that the engine's record belongs to the old
         stream."""
@@ -75,9 +82,10 @@ class Inbox:
         """Add a message, in parts if it is large. A message without a decision is only noted as answered, unless
         another message waits before it."""
         if self.messages or len(directives.ListFields()) > (directives.step > 0):
-            for part in parts_of(directives, PART_DECISIONS):
-                self._in += decisions_in(part)
-                self.messages.append(part)
+            parts = [*parts_of(directives, PART_DECISIONS)]
+            self._in += sum(map(decisions_in, parts))
+            # All parts at once, because `is_over` looks for the next one.
+            self.messages.extend(parts)
             self._lease.attention = True
         else:
             self.answered_step = directives.step

@@ -222,7 +222,7 @@ def request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:
     for r in rows:
         phase = phase_name(r.phase) + (" preempted" if r.preempted else "")
         signals = (f"{value:.3g}" for value in (r.entropy_nats, r.eat_ema_nats, r.rpdi))
-        outcome = outcome_name(r.last_decision.outcome)
+        outcome = outcome_name(r.last_decision.outcome) if r.last_decision.outcome else "open"
         last = f"{r.last_decision.kind} {r.last_decision.reason} {outcome}" if r.last_decision.kind else ""
         add(shown, r.engine_id, r.request_id, phase, r.think_tokens, r.output_tokens, *signals, r.rank, last)
     return shown
