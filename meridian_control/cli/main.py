@@ -208,10 +208,11 @@ def main() -> None:
     try:
         # Python puts a surrogate in place of a byte that is not UTF-8, and no message of the API can hold one.
         "".join(sys.argv).encode()
-        app(prog_name="meridianctl")
     except UnicodeEncodeError:
         typer.echo("the arguments must be UTF-8", err=True)
         sys.exit(INVALID)
+    try:
+        app(prog_name="meridianctl")
     except OSError as error:
         # For example, the disk to which the output goes is full.
         typer.echo(f"cannot write the output: {error.strerror}", err=True)
