@@ -140,13 +140,12 @@ class Charges:
 
     def _count_one(self, slot: int, tokens: int) -> None:
         opened = self._table.info[slot]
-        if opened is None:
+        # The first token of a request that another engine decodes is generated there once more.
+        if opened is None or opened.remote_decode:
             return
         if not self.has_policy:
             self._add_unmatched(_user(opened), tokens)
-        # The first token of a request that another engine decodes is generated there once more.
-        if not opened.remote_decode:
-            self._by_tenant[opened.tenant, opened.model] += tokens
+        self._by_tenant[opened.tenant, opened.model] += tokens
 
     def charged(self, reported_session_id: str = "") -> dict[str, int]:
         """Count the tokens of all live requests; return the tokens that were counted of each, by its id.

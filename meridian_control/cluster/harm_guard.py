@@ -122,9 +122,12 @@ class HarmGuard:
         if not self._whole.leads():
             self.newest, self._watches, self._whole.evidence = None, {}, {}
             return
-        heard, _ = await self._whole.heard_savings()
+        heard, silent = await self._whole.heard_savings()
         newest = merged(heard.values())
-        self._watches = {savings.rules: self._watches.get(savings.rules) or Watch() for savings in newest.savings}
+        # The evidence against rules that only a silent replica counts is still needed when that replica answers.
+        kept = self._watches if silent else {}
+        found = {savings.rules: self._watches.get(savings.rules) or Watch() for savings in newest.savings}
+        self._watches = {**kept, **found}
         for savings in newest.savings:
             parts = {
                 replica: part for replica, told in heard.items() for part in told.savings if part.rules == savings.rules

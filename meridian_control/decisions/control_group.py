@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
+    from meridian_control.policy.shortening_schema import PressurePolicy
 
 SPAN = 1 << 64
 
@@ -27,9 +28,16 @@ def held_out(request_id: str, share: float) -> bool:
     return int.from_bytes(digest) < share * SPAN
 
 
-def has_control_group(entropy: EntropyPolicy) -> bool:
-    """Return whether the entropy rules are in force for some requests and in shadow for the control group."""
-    return entropy.enabled and not entropy.shadow and entropy.holdout_share > 0
+def has_control_group(entropy: EntropyPolicy, pressure: Iterable[PressurePolicy]) -> bool:
+    """Return whether the entropy rules are or may come into force for some requests and are in shadow for the control
+    group. pressure: the entries that match the request."""
+    may_rule = not entropy.shadow or rule_under_pressure(pressure)
+    return entropy.enabled and may_rule and entropy.holdout_share > 0
+
+
+def rule_under_pressure(pressure: Iterable[PressurePolicy]) -> bool:
+    """Return whether one of these entries puts the entropy rules in force."""
+    return any(entry.entropy_in_force and not entry.shadow for entry in pressure)
 
 
 def compared_signals(
@@ -74,9 +82,10 @@ def sampled_from(policy: Policy) -> int:
 
 
 def in_shadow(policy: Policy) -> Policy:
-    """Return the policy with its entropy rules in shadow, also those of overrides."""
+    """Return the policy with its entropy rules in shadow, also those of overrides, and under pressure."""
     overrides = tuple(map(_shadowed, policy.override))
-    made: Policy = _shadowed(policy).model_copy(update={"override": overrides})
+    pressure = tuple(entry.model_copy(update={"entropy_in_force": False}) for entry in policy.pressure)
+    made: Policy = _shadowed(policy).model_copy(update={"override": overrides, "pressure": pressure})
     return made
 
 

@@ -128,7 +128,8 @@ def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[n
 
 def probe_lead_tokens(policy: EntropyPolicy) -> int:
     """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
-    return max(policy.eat_warmup_samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
+    samples = policy.eat_warmup_samples + policy.confirm_sentence_ends - 1
+    return max(samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
 
 
 def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import ENTROPY_REASONS, reason_name
 from meridian_control.common.histogram import Histogram, answer_histogram
+from meridian_control.decisions.control_group import rule_under_pressure
 from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
 from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
@@ -217,8 +218,9 @@ class Experiments:
 
 
 def rules_of(policy: Policy) -> str:
-    """Return a fingerprint of the policy's sections that decide when thinking ends."""
-    text = policy.model_dump_json(exclude=UNRELATED)
+    """Return a fingerprint of the policy's sections that decide when thinking ends, and of whether pressure puts the
+    entropy rules in force."""
+    text = policy.model_dump_json(exclude=UNRELATED) + "under pressure" * rule_under_pressure(policy.pressure)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -168,9 +168,9 @@ class Decider:
         table.note_end(slot, reason, shadow)
         if shadow and table.control[slot] and ends_treated(reason_name(reason), policy):
             gives_up = reason == agent_pb2.FORCE_REASON_GIVE_UP
-            # EAT fires on the newest probe, except if a request passes its floor or a policy changes later.
-            is_eat = gives_up or reason == agent_pb2.FORCE_REASON_EAT
-            probed = is_eat and self._reported and slot in table.history.sampled
+            # These rules fire on the newest probe, except if a request passes its floor or a policy changes later.
+            by_probe = gives_up or reason in {agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_SAME_ANSWER}
+            probed = by_probe and self._reported and slot in table.history.sampled
             table.note_stop_decided(slot, probed, gives_up)
         made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
         if table.closing[slot]:

@@ -118,8 +118,10 @@ class Groups:
         own = self.policy
         if own.override:
             own = own.of(self._who(opened))
+        pressure = matching(self.policy.pressure, self._who(opened)) if self.policy.pressure else ()
         # One engine sees the answer of a request that two engines serve, the other one its thinking.
-        in_force = has_control_group(own.entropy) and not (opened.remote_decode or opened.handed_over_ref)
+        is_whole = not (opened.remote_decode or opened.handed_over_ref)
+        in_force = is_whole and has_control_group(own.entropy, pressure)
         control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
         has_tokens = self._table.think_tokens[slot] or self._table.output_tokens[slot]
         begins = not (has_tokens or opened.handed_over_ref)
@@ -133,9 +135,11 @@ class Groups:
             return
         who = self._who(opened)
         budgets = matching(self.policy.budget, who)
-        self._charges.assign(slot, tuple(budget.name for budget in budgets))
+        # The engine that continues a request generates the request's first token once more.
+        charged = () if opened.remote_decode else budgets
+        self._charges.assign(slot, tuple(budget.name for budget in charged))
         if self.policy.pressure:
-            self._pressure.assign(slot, matching(self.policy.pressure, who), again)
+            self._pressure.assign(slot, pressure, again)
         self._shorten([slot], own, budgets, self._pressure.stages(slot))
 
     def set_stages(self, stages: Mapping[str, int]) -> bool:

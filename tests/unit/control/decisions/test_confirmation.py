@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
+from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.moments import Moments, sentence_ends
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import PROBE_COLUMNS
 from meridian_control.decisions.termination import ends
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.tables import add_sample, policy, table, thinking, tokens
+from tests.unit.sessions import stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -198,3 +200,18 @@ def test_a_moment_before_a_sample_sees_the_earlier_samples_of_then() -> None:
     assert found.eat_ema_nats.tolist() == [3.0, 2.0]
     assert found.earlier_eat_ema_nats[:, :2].tolist() == [[4.0, pytest.approx(np.nan, nan_ok=True)], [3.0, 4.0]]
     assert {"earlier_eat_ema_nats", "earlier_eat_ema_variance"} <= set(PROBE_COLUMNS)
+
+
+@pytest.mark.parametrize("confirm", [1, 2, 4])
+def test_the_floor_finds_enough_samples(confirm: int) -> None:
+    """Thinking ends at the floor if EAT has been low before, however many sentence ends must agree."""
+    rules: dict[str, Any] = {"shadow": False, "eat_level_threshold_nats": 0.1}
+    rules |= {"eat_warmup_samples": 4, "eat_probe_interval_tokens": 16, "eat_probe_placement": "anywhere"}
+    rules |= {"rpdi_threshold": 0.0, "holdout_share": 0.0}
+    made = stream(policy(scheduler={"min_think_tokens": 200}, entropy={**rules, "confirm_sentence_ends": confirm}))
+    made.open("r", 400, 2, eat_nats=lambda _: 0.01)
+    made.step(300)
+    life = made.log.find("r", "")
+    assert life is not None
+    (end,) = [event for event in life.events if isinstance(event, Decision) and event.kind == "force"]
+    assert 200 <= end.outcome_think_tokens <= 202

@@ -459,6 +459,7 @@ def test_the_first_token_of_a_prefill_engine_counts_where_it_is_generated_again(
         slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, remote_decode=True
     )
     made.session.on_message(step_report(opened=[opened], tokens=tokens(1)), made.now)
+    assert made.session.charges.take() == {}
     assert made.session.charges.take_by_tenant() == {}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
-from meridian_control.cluster.harm_guard import Watch
+from meridian_control.cluster.harm_guard import HarmGuard, Watch
 from meridian_control.decisions.control_group import held_out, in_shadow
 from meridian_control.fleet import savings
 from meridian_control.session.arms import MAX_EXPERIMENTS, Experiments, rules_of
@@ -143,6 +144,15 @@ def test_a_policy_in_shadow() -> None:
     )
 
 
+def test_rules_that_are_withdrawn_do_not_come_back_under_pressure() -> None:
+    busy = {"name": "busy", "ttft_p99_ms": 1.0, "shadow": False}
+    for shadow in (False, True):
+        rules = policy(entropy={"shadow": shadow}, pressure=[{**busy, "entropy_in_force": True}])
+        made = in_shadow(rules)
+        assert made == policy(entropy={"shadow": True}, pressure=[busy])
+        assert rules_of(made) != rules_of(rules), "later requests do not count for the withdrawn rules"
+
+
 # -------------------------------------------------------------------------------------------------------------- counts
 
 
@@ -182,6 +192,17 @@ def test_harm_by_the_trial_answer_that_stays(course: Course, judged: tuple[int, 
     assert told.control.stopped == judged[1]
     assert (told.control.requests, told.control.think_tokens, told.control.answer_tokens) == (1, 30, 2)
     assert (told.shadow_saved_tokens > 10) == bool(judged[1])
+
+
+@pytest.mark.parametrize("last", [5, 6, 9, 12])
+def test_harm_of_the_same_answer_rule(last: int) -> None:
+    """The rule fires on a probe, and that probe's own answer is the one that the request would have got."""
+    rules = {"same_answer_samples": 3, "eat_level_threshold_nats": 0.0, "holdout_share": 0.5}
+    made = stream(policy(scheduler=EARLY, entropy={**RULES, **rules}))
+    made.open(CONTROL, 40, 2, eat_nats=lambda _: 2.0, trial_answer=lambda tokens: 1 + (tokens > last))
+    made.step(60)
+    told = counts(made)
+    assert (told.judged_stops, told.harmful, told.unjudged) == (1, 1, 0)
 
 
 def test_an_empty_answer_at_the_stop_is_harm() -> None:
@@ -373,3 +394,23 @@ def test_the_watch_takes_each_request_in_once_and_begins_anew_with_new_rules() -
     again = watch.look({"a": answer(since_revision=9, judged=1), "b": b})
     assert again < first
     assert watch.look({"a": answer(since_revision=9, judged=1)}) == again, "a replica that is silent takes nothing back"
+
+
+async def test_evidence_outlives_a_look_at_which_its_only_replica_is_silent() -> None:
+    counted, silent = [answer(judged=60)], list[str]()
+
+    async def heard() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        return {} if silent else {"peer": fleet_pb2.GetSavingsResponse(savings=counted)}, silent
+
+    whole: Any = SimpleNamespace(leads=lambda: True, heard_savings=heard, evidence={})
+    guard = HarmGuard(whole, SimpleNamespace(), lambda: NOW)  # type: ignore[arg-type]
+    await guard.look()
+    counted[:] = [answer(judged=64, harmful=2)]
+    await guard.look()
+    before = whole.evidence["r"].evidence_ratio
+    silent.append("peer")
+    await guard.look()
+    assert whole.evidence == {}
+    silent.clear()
+    await guard.look()
+    assert whole.evidence["r"].evidence_ratio == before, "no new request, no new evidence"

@@ -145,10 +145,12 @@ def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None
     assert (end.reason, end.budget, end.pressure.name, end.budget_stage) == ("eat", "", "chat", SOFT_CLOSE)
 
 
-def test_pressure_leaves_the_control_group_in_shadow() -> None:
+@pytest.mark.parametrize("shadow", [False, True])
+def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
+    """The control group is counted too, so that the harm of rules that only pressure puts in force is known."""
     rules = policy(
         scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
-        entropy=CALIBRATED | {"shadow": False, "holdout_share": 0.5},
+        entropy=CALIBRATED | {"shadow": shadow, "holdout_share": 0.5},
         pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
     )
     made = answering(rules)
@@ -164,6 +166,11 @@ def test_pressure_leaves_the_control_group_in_shadow() -> None:
     assert control <= made.agent.engine.live.keys()
     assert made.session.totals.ends["eat"] == len(names) - len(control)
     assert made.session.totals.ends["eat_shadowed"] == len(control)
+    assert {name: bool(made.session.table.control[live.slot]) for name, live in made.agent.engine.live.items()} == {
+        **dict.fromkeys(control, True),
+        **dict.fromkeys(made.agent.engine.live.keys() - control, False),
+    }
+    assert all(made.session.table.counted[made.agent.engine.live[name].slot] for name in control)
 
 
 def test_one_record_for_each_change_has_its_numbers() -> None:
