@@ -20,6 +20,7 @@ from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import request_api
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
@@ -78,7 +79,7 @@ class StepAccounting:
         # Prompt tokens of scheduled steps without output so far, oldest first.
         self.prefills: deque[int] = deque(maxlen=8)
         # Whether the log has already told of an answer with an end marker.
-        self._told_of_stray_end = False
+        self._told_of_stray_end = self._told_of_refused_end = False
 
     def scheduled(self, output: Any) -> None:
         """Count the prompt tokens of a step that was just scheduled, and note the requests that it is the first step
@@ -245,7 +246,10 @@ class StepAccounting:
                 self._tracker.resume(live)
             at = index.get(out.request_id, 0)
             first = at if signals is None else signals.row(at)
+            wanted = {**live.expected} if live.expected else {}
             ended = self._tracker.feed(live, out.new_token_ids, first)
+            if wanted and not ended and _is_other(wanted, out.new_token_ids) and not request_api.has_budget(live.ref):
+                self._give_up_end(live)
             if live.state.stray_end and not self._told_of_stray_end:
                 self._tell_of_stray_end(live)
             if ended or live.ending is not None or (live.cap is not None and live.cap.shadow):
@@ -256,6 +260,23 @@ class StepAccounting:
                 self._directives.hand_overs.ended_thinking(live)
         if out.finish_reason is not None:
             self.close(live, str(out.finish_reason))
+
+    def _give_up_end(self, live: LiveRequest) -> None:
+        """Refuse a forced end because the engine has generated another token than the only one that the mask allowed.
+        A logits processor of the engine's own forbids the token, so each further mask would cost one wrong token."""
+        if (ending := live.ending) is None:
+            return
+        if live.cap is not None and live.cap.decision_id == ending.decision_id:
+            live.mark_cap_reported()
+        self._directives.report(ending.decision_id, Outcome.REFUSED, live, "a logits processor forbids the end")
+        live.drop_forced_end()
+        live.note_allowed(live.checked, False)
+        self._tracker.watch_limit(live)
+        if not self._told_of_refused_end:
+            self._told_of_refused_end = True
+            why = "a logits processor of this engine forbids the forced end of its thinking"
+            hint = "it is not forced any more, and has one wrong token; further such requests are not logged"
+            logger.warning("meridian: request %s: %s; %s", live.info.request_id, why, hint)
 
     def _tell_of_stray_end(self, live: LiveRequest) -> None:
         # Other end markers, such as the begin of a tool call, belong in an answer.
@@ -276,3 +297,9 @@ class StepAccounting:
         self._hand_over.closing(live, finish_reason)
         self._outbox.unreported.close(live)
         self._tracker.close(live, FINISH_REASON.get(finish_reason, 0))
+
+
+def _is_other(wanted: dict[int, int], tokens: Sequence[int]) -> bool:
+    """Return whether a token is another one than its mask allowed. wanted: the allowed tokens by place; a place behind
+    the tokens had a draft token before it that was rejected."""
+    return any(at < len(tokens) and tokens[at] != token for at, token in wanted.items())

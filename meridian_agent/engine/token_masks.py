@@ -71,9 +71,12 @@ class TokenMasks:
         """Return whether the request's own parameters allow the tokens of a forced end, because the only token of a
         mask must be allowed. unknown: number of tokens that the request may have generated in steps whose output is
         still to come."""
-        ending = self._tracker.markers.ending_of(live.own_state.start)
-        if live.checked != ending:
-            live.note_allowed(ending, not request_api.never_allows(live.ref, ending))
+        markers, start = self._tracker.markers, live.own_state.start
+        if live.checked != (ending := markers.ending_of(start)):
+            # A stop token in the closing text would end the request without an answer.
+            text = ending[: len(ending) - len(markers.end_of(start))]
+            forbidden = request_api.never_allows(live.ref, ending) or request_api.stops_at(live.ref, text)
+            live.note_allowed(ending, not forbidden)
         return live.allowed and not request_api.not_yet_allows(live.ref, ending, unknown)
 
     def _is_under_way(self, live: LiveRequest) -> bool:

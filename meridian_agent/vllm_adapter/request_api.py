@@ -62,12 +62,22 @@ def never_allows(request: Any, tokens: Sequence[int]) -> bool:
     )
 
 
+def has_budget(request: Any) -> bool:
+    """Whether vLLM itself ends the request's thinking after a number of tokens."""
+    return getattr(request.sampling_params, "thinking_token_budget", None) is not None
+
+
+def stops_at(request: Any, tokens: Sequence[int]) -> bool:
+    """Whether vLLM ends the request at one of these tokens."""
+    return not request.sampling_params.all_stop_token_ids.isdisjoint(tokens)
+
+
 def not_yet_allows(request: Any, tokens: Sequence[int], unknown: int) -> bool:
     """Whether one of these tokens would finish a request that has not generated its min_tokens yet. unknown: number of
     tokens that the request may have generated beyond those that vLLM has counted."""
     params = request.sampling_params
     made = request.num_output_tokens + unknown
-    return made < params.min_tokens and not params.all_stop_token_ids.isdisjoint(tokens)
+    return made < params.min_tokens and stops_at(request, tokens)
 
 
 def waits_preempted(request: Any) -> bool:

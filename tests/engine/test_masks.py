@@ -69,6 +69,22 @@ def test_the_rest_of_a_marker_is_forced_only_if_the_request_allows_it(allowed: l
         assert made is None
 
 
+@pytest.mark.parametrize(("stops", "forced"), [((), True), ((END,), True), ((TEXT,), False)])
+def test_no_end_is_forced_whose_closing_text_stops_the_request(stops: tuple[int, ...], forced: bool) -> None:
+    """A stop token in the closing text would end the request without an answer."""
+    from vllm.v1.request import Request
+
+    params = SamplingParams(stop_token_ids=list(stops), max_tokens=40)
+    request: Any = Request("r", [START], params, None, arrival_time=0.0)
+    tracker = Tracker(Markers(((START,),), ((END,),), closing=(LAST, TEXT)))
+    live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, request)
+    live.set_cap(Cap(0, 2, False, 0))
+    tracker.feed(live, [BEGUN, BEGUN], 0)
+    step = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
+    made = TokenMasks(tracker, Directives(tracker), words=1).with_ends(step, None)
+    assert (made is not None) == forced
+
+
 def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:
     thinker = Thinker(lookahead=1 + 2 * DRAFTS)
     # A step with drafts is under way, and one without drafts has been scheduled.

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Directives
+from meridian_agent.core.live_request import Ending
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.probe_admission import PREFIX, Placed
 from meridian_agent.core.request_info import RequestInfo
@@ -150,6 +152,23 @@ def test_the_output_of_a_probe_that_vllm_ended_is_for_no_client() -> None:
     probe = engine.probe(1, "r")
     engine.probing.ended(probe)
     assert engine.step({"r": [TEXT], probe: []}, [1.0, 1.0], {probe})[1] == ["r"]
+
+
+def test_an_end_that_a_logits_processor_forbids_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """No token is left in the mask's row then, so vLLM samples a wrong one."""
+    for budget, refused in ((None, True), (7, False)):
+        engine = Engine()
+        engine.open("r", [START])
+        live = engine.tracker.by_id["r"]
+        live.ref.sampling_params.thinking_token_budget = budget
+        live.begin_forced_end(Ending((END,), 5))
+        live.expect_forced_end(0, 1)
+        report, _ = engine.step({"r": [TEXT]}, [1.0], set())
+        outcomes = [(one.decision_id, one.outcome) for one in agent_pb2.StepReport.FromString(report).outcomes]
+        assert outcomes == ([(5, agent_pb2.OUTCOME_REFUSED)] if refused else [])
+        assert (live.ending is None, live.allowed) == (refused, not refused)
+    (line,) = caplog.messages
+    assert "request r: a logits processor of this engine forbids the forced end of its thinking" in line
 
 
 def test_the_log_tells_once_of_an_answer_that_ends_thinking(caplog: pytest.LogCaptureFixture) -> None:
