@@ -22,7 +22,7 @@ from meridian_agent.engine.queue_order import skip_step
 from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
@@ -66,15 +66,16 @@ class ProbeRunner:
     def place(self, scheduler: Any, observes: bool) -> list[int]:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
         one costs. observes: the workers measure entropy."""
-        self.keep_places(scheduler)
         placed, markers, probes = list[int](), self._tracker.markers, self._directives.probes
+        if len(probes) and self._would_cut_seeded(scheduler, len(probes)):
+            # No place is kept for the probes, so that the prompt is computed soon.
+            return placed
+        self.keep_places(scheduler)
         wanted: prefill_limits.Wanted | None = None
-        collecting, here = self.collects(scheduler), self._asked_here(scheduler)
-        # A probe takes tokens of the step that a prompt would get.
-        has_room = not here or not scheduler_api.needs_whole_prompts(scheduler)
-        for asked, past in here:
+        collecting = self.collects(scheduler)
+        for asked, past in self._asked_here(scheduler):
             decision_id, live, _, hold_ms = asked
-            if has_room and observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
+            if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
                 continue
             self._keep_places(scheduler)
             may_wait = past is not None and observes and not self._never and probe_admission.may_wait(asked)
@@ -96,7 +97,7 @@ class ProbeRunner:
                 self._directives.report(decision_id, Outcome.REFUSED, live, reason or "not observing")
                 continue
             wanted = wanted or scheduler_api.wanted_tokens(scheduler)
-            if not (has_room and prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks)):
+            if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
                 probes.put_back(asked, past if may_wait else None)
                 continue
             placed.append(cost)
@@ -120,10 +121,18 @@ class ProbeRunner:
         """Return whether the probes that have reached their places are to be placed in the coming step."""
         return bool(self._directives.probes.reached) and scheduler.current_step >= self._collect_at
 
-    def place_rows(self, scheduler: Any, parents: Iterable[LiveRequest]) -> bool:
+    def _would_cut_seeded(self, scheduler: Any, probes: int) -> bool:
+        """Return whether this many probes may take tokens that a prompt needs which must not be cut."""
+        markers = self._tracker.markers
+        most = self._block_size + markers.longest + len(markers.answer_prefix)
+        # Rows have a share of the step's tokens, and so have probes that are requests of their own.
+        shares = 2 * scheduler.max_num_scheduled_tokens // probe_admission.STEP_SHARE
+        return scheduler_api.would_cut_seeded(scheduler, min(shares, probes * most))
+
+    def place_rows(self, scheduler: Any, parents: Sequence[LiveRequest]) -> bool:
         """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return
         False at the first one that cannot be a row; it and those after it go on waiting."""
-        if scheduler_api.needs_whole_prompts(scheduler):
+        if self._would_cut_seeded(scheduler, len(parents)):
             return False
         for live in parents:
             asked = decision_id, _, _, hold_ms = self._directives.probes.take(live)

@@ -12,15 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.probe_admission import PREFIX
-from meridian_agent.vllm_adapter import probe_rows, request_api
+from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 logger = logging.getLogger("vllm.meridian")
-
-# Names of the scheduler's waiting queues in the supported versions of vLLM.
-QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
 
 def as_stock(
@@ -61,7 +58,7 @@ def take_out(scheduler: Any, request_id: str) -> None:
 
 def bring_back(scheduler: Any) -> None:
     """Put requests back into the waiting queue that a hook had taken out and not put back."""
-    queues = [getattr(scheduler, name, ()) for name in QUEUES]
+    queues = [getattr(scheduler, name, ()) for name in scheduler_api.QUEUES]
     known = {request.request_id for queue in (scheduler.running, *queues) for request in queue}
     lost = [r for r in scheduler.requests.values() if r.request_id not in known and request_api.waits(r)]
     for request in reversed(lost):
@@ -72,7 +69,7 @@ def order(scheduler: Any) -> None:
     """Give requests their own priorities back, and sort the running list by arrival."""
     for request in scheduler.running:
         request.priority = math.floor(request.priority)
-    for queue in [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]:
+    for queue in [getattr(scheduler, name) for name in scheduler_api.QUEUES if hasattr(scheduler, name)]:
         for request in [r for r in queue if r.priority != math.floor(r.priority)]:
             queue.remove_request(request)
             request.priority = math.floor(request.priority)

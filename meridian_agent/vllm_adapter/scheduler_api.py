@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meridian_agent.vllm_adapter.request_api import awaits_seeded_token
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Names of the scheduler's waiting queues in the supported versions of vLLM.
+QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
 
 def ungovernable(scheduler: Any) -> str:
@@ -69,17 +75,33 @@ def least_piece(scheduler: Any) -> int:
 
 
 def may_cut_prompts(scheduler: Any) -> bool:
-    """Whether the agent may cut prompts into other pieces than vLLM does."""
-    return not uncuttable(scheduler) and not needs_whole_prompts(scheduler)
+    """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU this is forbidden while a request
+    with a seed is in its prompt."""
+    if uncuttable(scheduler):
+        return False
+    return can_redraw(scheduler) or not _any_seeded_prompt(scheduler.requests.values())
 
 
-def needs_whole_prompts(scheduler: Any) -> bool:
-    """Whether the engine may fail if a prompt gets fewer tokens of a step than vLLM alone would give it: on a CPU,
-    while a request with a seed is in its prompt."""
+def would_cut_seeded(scheduler: Any, tokens: int) -> bool:
+    """Whether vLLM may cut the prompt of a request with a seed because something else takes `tokens` of the coming
+    step, on a CPU, where the engine then fails."""
     if can_redraw(scheduler):
         return False
-    requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)
-    return any(map(awaits_seeded_token, requests))
+    running = scheduler.running
+    if _any_seeded_prompt(request for request in running if request.is_prefill_chunk):
+        return True
+    if len(running) >= scheduler.max_num_running_reqs or not anything_waits(scheduler):
+        return False
+    waiting = [request for name in QUEUES for request in getattr(scheduler, name, ())]
+    if not _any_seeded_prompt(waiting):
+        return False
+    others, pieces = wanted_tokens(scheduler)
+    arriving = sum(request.num_tokens - request.num_computed_tokens for request in waiting)
+    return bool(others + sum(pieces) + arriving + tokens > scheduler.max_num_scheduled_tokens)
+
+
+def _any_seeded_prompt(requests: Iterable[Any]) -> bool:
+    return any(request.sampling_params is not None and awaits_seeded_token(request) for request in requests)
 
 
 def adapters_fit(scheduler: Any) -> bool:

@@ -475,8 +475,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a probe in a step without room",
         PROBING,
-        "not (has_room and prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks))",
-        "False",
+        "            if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):\n",
+        "            if False:\n",
     ),
     Mutant(
         "a probe past the end of its sentence",

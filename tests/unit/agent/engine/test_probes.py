@@ -11,7 +11,7 @@ import pytest
 
 from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Ending, LiveRequest
-from meridian_agent.core.phases import Phase, PhaseState
+from meridian_agent.core.phases import FLAG_SENTENCE, Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome, StepRecord
@@ -102,6 +102,16 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     assert (held.asked_in, measured.presses) == (7, True)
 
 
+class Queue(list[Any]):
+    """vLLM's waiting queue, which keeps no probes."""
+
+    def remove_requests(self, _: Any) -> None:
+        pass
+
+    def prepend_request(self, _: Any) -> None:
+        pass
+
+
 class FakeScheduler:
     """A scheduler that has room for nothing but probes: `tokens` in a step, and `blocks` that are free."""
 
@@ -112,12 +122,15 @@ class FakeScheduler:
         self.running: list[Any] = []
         self.requests: dict[str, Any] = {}
         self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-        self.waiting = SimpleNamespace(remove_requests=lambda _: None, prepend_request=lambda _: None)
+        self.waiting = Queue()
         pool = SimpleNamespace(get_num_free_blocks=lambda: blocks)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, enable_caching=True)
 
     def add_request(self, request: Any) -> None:
         pass
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +154,20 @@ def test_the_probes_of_a_step_share_its_room(
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "prompt_tokens", "full", "may"),
+    [
+        ("cpu", 9_990, False, False),
+        ("cuda", 9_990, False, True),
+        # There is room for the prompt and the probe.
+        ("cpu", 9_900, False, True),
+        # The prompt is not admitted.
+        ("cpu", 9_990, True, True),
+    ],
+)
+def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
+    device: str, prompt_tokens: int, full: bool, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM would compute such a prompt in pieces, and then rewind a generator that cannot be rewound."""
     monkeypatch.setattr(
         request_api, "probe_request", lambda _, request_id, *tokens: SimpleNamespace(request_id=request_id)
@@ -152,16 +177,20 @@ def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(device: str, monkeyp
     directives = Directives(tracker)
     probing, scheduler = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True), FakeScheduler(10_000, 100, device)
     params = SimpleNamespace(seed=1)
-    scheduler.requests["p"] = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=9)
-    live, may = tracked(all_token_ids=[9] * 41, request_id="a"), device == "cuda"
-    directives.probes.put_back((1, live, 0, 0))
-    assert probing.place(scheduler, observes=True) == [2] * may
-    assert (len(list(directives.probes)) == 0) == may, "the probe waits"
+    prompt = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=prompt_tokens)
+    scheduler.waiting.append(prompt)
+    if full:
+        scheduler.running = [tracked().ref] * scheduler.max_num_running_reqs
+    live = tracked(all_token_ids=[9] * 41, request_id="a")
     probing.rows_possible = True
-    if may:
-        directives.probes.put_back((2, live, 0, 0))
+    directives.probes.put_back((1, live, FLAG_SENTENCE, 0))
     assert probing.place_rows(scheduler, [live]) == may
-    assert (len(probing.rows) == 1) == may
+    assert (len(probing.rows), len(directives.probes)) == (may, not may)
+    if not full:
+        probing.rows_possible = False
+        directives.probes.put_back((2, live, 0, 0))
+        assert probing.place(scheduler, observes=True) == [2] * may
+        assert len(directives.probes) == (not may), "the probe waits"
 
 
 def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
