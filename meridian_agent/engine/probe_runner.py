@@ -127,7 +127,8 @@ class ProbeRunner:
         most = self._block_size + markers.longest + len(markers.answer_prefix)
         # Rows have a share of the step's tokens, and so have probes that are requests of their own.
         shares = 2 * scheduler.max_num_scheduled_tokens // probe_admission.STEP_SHARE
-        return scheduler_api.would_cut_seeded(scheduler, min(shares, probes * most))
+        all_decode = self._tracker.run.members == len(scheduler.running)
+        return scheduler_api.would_cut_seeded(scheduler, min(shares, probes * most), all_decode=all_decode)
 
     def place_rows(self, scheduler: Any, parents: Sequence[LiveRequest]) -> bool:
         """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return

@@ -82,13 +82,13 @@ def may_cut_prompts(scheduler: Any) -> bool:
     return can_redraw(scheduler) or not _any_seeded_prompt(scheduler.requests.values())
 
 
-def would_cut_seeded(scheduler: Any, tokens: int) -> bool:
+def would_cut_seeded(scheduler: Any, tokens: int, *, all_decode: bool) -> bool:
     """Whether vLLM may cut the prompt of a request with a seed because something else takes `tokens` of the coming
-    step, on a CPU, where the engine then fails."""
+    step, on a CPU, where the engine then fails. all_decode: no running request is in its prompt."""
     if can_redraw(scheduler):
         return False
     running = scheduler.running
-    if _any_seeded_prompt(request for request in running if request.is_prefill_chunk):
+    if not all_decode and _any_seeded_prompt([request for request in running if request.is_prefill_chunk]):
         return True
     if len(running) >= scheduler.max_num_running_reqs or not anything_waits(scheduler):
         return False
