@@ -49,40 +49,34 @@ def test_an_end_that_min_tokens_rules_out_waits_for_as_many_tokens_as_were_made(
     assert masks.with_ends(step, None).structured_output_request_ids == ["r"]
 
 
+def forced(params: SamplingParams, markers: Markers, thought: list[int]) -> list[list[int]] | None:
+    """Return the mask rows of a request with a cap of two tokens that has thought these; None for no rows."""
+    from vllm.v1.request import Request
+
+    request: Any = Request("r", [START], params, None, arrival_time=0.0)
+    tracker = Tracker(markers)
+    live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, request)
+    live.set_cap(Cap(0, 2, False, 0))
+    tracker.feed(live, thought, 0)
+    step = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
+    made = TokenMasks(tracker, Directives(tracker), words=1).with_ends(step, None)
+    return None if made is None else made.grammar_bitmask.tolist()
+
+
 @pytest.mark.parametrize("allowed", [None, [START, END, BEGUN, TEXT], [START, END, BEGUN, TEXT, LAST]])
 def test_the_rest_of_a_marker_is_forced_only_if_the_request_allows_it(allowed: list[int] | None) -> None:
     """The model has begun another end marker than the one that the agent would write."""
-    from vllm.v1.request import Request
-
     params = SamplingParams(allowed_token_ids=allowed, max_tokens=40)
-    request: Any = Request("r", [START], params, None, arrival_time=0.0)
-    tracker = Tracker(Markers(((START,),), ((END,), (BEGUN, LAST))))
-    live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, request)
-    live.set_cap(Cap(0, 2, False, 0))
-    tracker.feed(live, [TEXT, BEGUN], 0)
-    masks = TokenMasks(tracker, Directives(tracker), words=1)
-    step = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
-    made = masks.with_ends(step, None)
-    if allowed is None or LAST in allowed:
-        assert made.grammar_bitmask.tolist() == [[1 << LAST]]
-    else:
-        assert made is None
+    rows = forced(params, Markers(((START,),), ((END,), (BEGUN, LAST))), [TEXT, BEGUN])
+    assert rows == ([[1 << LAST]] if allowed is None or LAST in allowed else None)
 
 
-@pytest.mark.parametrize(("stops", "forced"), [((), True), ((END,), True), ((TEXT,), False)])
-def test_no_end_is_forced_whose_closing_text_stops_the_request(stops: tuple[int, ...], forced: bool) -> None:
+@pytest.mark.parametrize(("stops", "ends"), [((), True), ((END,), True), ((TEXT,), False)])
+def test_no_end_is_forced_whose_closing_text_stops_the_request(stops: tuple[int, ...], ends: bool) -> None:
     """A stop token in the closing text would end the request without an answer."""
-    from vllm.v1.request import Request
-
     params = SamplingParams(stop_token_ids=list(stops), max_tokens=40)
-    request: Any = Request("r", [START], params, None, arrival_time=0.0)
-    tracker = Tracker(Markers(((START,),), ((END,),), closing=(LAST, TEXT)))
-    live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, request)
-    live.set_cap(Cap(0, 2, False, 0))
-    tracker.feed(live, [BEGUN, BEGUN], 0)
-    step = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
-    made = TokenMasks(tracker, Directives(tracker), words=1).with_ends(step, None)
-    assert (made is not None) == forced
+    rows = forced(params, Markers(((START,),), ((END,),), closing=(LAST, TEXT)), [BEGUN, BEGUN])
+    assert rows == ([[1 << LAST]] if ends else None)
 
 
 def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:

@@ -1,4 +1,4 @@
-"""What the program `meridianctl` says when its output or its arguments fail it."""
+"""`meridianctl` names arguments that are no text, and output that cannot be written."""
 
 from __future__ import annotations
 

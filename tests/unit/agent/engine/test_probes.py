@@ -102,6 +102,10 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     assert (held.asked_in, measured.presses) == (7, True)
 
 
+def fake_probe(_: Any, request_id: str, *tokens: Any) -> SimpleNamespace:
+    return SimpleNamespace(request_id=request_id)
+
+
 class Queue(list[Any]):
     """vLLM's waiting queue, which keeps no probes."""
 
@@ -141,9 +145,7 @@ def test_the_probes_of_a_step_share_its_room(
     tokens: int, blocks: int, placed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each probe computes two tokens, for which it may take two blocks."""
-    monkeypatch.setattr(
-        request_api, "probe_request", lambda _, request_id, *tokens: SimpleNamespace(request_id=request_id)
-    )
+    monkeypatch.setattr(request_api, "probe_request", fake_probe)
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
     probing = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True)
@@ -169,9 +171,7 @@ def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
     device: str, prompt_tokens: int, full: bool, may: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would compute such a prompt in pieces, and then rewind a generator that cannot be rewound."""
-    monkeypatch.setattr(
-        request_api, "probe_request", lambda _, request_id, *tokens: SimpleNamespace(request_id=request_id)
-    )
+    monkeypatch.setattr(request_api, "probe_request", fake_probe)
     monkeypatch.setattr(probe_rows, "fits", lambda *_: True)
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)

@@ -1,4 +1,4 @@
-"""What an engine needs to hand requests over."""
+"""An engine hands requests over only if another engine can read the blocks that it keeps."""
 
 from __future__ import annotations
 

@@ -14,9 +14,11 @@ from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
 from meridian_control.decisions.control_group import held_out
+from meridian_control.decisions.request_table import OUTPUT, THINK
+from meridian_control.decisions.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.pressure.controller import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
 from meridian_control.session.session import Session
-from tests.fakes.tables import policy
+from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:
@@ -166,11 +168,8 @@ def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
     assert control <= made.agent.engine.live.keys()
     assert made.session.totals.ends["eat"] == len(names) - len(control)
     assert made.session.totals.ends["eat_shadowed"] == len(control)
-    assert {name: bool(made.session.table.control[live.slot]) for name, live in made.agent.engine.live.items()} == {
-        **dict.fromkeys(control, True),
-        **dict.fromkeys(made.agent.engine.live.keys() - control, False),
-    }
-    assert all(made.session.table.counted[made.agent.engine.live[name].slot] for name in control)
+    counted = made.session.table.control & made.session.table.counted
+    assert {name for name, live in made.agent.engine.live.items() if counted[live.slot]} == control
 
 
 def test_one_record_for_each_change_has_its_numbers() -> None:
@@ -389,15 +388,10 @@ def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
 def test_the_beginning_of_a_start_marker_is_no_answer() -> None:
     """A model that writes its start marker in several tokens has not answered with the first of them."""
     made = stream(pressed({**EVERY, "ttfvt_p99_ms": 500.0}))
-    answer, marker = agent_pb2.PHASE_OUTPUT, agent_pb2.TOKEN_FLAG_MARKER | agent_pb2.TOKEN_FLAG_FROM_OUTPUT
-    columns: dict[str, Any] = {"slot": range(12), "entropy_nats": [0.0] * 12, "end_rank": [0] * 12}
-    columns |= {"end_logprob_nats": [0.0] * 12, "top_logprob_nats": [0.0] * 12}
-    begins = {**columns, "phase": [answer] * 12, "flags": [0] * 12}
-    taken_back = [marker | agent_pb2.TOKEN_FLAG_TAKE_BACK] * 12
-    completes = {**columns, "phase": [agent_pb2.PHASE_THINK] * 12, "flags": taken_back}
+    completed = FLAG_MARKER | FLAG_FROM_OUTPUT | 1 << TAKE_BACK_SHIFT
     made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
-    made.say(tokens=agent_pb2.TokenColumns(**begins))
-    made.say(tokens=agent_pb2.TokenColumns(**completes))
+    for phase, flags in ((OUTPUT, 0), (THINK, completed)):
+        made.say(tokens=tokens([(slot, phase, flags, 0.0, 0, 0.0, 0.0) for slot in range(12)]))
     made.now += timedelta(seconds=1.1)
     made.say()
     told = readings(made)
