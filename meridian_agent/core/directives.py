@@ -78,9 +78,7 @@ class Directives:
         """Refuse all decisions that would end thinking, also ends that have begun, because the thinking markers are not
         known any more."""
         for live in self._tracker.by_id.values():
-            if live.ending is not None and (live.cap is None or live.cap.decision_id != live.ending.decision_id):
-                self.report(live.ending.decision_id, Outcome.REFUSED, live, NOT_KNOWN)
-            live.drop_forced_end()
+            self._drop_ending(live, Outcome.REFUSED, NOT_KNOWN)
             self._close_cap(live, Outcome.REFUSED, NOT_KNOWN)
             live.set_cap(None)
         self.probes.drop(Outcome.REFUSED, detail=NOT_KNOWN)
@@ -286,9 +284,7 @@ class Directives:
                 self._close_cap(live, Outcome.SUPERSEDED)
             self.report(ending.decision_id, Outcome.APPLIED, live, ending.detail)
         elif ending is not None and ended:
-            live.drop_forced_end()
-            if live.cap is None or live.cap.decision_id != ending.decision_id:
-                self.report(ending.decision_id, Outcome.ENDED_NATURALLY, live)
+            self._drop_ending(live, Outcome.ENDED_NATURALLY)
         elif ending is not None and ending.position == 0:
             self._drop_unstarted_cap(live, ending)
         if ended or live.phase is Phase.THINK:
@@ -302,17 +298,12 @@ class Directives:
         limit, thinks = limit_in(live, live.state, self._tracker.markers), live.phase is Phase.THINK
         if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit.tokens):
             return
-        live.drop_forced_end()
-        if live.cap is None or live.cap.decision_id != ending.decision_id:
-            self.report(ending.decision_id, Outcome.SUPERSEDED, live)
+        self._drop_ending(live, Outcome.SUPERSEDED)
 
     def close(self, live: LiveRequest) -> None:
         """Report an outcome for every open decision about a request that has ended, but not for an eviction tier, which
         waits until vLLM frees the blocks."""
-        if live.ending is not None:
-            if live.cap is None or live.cap.decision_id != live.ending.decision_id:
-                self.report(live.ending.decision_id, Outcome.REQUEST_GONE, live)
-            live.drop_forced_end()
+        self._drop_ending(live, Outcome.REQUEST_GONE)
         self._close_cap(live, Outcome.REQUEST_GONE)
         self.probes.drop(Outcome.REQUEST_GONE, live)
 
@@ -324,12 +315,13 @@ class Directives:
             if parts & ORDER:
                 live.set_rank(None)
             if live.ending is not None and parts & _part(live.ending) and not _begun(live):
-                self._drop_ending(live, live.ending, report)
+                self._drop_ending(live, Outcome.AGENT_OFF if report else None)
+                self._tracker.watch_limit(live)
             if parts & CAPS:
                 self._drop_cap(live)
         for live in self._tracker.with_blocks() if parts & MEMORY else ():
             if (tier := live.take_tier()) is not None:
-                self._let_go(tier[0], None, report)
+                self._let_go(tier[0], report)
         outcome = Outcome.AGENT_OFF if report else None
         if parts & RULES:
             self.probes.drop(outcome)
@@ -342,14 +334,15 @@ class Directives:
         outcomes are reported now."""
         for live in self._tracker.by_id.values():
             if live.ending is not None:
-                self._drop_ending(live, live.ending, True)
+                self._drop_ending(live, Outcome.AGENT_OFF)
+                self._tracker.watch_limit(live)
             self._close_cap(live, Outcome.AGENT_OFF)
             live.void_decisions()
         self.drop(ALL_BUT_CAPS)
 
-    def _let_go(self, decision_id: int, live: LiveRequest | None, report: bool) -> None:
+    def _let_go(self, decision_id: int, report: bool) -> None:
         if report:
-            self.report(decision_id, Outcome.AGENT_OFF, live)
+            self.report(decision_id, Outcome.AGENT_OFF)
 
     def _drop_plan(self, parts: int, report: bool) -> None:
         """Drop the plan's order or its hold on admission, whichever has ended; the other one stays in force."""
@@ -360,14 +353,22 @@ class Directives:
         plan.hold_admission = plan.hold_admission and not parts & MEMORY
         if plan.stock and not plan.hold_admission:
             if not plan.reported:
-                self._let_go(plan.decision_id, None, report)
+                self._let_go(plan.decision_id, report)
             self.plan = None
 
-    def _drop_ending(self, live: LiveRequest, ending: Ending, report: bool) -> None:
-        if live.cap is None or live.cap.decision_id != ending.decision_id:
-            self._let_go(ending.decision_id, live, report)
+    def refuse_end(self, live: LiveRequest, detail: str) -> None:
+        """Drop a forced end that the engine does not write, and refuse its decision."""
+        if live.cap is not None and live.ending is not None and live.cap.decision_id == live.ending.decision_id:
+            self._close_cap(live, Outcome.REFUSED, detail)
+        self._drop_ending(live, Outcome.REFUSED, detail)
+
+    def _drop_ending(self, live: LiveRequest, outcome: Outcome | None, detail: str = "") -> None:
+        """Drop a request's forced end, if there is one, and report this outcome of its decision, None for no outcome. A
+        cap whose end it was gets its own outcome."""
+        ending = live.ending
+        if ending is not None and outcome and (live.cap is None or live.cap.decision_id != ending.decision_id):
+            self.report(ending.decision_id, outcome, live, detail)
         live.drop_forced_end()
-        self._tracker.watch_limit(live)
 
     def _drop_cap(self, live: LiveRequest) -> None:
         """Drop a request's cap. If the cap's forced end has begun, the outcome is reported when that end is

@@ -264,12 +264,7 @@ class StepAccounting:
     def _give_up_end(self, live: LiveRequest) -> None:
         """Refuse a forced end because the engine has generated another token than the only one that the mask allowed.
         A logits processor of the engine's own forbids the token, so each further mask would cost one wrong token."""
-        if (ending := live.ending) is None:
-            return
-        if live.cap is not None and live.cap.decision_id == ending.decision_id:
-            live.mark_cap_reported()
-        self._directives.report(ending.decision_id, Outcome.REFUSED, live, "a logits processor forbids the end")
-        live.drop_forced_end()
+        self._directives.refuse_end(live, "a logits processor forbids the end")
         live.note_allowed(live.checked, False)
         self._tracker.watch_limit(live)
         if not self._told_of_refused_end:
