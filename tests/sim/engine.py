@@ -238,8 +238,9 @@ class Engine:
         self.finished: dict[str, str] = {}
         # Tokens that each step scheduled by request, probes left out.
         self.schedule: list[dict[str, int]] = []
-        # Tokens of the newest step, those of probes included, and the step's probes.
+        # Tokens of the newest step, those of probes included, the KV blocks it left free, and the step's probes.
         self.scheduled_tokens = 0
+        self.free_blocks = 0
         self.probes: set[str] = set()
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._sampling: Callable[[], None] = lambda: None
@@ -320,6 +321,7 @@ class Engine:
     def _schedule(self) -> Any:
         output = self.scheduler.schedule()
         self.scheduled_tokens = output.total_num_scheduled_tokens
+        self.free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.probes = {r for r in output.num_scheduled_tokens if r.startswith(PREFIX)}
         self.schedule.append({r: n for r, n in output.num_scheduled_tokens.items() if not r.startswith(PREFIX)})
         return output
