@@ -200,7 +200,8 @@ class Intake:
             sampled.setdefault(slot, step)
             made.measured_eat_nats = eat_nats
         table.history.sample(table, sampled)
-        rest = [row for _, row in known]
+        # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
+        rest = [row for _, row in known if math.isfinite(row[3])]
         while rest:
             # A merged report may have several results of a request, which are taken in one after another.
             first = {row[1]: row for row in reversed(rest)}

@@ -279,6 +279,18 @@ def test_equal_answers_end_thinking(shadow: bool) -> None:
     assert not made.step(20).probes, "no rule on probes is left"
 
 
+def test_probes_without_a_measurement_are_no_equal_answers() -> None:
+    off = {"eat_level_threshold_nats": 0.0, "same_answer_samples": 3}
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | off))
+    slot = made.open("a")
+    made.agent.eat_nats = float("nan")
+    for _ in range(20):
+        assert not made.step().forces
+    assert made.session.table.same_answer[slot] == 0
+    made.agent.eat_nats = 0.01
+    assert [f.reason for f in made.step(8).forces] == [agent_pb2.FORCE_REASON_SAME_ANSWER]
+
+
 def test_an_override_sets_its_own_number_of_equal_answers() -> None:
     off = {"eat_level_threshold_nats": 0.0, "same_answer_samples": 9}
     few = {"effort": "low", "entropy": {"same_answer_samples": 2}}
