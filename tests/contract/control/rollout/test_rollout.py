@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tomllib
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -418,6 +419,8 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     waited = await ctl("status", 1, "--wait", "-o", "json")
     assert (waited.exit_code, waited.stderr) == (FAILED, "rollout 1 is aborted\n")
     assert '"state": "ROLLOUT_STATE_ABORTED"' in waited.stdout
+    as_toml = tomllib.loads((await ctl("status", 1, "-o", "toml")).stdout)
+    assert (as_toml["state"], as_toml["plan"]["step"][1]["percent"]) == ("ROLLOUT_STATE_ABORTED", 25)
     listed = await ctl("list")
     assert listed.stdout.splitlines()[1].split()[:6] == ["1", "aborted", "1", "of", "2", "2"]
     again = await ctl("abort")

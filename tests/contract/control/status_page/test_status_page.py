@@ -132,6 +132,21 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         assert text.startswith(f"Revision {stored.revision + 1} put the entropy rules into shadow: 20 of 40 answers")
 
 
+async def test_a_number_that_a_page_cannot_read_is_named_as_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreadable(*_: object) -> dict[str, Any]:
+        return {"engines": [{"rate": float("nan")}]}
+
+    monkeypatch.setattr(server, "contents", unreadable)
+    async with (
+        served(tmp_path) as (_, address),
+        aiohttp.ClientSession() as session,
+        session.get(f"{address}/events") as stream,
+    ):
+        assert await stream.content.readline() == b"event: trouble\n"
+
+
 async def test_it_is_read_only_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
         for path in FILES:
