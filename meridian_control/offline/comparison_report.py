@@ -110,8 +110,8 @@ def _shadowed(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, dict[
 
 
 def _cap(outcome: ComparedRequest, side: int) -> tuple[int | None, bool]:
-    fate = outcome.fates[side]
-    return fate.cap_tokens, fate.cap_shadow
+    newest = outcome.fates[side].caps[-1]
+    return newest.max_think_tokens, newest.shadow
 
 
 def _request(outcome: ComparedRequest) -> dict[str, Any]:

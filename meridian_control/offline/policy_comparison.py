@@ -6,6 +6,7 @@ and policy always give the same figures, in the same order.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -232,15 +233,11 @@ def _end(
     opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult, recorded_fate: ReplayResult
 ) -> ThinkEnd:
     """Return the end of thinking under a policy: by a force, by the cap, by the answer reserve, or by the model."""
-    length = recorded.think_tokens
-    caps = [fate.cap_tokens] if fate.cap_tokens is not None and not fate.cap_shadow else []
-    # The agent enforces a request's own cap even if the policy's caps are in shadow.
-    caps += [opened.max_think_tokens] if opened.HasField("max_think_tokens") else []
-    limits = [ThinkEnd(CAP, cap) for cap in caps]
-    if fate.reserve_tokens and not fate.cap_shadow:
-        limits.append(ThinkEnd(RESERVE, _reserved_at(opened, recorded, fate, recorded_fate)))
-    force, limit = fate.force, min(limits, key=lambda end: end.think_tokens, default=None)
-    by_itself = recorded.reason in (NATURAL, UNENDED)
+    length, by_itself = recorded.think_tokens, recorded.reason in (NATURAL, UNENDED)
+    force, limit = fate.force, _limit(opened, recorded, fate, recorded_fate)
+    if limit is not None and limit == _limit(opened, recorded, recorded_fate, recorded_fate):
+        # The recording shows when this limit took effect, or that it came too late.
+        limit = recorded if recorded.reason in (CAP, RESERVE) else None if by_itself else limit
     if (
         limit is not None
         and (force is None or limit.think_tokens <= force.think_tokens)
@@ -253,21 +250,45 @@ def _end(
     return recorded if by_itself else ThinkEnd(UNKNOWN, length)
 
 
-def _reserved_at(
+def _limit(
     opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult, recorded_fate: ReplayResult
+) -> ThinkEnd | None:
+    """Return where a policy's caps and answer reserves end thinking; None if they let it go on.
+
+    A cap below the thinking so far ends thinking at once, unless another one comes before the next token.
+    """
+    own = [opened.max_think_tokens] if opened.HasField("max_think_tokens") else []
+    before = [cap for cap in recorded_fate.caps if cap.think_tokens < recorded.think_tokens] or recorded_fate.caps[:1]
+    ends = [cap.think_tokens for cap in fate.caps[1:]]
+    for cap, until in zip(fate.caps, [*ends, math.inf], strict=True):
+        # The agent enforces a request's own cap even if the policy's caps are in shadow.
+        in_force = [cap.max_think_tokens] if cap.max_think_tokens is not None and not cap.shadow else []
+        limits = [ThinkEnd(CAP, max(tokens, cap.think_tokens)) for tokens in own + in_force]
+        if cap.reserve_tokens and not cap.shadow:
+            reserved_at = _reserved_at(opened, recorded, cap.reserve_tokens, before[-1].reserve_tokens)
+            limits.append(ThinkEnd(RESERVE, max(reserved_at, cap.think_tokens)))
+        first = min(limits, key=lambda end: end.think_tokens, default=None)
+        if first is not None and first.think_tokens <= until:
+            return first
+    return None
+
+
+def _reserved_at(
+    opened: agent_pb2.RequestOpened, recorded: ThinkEnd, reserve_tokens: int, recorded_reserve_tokens: int
 ) -> int:
-    """Return the number of thinking tokens at which the answer reserve of a policy ends thinking.
+    """Return the number of thinking tokens at which an answer reserve ends thinking. recorded_reserve_tokens: the
+    reserve in force at the end of the recorded thinking.
 
     The number is exact if a reserve ended the recorded thinking too. Otherwise it assumes that only max_tokens limits
     the request, and that the forced end has MARKER_TOKENS.
     """
     if recorded.reason == RESERVE:
-        larger = fate.reserve_tokens - recorded_fate.reserve_tokens
-        if larger > 0 and opened.max_tokens <= recorded_fate.reserve_tokens + MARKER_TOKENS:
+        larger = reserve_tokens - recorded_reserve_tokens
+        if larger > 0 and opened.max_tokens <= recorded_reserve_tokens + MARKER_TOKENS:
             # Already the recorded reserve did not fit, so the recorded thinking ended as soon as it could.
             larger = 0
         return max(0, recorded.think_tokens - larger)
-    return max(0, opened.max_tokens - fate.reserve_tokens - MARKER_TOKENS)
+    return max(0, opened.max_tokens - reserve_tokens - MARKER_TOKENS)
 
 
 def _reordered(before: SessionReplay, after: SessionReplay) -> tuple[int, int]:

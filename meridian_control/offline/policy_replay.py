@@ -50,16 +50,24 @@ class ThinkEnd(NamedTuple):
     think_tokens: int
 
 
+class ReplayedCap(NamedTuple):
+    """A cap, None for no cap, and the answer reserve that came with it. think_tokens: thinking tokens known when the
+    cap was decided."""
+
+    think_tokens: int = 0
+    max_think_tokens: int | None = None
+    shadow: bool = False
+    reserve_tokens: int = 0
+
+
 @dataclass(slots=True)
 class ReplayResult:
-    """The decisions of one policy for one request. `cap_tokens` is the newest cap, None for no cap, and
-    `reserve_tokens` the answer reserve that came with it."""
+    """The decisions of one policy for one request. caps: oldest first, each in force until the thinking tokens of the
+    next one."""
 
     force: ThinkEnd | None = None
     shadowed: dict[str, int] = field(default_factory=dict)
-    cap_tokens: int | None = None
-    cap_shadow: bool = False
-    reserve_tokens: int = 0
+    caps: list[ReplayedCap] = field(default_factory=lambda: [ReplayedCap()])
 
 
 class ReplayedShare(NamedTuple):
@@ -352,8 +360,11 @@ class SessionReplay:
         if fate is None or made.slot is None:
             return
         if made.kind == "cap":
-            fate.cap_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
-            fate.cap_shadow, fate.reserve_tokens = message.shadow, message.answer_reserve_tokens
+            cap = message.max_think_tokens if message.HasField("max_think_tokens") else None
+            think_tokens = int(self.session.table.think_tokens[made.slot])
+            while fate.caps and fate.caps[-1].think_tokens >= think_tokens:
+                fate.caps.pop()
+            fate.caps.append(ReplayedCap(think_tokens, cap, message.shadow, message.answer_reserve_tokens))
         elif made.kind == "force":
             place = ThinkEnd(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
             if message.shadow:
