@@ -182,7 +182,9 @@ class Ledger:
             self._totals.ends[f"{reason}_shadowed"] += 1
         if decision.slot is not None and self.concerns(decision):
             self.last[decision.slot] = decision
-            if shadowed and (decision.kind == "force" or by_reserve):
-                self._shadow.fired(decision.slot, reason, think_tokens)
+            if shadowed:
+                # Whatever set a cap, the section that is in shadow has enforced it on nobody.
+                is_cap = decision.kind == "cap" and not by_reserve
+                self._shadow.fired(decision.slot, "hard_cap" if is_cap else reason, think_tokens)
                 if self._table.control[decision.slot] and ends_treated(reason, self._groups.of(decision.slot)):
                     self._table.note_stop(decision.slot, think_tokens)

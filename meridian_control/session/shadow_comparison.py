@@ -122,7 +122,8 @@ class Comparison:
     def ended(self, slot: int, think_tokens: int, policy: Policy, cap: int) -> dict[tuple[str, str], int]:
         """Count the first real end of a request's thinking.
 
-        policy: policy that held for the request. cap: hard cap in shadow, negative for none. Return the tokens that
+        policy: policy that held for the request. cap: newest hard cap in shadow, negative for none, which counts unless
+        the agent has reported that a cap would have ended the thinking. Return the tokens that
         each section in shadow would have saved, under the reason "", and each of its rules that fired, under its
         reason.
         """
@@ -132,7 +133,7 @@ class Comparison:
         self._over.add(slot)
         fired = self._fired.pop(slot, {})
         if cap >= 0:
-            fired["hard_cap"] = cap
+            fired.setdefault("hard_cap", cap)
         sections = _in_shadow(policy)
         for section in SHORTENING:
             if (shadow_cap := self._caps.pop((section, slot), None)) is not None:

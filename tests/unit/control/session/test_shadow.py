@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.budgets.stages import LOWER_CAP
 from meridian_control.fleet.status_messages import engine_view
 from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import FakeAgent
@@ -131,6 +132,23 @@ def test_an_active_rule_still_ends_what_a_rule_in_shadow_would_have_ended_before
 def test_a_cap_in_shadow_is_compared() -> None:
     made = run({"enabled": False}, {"shadow": True, "max_think_tokens": 12})
     assert told(made.session.shadow)["scheduler", "hard_cap"] == (1, 30, 1, 12, 18)
+
+
+@pytest.mark.parametrize(
+    ("stages", "would_end_at"), [({50: LOWER_CAP}, 52), ({0: LOWER_CAP, 50: 0}, 20), ({0: LOWER_CAP, 10: 0}, None)]
+)
+def test_a_cap_in_shadow_that_a_budget_in_force_changes(stages: dict[int, int], would_end_at: int | None) -> None:
+    budget = {"name": "b", "tokens_per_day": 1000, "soft_think_tokens": 10_000, "max_think_tokens": 20, "shadow": False}
+    shadowed = EARLY | {"max_think_tokens": 1000, "shadow": True}
+    made = stream(policy(scheduler=shadowed, entropy={"enabled": False}, budget=[budget]))
+    for step in range(220):
+        if step in stages:
+            made.stages(b=stages[step])
+        if step == 0:
+            made.open("a", think=200, answer=5)
+        made.step()
+    expected = (1, 200, 0, 0, 0) if would_end_at is None else (1, 200, 1, would_end_at, 200 - would_end_at)
+    assert told(made.session.shadow)["scheduler", ""] == expected
 
 
 def test_what_is_aborted_is_not_compared_and_what_ends_while_thinking_is() -> None:
