@@ -110,7 +110,8 @@ def _shadowed(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, dict[
 
 
 def _cap(outcome: ComparedRequest, side: int) -> tuple[int | None, bool]:
-    newest = outcome.fates[side].caps[-1]
+    caps = outcome.fates[side].caps
+    newest = caps[max(caps)]
     return newest.max_think_tokens, newest.shadow
 
 

@@ -258,15 +258,17 @@ def _limit(
     A cap below the thinking so far ends thinking at once, unless another one comes before the next token.
     """
     own = [opened.max_think_tokens] if opened.HasField("max_think_tokens") else []
-    before = [cap for cap in recorded_fate.caps if cap.think_tokens < recorded.think_tokens] or recorded_fate.caps[:1]
-    ends = [cap.think_tokens for cap in fate.caps[1:]]
-    for cap, until in zip(fate.caps, [*ends, math.inf], strict=True):
+    last = max((since for since in recorded_fate.caps if since < recorded.think_tokens), default=0)
+    recorded_reserve = recorded_fate.caps[last].reserve_tokens
+    begins = sorted(fate.caps)
+    for since, until in zip(begins, [*begins[1:], math.inf], strict=True):
+        cap = fate.caps[since]
         # The agent enforces a request's own cap even if the policy's caps are in shadow.
         in_force = [cap.max_think_tokens] if cap.max_think_tokens is not None and not cap.shadow else []
-        limits = [ThinkEnd(CAP, max(tokens, cap.think_tokens)) for tokens in own + in_force]
+        limits = [ThinkEnd(CAP, max(tokens, since)) for tokens in own + in_force]
         if cap.reserve_tokens and not cap.shadow:
-            reserved_at = _reserved_at(opened, recorded, cap.reserve_tokens, before[-1].reserve_tokens)
-            limits.append(ThinkEnd(RESERVE, max(reserved_at, cap.think_tokens)))
+            reserved_at = _reserved_at(opened, recorded, cap.reserve_tokens, recorded_reserve)
+            limits.append(ThinkEnd(RESERVE, max(reserved_at, since)))
         first = min(limits, key=lambda end: end.think_tokens, default=None)
         if first is not None and first.think_tokens <= until:
             return first

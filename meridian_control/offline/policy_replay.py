@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # Field of the directives with the decisions of each kind.
 LISTS = {"force": "forces", "cap": "caps", "tier": "tiers", "probe": "probes", "hand_over": "hand_overs"}
+# Fields of a plan that limit a step, if the plan has them.
+LIMITS: tuple[Any, ...] = ("think_per_step", "output_per_step", "prefill_tokens_per_step")
 PLACES = {agent_pb2.PLACEMENT_SENTENCE: FLAG_BOUNDARY, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
 
@@ -51,10 +53,8 @@ class ThinkEnd(NamedTuple):
 
 
 class ReplayedCap(NamedTuple):
-    """A cap, None for no cap, and the answer reserve that came with it. think_tokens: thinking tokens known when the
-    cap was decided."""
+    """A cap, None for no cap, and the answer reserve that came with it."""
 
-    think_tokens: int = 0
     max_think_tokens: int | None = None
     shadow: bool = False
     reserve_tokens: int = 0
@@ -62,12 +62,11 @@ class ReplayedCap(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The decisions of one policy for one request. caps: oldest first, each in force until the thinking tokens of the
-    next one."""
+    """The decisions of one policy for one request. caps: by the thinking tokens from which on each is in force."""
 
     force: ThinkEnd | None = None
     shadowed: dict[str, int] = field(default_factory=dict)
-    caps: list[ReplayedCap] = field(default_factory=lambda: [ReplayedCap()])
+    caps: dict[int, ReplayedCap] = field(default_factory=lambda: {0: ReplayedCap()})
 
 
 class ReplayedShare(NamedTuple):
@@ -362,9 +361,7 @@ class SessionReplay:
         if made.kind == "cap":
             cap = message.max_think_tokens if message.HasField("max_think_tokens") else None
             think_tokens = int(self.session.table.think_tokens[made.slot])
-            while fate.caps and fate.caps[-1].think_tokens >= think_tokens:
-                fate.caps.pop()
-            fate.caps.append(ReplayedCap(think_tokens, cap, message.shadow, message.answer_reserve_tokens))
+            fate.caps[think_tokens] = ReplayedCap(cap, message.shadow, message.answer_reserve_tokens)
         elif made.kind == "force":
             place = ThinkEnd(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
             if message.shadow:
@@ -374,19 +371,11 @@ class SessionReplay:
 
 
 def _share(plan: agent_pb2.DispatchPlan) -> ReplayedShare:
-    if plan.shadow or plan.stock:
-        return ReplayedShare(hold_admission=plan.hold_admission)
-
-    def limit(name: str) -> int | None:
-        return getattr(plan, name) if plan.HasField(name) else None  # type: ignore[arg-type]
-
-    return ReplayedShare(
-        limit("think_per_step"),
-        limit("output_per_step"),
-        limit("prefill_tokens_per_step"),
-        plan.max_skip_steps,
-        plan.hold_admission,
-    )
+    limits: dict[str, Any] = {}
+    if not (plan.shadow or plan.stock):
+        given = [name for name in LIMITS if plan.HasField(name)]
+        limits = {name: getattr(plan, name) for name in given} | {"max_skip_steps": plan.max_skip_steps}
+    return ReplayedShare(**limits, hold_admission=plan.hold_admission)
 
 
 def _decisions(responses: list[agent_pb2.ConnectResponse]) -> list[ReplayedDecision]:
