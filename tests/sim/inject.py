@@ -44,6 +44,8 @@ GLUE = {
     "worker/observer.py": ("come_back",),
     "plugin.py": ("register",),
 }
+# The hooks that run while the agent is built.
+STARTING = ("ungovernable", "_begin")
 ENGINE, LINK, WORKER = "engine", "link", "worker"
 # Part of the text with which the control plane is told of such a fault.
 INJECTED_AT = f" at {__name__}:"
@@ -89,7 +91,7 @@ class Injected:
         run = Guard.run
 
         def traced(guard: Guard, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self.raised or (hook.__name__ == "_begin") is not self.fault.at_start:
+            if self.raised or (hook.__name__ in STARTING) is not self.fault.at_start:
                 return run(guard, hook, *args, **kwargs)
             self._hooks += 1
             if self._hooks == self.fault.early:
