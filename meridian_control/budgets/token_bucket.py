@@ -87,22 +87,24 @@ def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: dat
     """Return the stored account after a replica's usage, which may be older than what other replicas have stored.
 
     The refill of the time in which the tokens came pays for them first, as far as neither the replica's own course nor
-    the usage of the others needed it. So tokens count the same whether they are stored every second or after an outage
-    of the store.
+    the usage of the others needed it. No bucket misses more than in the replica's own course, which has forgiven what
+    exceeded MOST_MISSING, and the usage of the others together. So tokens count the same whether they are stored every
+    second or after an outage of the store.
     """
     old = charged(before, 0, budget, now)
     seen, alone = usage.seen, usage.alone
     took_s = max(0.0, (alone.updated_at - seen.updated_at).total_seconds())
+    others = old.used_tokens - seen.used_tokens
     found = []
     for (missing, limit), (first, _), (last, _) in zip(
         _buckets(old, budget), _buckets(seen, budget), _buckets(alone, budget), strict=True
     ):
         refill = limit.tokens_per_s * took_s
         # Usage adds to the missing tokens, and the refill that is needed takes from them; the rest was not needed.
-        unneeded = missing - first - (old.used_tokens - seen.used_tokens) + refill
+        unneeded = missing - first - others + refill
         absorbed = usage.tokens - (last - max(0.0, first - refill))
         paid = max(0.0, min(unneeded, absorbed, usage.tokens))
-        found.append(_bounded(missing + usage.tokens - paid, limit))
+        found.append(_bounded(min(missing + usage.tokens - paid, last + max(0, others)), limit))
     minute, day = found
     return Account(_counted(old.used_tokens + usage.tokens), minute, day, old.updated_at)
 

@@ -84,6 +84,18 @@ def test_rejected_tokens_come_back() -> None:
     assert charged(None, -30, MINUTE, NOW) == Account(0, 0, 0, NOW)
 
 
+@pytest.mark.parametrize("others", [0, 100])
+def test_what_a_burst_has_exceeded_is_forgiven_after_an_outage_too(others: int) -> None:
+    """A burst of five times the bucket during an outage is paid back by the refill that follows."""
+    seen = charged(None, 0, MINUTE, NOW)
+    burst = charged(seen, 3000, MINUTE, NOW + timedelta(seconds=1))
+    assert burst.minute_missing == 1200
+    then = NOW + timedelta(seconds=200)
+    alone = charged(burst, 0, MINUTE, then)
+    stored = charged(seen, others, MINUTE, then)
+    assert settled(stored, Usage(3000, seen, alone), MINUTE, then).minute_missing <= others
+
+
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 5, allow_nan=False)), max_size=40))
 def test_steady_usage_within_the_refill_never_empties_a_bucket(steps: list[tuple[int, float]]) -> None:
     """The tokens that are missing equal the usage minus the refill, as long as neither bound is reached."""
