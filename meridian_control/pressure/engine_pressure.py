@@ -246,6 +246,8 @@ class EnginePressure:
         if self._table.live.any():
             return
         for index, window in enumerate(self._windows):
+            # If the wall clock was set back, the window begins anew.
+            window.start_ms = min(window.start_ms, now_ms)
             over = int(round(now_ms - window.start_ms, DECIMALS) / window.length_ms)
             if over > 0:
                 self._judge(index, now_ms, now)

@@ -499,6 +499,17 @@ def test_an_idle_engine_forgets_its_misses() -> None:
     assert (controller.level, controller.hold) == (0, FIRST_HOLD)
 
 
+def test_a_clock_that_is_set_back_keeps_no_idle_engine_under_pressure() -> None:
+    made = answering(pressed())
+    seconds(made, 5.2, SLOW_MS)
+    idle(made)
+    made.now -= timedelta(hours=1)
+    for _ in range(600):
+        made.now += timedelta(seconds=1)
+        made.session.rest(made.now)
+    assert level(made) == 0
+
+
 @pytest.mark.parametrize("every_ms", [7, 700, 1000, 61_000])
 def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) -> None:
     looked_at, alone = (answering(pressed({**CHAT, "window_s": 3})) for _ in range(2))
