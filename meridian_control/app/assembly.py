@@ -142,6 +142,8 @@ async def assemble(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> Parts:
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
+    if args.max_engines < 1:
+        raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")

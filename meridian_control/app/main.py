@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import sys
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -71,8 +72,8 @@ def export_metrics(endpoint: str | None, interval_s: float, ending: AsyncExitSta
     ValueError."""
     if not endpoint:
         return
-    if interval_s <= 0:
-        raise ValueError(f"--otlp-metrics-interval must be above 0; got {interval_s}")
+    if not 0 < interval_s < math.inf:
+        raise ValueError(f"--otlp-metrics-interval must be a number of seconds above 0; got {interval_s}")
     try:
         from meridian_control.telemetry.otlp_metrics import MetricsExport
     except ImportError as error:

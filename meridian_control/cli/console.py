@@ -34,6 +34,8 @@ CALL_TIMEOUT_S = 10.0
 # Largest message that the client accepts; one WatchFleet response carries the whole fleet.
 MAX_MESSAGE_BYTES = 64 << 20
 PIPED_WIDTH = 200
+# Largest number of a revision, a freeze or a rollout.
+LARGEST_ID = 2**63 - 1
 
 FAILED = 1
 INVALID = 2

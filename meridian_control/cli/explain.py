@@ -14,12 +14,14 @@ from rich.table import Table
 
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
+    INVALID,
     Output,
     OutputOption,
     add,
     as_dict,
     connect,
     console,
+    fail,
     new_table,
     pages,
     show,
@@ -28,6 +30,8 @@ from meridian_control.cli.console import (
 )
 from meridian_control.cli.tables import ends_table, handover_table, savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
+
+KINDS = ("cap", "force", "hand_over", "probe", "tier")
 
 Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
 
@@ -62,12 +66,14 @@ def decisions(
     *,
     engine: Engine = "",
     request: Annotated[str, typer.Option(help="Show only decisions about this request.")] = "",
-    kind: Annotated[str, typer.Option(help="Show only this kind: cap, force, hand_over, probe or tier.")] = "",
+    kind: Annotated[str, typer.Option(help=f"Show only this kind: {', '.join(KINDS)}.")] = "",
     reason: Annotated[str, typer.Option(help="Show only this reason, for example eat.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many decisions.")] = 50,
     output: OutputOption = Output.table,
 ) -> None:
     """List the decisions about requests, newest first, with the values that each rule compared."""
+    if kind and kind not in KINDS:
+        fail(INVALID, f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
     asked = fleet_pb2.ListDecisionsRequest(
         engine_id=engine, request_id=request, kind=kind, reason=reason, page_size=min(limit, 1000)
     )

@@ -15,6 +15,7 @@ from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
     INVALID,
+    LARGEST_ID,
     Client,
     Output,
     OutputOption,
@@ -32,14 +33,21 @@ POLL_INTERVAL_S = 0.1
 # Seconds within which other replicas learn of a freeze.
 HEARD_S = 1.0
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# The largest duration that a message of the API can hold, 10,000 years.
+MOST_S = 315_576_000_000
 
 
 def duration_s(text: str) -> int:
     """Return the seconds of a duration such as `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
     number, unit = text[:-1], text[-1:]
     if not number.isdecimal() or unit not in UNITS_S:
-        raise typer.BadParameter(f"must be a number and one of s, m, h, d, for example 10m; got {text!r}")
-    return int(number) * UNITS_S[unit]
+        raise typer.BadParameter(
+            f"must be a number and one of s, m, h, d, for example 10m; got {text!r}", param_hint="--for"
+        )
+    # Python refuses to convert numbers with thousands of digits.
+    if len(number) > len(str(MOST_S)) or (seconds := int(number) * UNITS_S[unit]) > MOST_S:
+        raise typer.BadParameter(f"must be at most {MOST_S // UNITS_S['d']}d; got {text!r}", param_hint="--for")
+    return seconds
 
 
 def freeze(
@@ -109,7 +117,9 @@ def _is_frozen(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
 
 def thaw(
     context: typer.Context,
-    freeze_id: Annotated[int, typer.Argument(min=0, help="Number of the freeze; default: all freezes.")] = 0,
+    freeze_id: Annotated[
+        int, typer.Argument(min=0, max=LARGEST_ID, help="Number of the freeze; default: all freezes.")
+    ] = 0,
 ) -> None:
     """End one freeze, or all freezes, before the time limit, and print the ended freezes."""
     with connect(context) as client:

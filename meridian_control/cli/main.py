@@ -18,6 +18,7 @@ from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
     INVALID,
+    LARGEST_ID,
     Client,
     Output,
     OutputOption,
@@ -165,7 +166,7 @@ def pressure(
 def wait(
     context: typer.Context,
     revision: Annotated[
-        int | None, typer.Option(min=1, help="Revision to wait for; default: the one in force.")
+        int | None, typer.Option(min=1, max=LARGEST_ID, help="Revision to wait for; default: the one in force.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 60.0,
 ) -> None:

@@ -19,6 +19,7 @@ from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
     INVALID,
+    LARGEST_ID,
     Client,
     Output,
     OutputOption,
@@ -42,7 +43,9 @@ policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_
 
 
 File = Annotated[Path, typer.Option("-f", "--file", help="Policy file in TOML.")]
-Revision = Annotated[int, typer.Option(min=0, help="Revision of the policy; default: the one in force.")]
+Revision = Annotated[
+    int, typer.Option(min=0, max=LARGEST_ID, help="Revision of the policy; default: the one in force.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the control plane check the call, but change nothing.")]
 Diff = Annotated[bool, typer.Option("--diff", help="Print the fields that change.")]
 Etag = Annotated[
@@ -105,7 +108,7 @@ def policy_apply(
 @policy_app.command("rollback")
 def policy_rollback(
     context: typer.Context,
-    revision: Annotated[int, typer.Argument(min=1, help="Revision whose policy to put in force.")],
+    revision: Annotated[int, typer.Argument(min=1, max=LARGEST_ID, help="Revision whose policy to put in force.")],
     *,
     dry_run: DryRun = False,
     diff: Diff = False,
@@ -172,8 +175,10 @@ def policy_history(
 @policy_app.command("diff")
 def policy_diff(
     context: typer.Context,
-    before: Annotated[int, typer.Argument(min=0, help="Older revision; default: the one before AFTER.")] = 0,
-    after: Annotated[int, typer.Argument(min=0, help="Newer revision; default: the one in force.")] = 0,
+    before: Annotated[
+        int, typer.Argument(min=0, max=LARGEST_ID, help="Older revision; default: the one before AFTER.")
+    ] = 0,
+    after: Annotated[int, typer.Argument(min=0, max=LARGEST_ID, help="Newer revision; default: the one in force.")] = 0,
     output: OutputOption = Output.table,
 ) -> None:
     """Print the fields that differ between two policy revisions, with both values."""

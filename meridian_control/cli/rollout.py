@@ -18,6 +18,7 @@ from rich.table import Table
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
+    LARGEST_ID,
     Client,
     Output,
     OutputOption,
@@ -47,9 +48,10 @@ rollout_app = typer.Typer(
 )
 
 Rollout = Annotated[
-    int, typer.Argument(min=0, help="Number of the rollout; default: the active one, or else the newest.")
+    int,
+    typer.Argument(min=0, max=LARGEST_ID, help="Number of the rollout; default: the active one, or else the newest."),
 ]
-Active = Annotated[int, typer.Argument(min=0, help="Number of the rollout; default: the active one.")]
+Active = Annotated[int, typer.Argument(min=0, max=LARGEST_ID, help="Number of the rollout; default: the active one.")]
 Reason = Annotated[str, typer.Option(help="Reason, stored with the rollout.")]
 Etag = Annotated[str, typer.Option(help="Etag that the rollout must have; default: any.")]
 

@@ -28,7 +28,7 @@ OTHER_LINES = 4
 
 def top(
     context: typer.Context,
-    interval_ms: Annotated[int, typer.Option(min=1, help="Milliseconds between two updates.")] = 1000,
+    interval_ms: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Milliseconds between two updates.")] = 1000,
 ) -> None:
     """Show engines and live requests, most thinking tokens first, until q or Ctrl-C."""
     request, terminal = fleet_pb2.WatchFleetRequest(interval_ms=interval_ms), console()

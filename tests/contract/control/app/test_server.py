@@ -385,6 +385,11 @@ async def test_insecure_is_said_aloud(own: Process) -> None:
     assert await own.terminate() == 0
 
 
+async def test_no_engine_at_all_is_no_limit(own: Process) -> None:
+    own.options = ("--max-engines", "0")
+    assert await complaint_of(own) == "meridian-control: --max-engines must be at least 1; got 0"
+
+
 async def test_a_store_that_cannot_be_opened(own: Process) -> None:
     (own.folder / "m.db").mkdir()
     assert (await complaint_of(own)).startswith("meridian-control: policy store: ")

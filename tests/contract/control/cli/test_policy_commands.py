@@ -147,6 +147,28 @@ async def test_usage_error(control: Control) -> None:
     assert (await control("engines", "-o", "xml")).exit_code == INVALID
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "policy get --revision {}",
+        "policy rollback {}",
+        "policy diff {}",
+        "wait --revision {}",
+        "thaw {}",
+        "rollout status {}",
+        "rollout abort {}",
+        "top --interval-ms {}",
+        "freeze --reason why --for {}d",
+        "decisions --kind {}",
+    ],
+)
+async def test_a_value_that_no_message_can_hold_is_named(control: Control, command: str) -> None:
+    for value in ("9" * 20, "9" * 5000):
+        refused = await control(*command.format(value).split())
+        assert refused.exit_code == INVALID
+        assert "Invalid value for" in refused.stderr or "--kind must be one of" in refused.stderr
+
+
 async def applied(control: Control, file: Path, text: str, *options: object) -> Result:
     file.write_text(text)
     return await control("policy", "apply", "-f", file, *options)

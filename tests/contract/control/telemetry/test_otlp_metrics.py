@@ -95,12 +95,13 @@ async def test_a_collector_that_is_gone_costs_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in own.log()
 
 
-def test_an_interval_of_nothing_is_refused(tmp_path: Path) -> None:
-    own = Process(tmp_path, "--otlp-metrics-endpoint", "127.0.0.1:1", "--otlp-metrics-interval", "0")
+@pytest.mark.parametrize("interval", ["0", "nan", "inf"])
+def test_an_interval_of_nothing_is_refused(tmp_path: Path, interval: str) -> None:
+    own = Process(tmp_path, "--otlp-metrics-endpoint", "127.0.0.1:1", "--otlp-metrics-interval", interval)
     own.start()
     assert own.popen is not None
     assert own.popen.wait(60) == 2
-    assert "--otlp-metrics-interval must be above 0; got 0.0" in own.log()
+    assert f"--otlp-metrics-interval must be a number of seconds above 0; got {float(interval)}" in own.log()
 
 
 def test_points() -> None:
