@@ -357,10 +357,12 @@ class Directives:
             self.plan = None
 
     def refuse_end(self, live: LiveRequest, detail: str) -> None:
-        """Drop a forced end that the engine does not write, and refuse its decision."""
+        """Drop a forced end that cannot be written, refuse its decision, and force no further end of the request."""
         if live.cap is not None and live.ending is not None and live.cap.decision_id == live.ending.decision_id:
             self._close_cap(live, Outcome.REFUSED, detail)
         self._drop_ending(live, Outcome.REFUSED, detail)
+        live.note_allowed(live.checked, False)
+        self._tracker.watch_limit(live)
 
     def _drop_ending(self, live: LiveRequest, outcome: Outcome | None, detail: str = "") -> None:
         """Drop a request's forced end, if there is one, and report this outcome of its decision, None for no outcome. A

@@ -60,7 +60,7 @@ class Agent:
         directives.hand_overs.refusal = facts.no_hand_over
         able_to_answer = not facts.no_answer_handed_over
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
-        self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
+        self.masks = TokenMasks(tracker, directives, *scheduler_api.mask_facts(scheduler))
         self.blocks = KvBlocks(directives, facts.tool_call)
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.accounts = StepAccounting(

@@ -265,8 +265,6 @@ class StepAccounting:
         """Refuse a forced end because the engine has generated another token than the only one that the mask allowed.
         A logits processor of the engine's own forbids the token, so each further mask would cost one wrong token."""
         self._directives.refuse_end(live, "a logits processor forbids the end")
-        live.note_allowed(live.checked, False)
-        self._tracker.watch_limit(live)
         if not self._told_of_refused_end:
             self._told_of_refused_end = True
             why = "a logits processor of this engine forbids the forced end of its thinking"

@@ -17,16 +17,22 @@ from meridian_agent.core.think_limit import is_limited, limit_in, may_lengthen
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
 
 
 class TokenMasks:
-    """The token masks of one engine. words: length of a mask row in words of 32 tokens."""
+    """The token masks of one engine. words: length of a mask row in words of 32 tokens. grammar_covers_thinking: vLLM's
+    grammars constrain thinking, too, and not the answer only."""
 
-    def __init__(self, tracker: Tracker, directives: Directives, words: int) -> None:
+    def __init__(
+        self, tracker: Tracker, directives: Directives, words: int, grammar_covers_thinking: bool = False
+    ) -> None:
         self._tracker, self._directives, self._words = tracker, directives, words
+        self._grammar_covers_thinking = grammar_covers_thinking
 
     def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
         """Return whether a scheduled request may need a forced token once the previous step's output has been
@@ -55,10 +61,13 @@ class TokenMasks:
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
             tokens = self._directives.forced_tokens(live, 1 + len(drafts), drafts)
+            if tokens and not self._grammar_covers_thinking and _is_constrained(output, base, request_id, tokens):
+                self._directives.refuse_end(live, "a grammar constrains the answer")
+                continue
             # The rest of a marker that the model has begun may have other tokens than the ending that is checked above.
             if (
                 tokens
-                and _grammar_allows(output, base, request_id, tokens)
+                and (not self._grammar_covers_thinking or _grammar_allows(output, base, live, tokens, drafts))
                 and not request_api.never_allows(live.ref, [*tokens.values()])
                 and not request_api.not_yet_allows(live.ref, [*tokens.values()], 0)
             ):
@@ -134,13 +143,32 @@ def _under_way(live: LiveRequest) -> int:
     return max(0, int(live.ref.num_output_placeholders) - 1)
 
 
-def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:
-    """Return whether vLLM's own masks of a request allow the tokens to force in its rows, because vLLM ends a request
-    with an error on a token that its grammar rejects."""
+def _own_rows(output: Any, base: Any, request_id: str) -> Any:
+    """Return the rows of vLLM's own masks from the first one of a request on; None if the request has none."""
     own = base.structured_output_request_ids if base is not None else ()
     if request_id not in own:
-        return True
+        return None
     drafts = output.scheduled_spec_decode_tokens
     first = sum(1 + len(drafts.get(before, ())) for before in own[: own.index(request_id)])
-    words = base.grammar_bitmask
-    return all(words[first + row, token // 32] >> token % 32 & 1 for row, token in tokens.items())
+    return base.grammar_bitmask[first:]
+
+
+def _is_constrained(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:
+    """Return whether a grammar constrains one of the rows to force. For vLLM such a row belongs to the answer, where
+    even a grammar that allows the marker, as in a text of JSON, would hold it as content."""
+    rows = _own_rows(output, base, request_id)
+    return rows is not None and any(bool((rows[row] != -1).any()) for row in tokens)
+
+
+def _grammar_allows(output: Any, base: Any, live: LiveRequest, tokens: dict[int, int], drafts: Sequence[int]) -> bool:
+    """Return whether a request's grammar allows the tokens to force in its rows, because vLLM ends a request with an
+    error on a token that its grammar rejects. An end that has not begun must be allowed as a whole."""
+    rows = _own_rows(output, base, live.info.request_id)
+    if rows is None:
+        return True
+    if not all(rows[row, token // 32] >> token % 32 & 1 for row, token in tokens.items()):
+        return False
+    if live.ending is None or live.ending.position > 0:
+        return True
+    whole = [*drafts[: min(tokens)], *live.ending.tokens]
+    return bool(request_api.grammar_takes(live.ref, whole))

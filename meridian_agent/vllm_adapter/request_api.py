@@ -72,6 +72,11 @@ def stops_at(request: Any, tokens: Sequence[int]) -> bool:
     return not request.sampling_params.all_stop_token_ids.isdisjoint(tokens)
 
 
+def grammar_takes(request: Any, tokens: Sequence[int]) -> bool:
+    """Whether the grammar of a request takes all of these tokens next."""
+    return len(request.structured_output_request.grammar.validate_tokens(list(tokens))) == len(tokens)
+
+
 def not_yet_allows(request: Any, tokens: Sequence[int], unknown: int) -> bool:
     """Whether one of these tokens would finish a request that has not generated its min_tokens yet. unknown: number of
     tokens that the request may have generated beyond those that vLLM has counted."""

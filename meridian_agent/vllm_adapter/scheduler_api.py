@@ -34,6 +34,14 @@ def is_async(scheduler: Any) -> bool:
     return isinstance(scheduler, AsyncScheduler)
 
 
+def mask_facts(scheduler: Any) -> tuple[int, bool]:
+    """Return the length of a row of token masks in words of 32 tokens, and whether vLLM's grammars constrain thinking,
+    too, and not the answer only."""
+    config = scheduler.vllm_config
+    covers_thinking = getattr(getattr(config, "structured_outputs_config", None), "enable_in_reasoning", False)
+    return (config.model_config.get_vocab_size() + 31) // 32, bool(covers_thinking)
+
+
 def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
     """Return a GrammarOutput with these mask rows. The requests that `base` covers keep their number of acceptable
     draft tokens; the requests that the agent adds accept none."""

@@ -94,6 +94,27 @@ def test_a_grammar_after_a_forced_end(llm: Any, agent: Any, control: Control, ca
     control.settled()
 
 
+def test_no_end_is_forced_into_an_answer_that_a_grammar_constrains(
+    llm: Any, agent: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a reasoning parser vLLM's grammar constrains the text from the first token on, also if the prompt opens
+    thinking and the grammar would allow the end marker."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler.structured_output_manager, "reasoner_cls", None)
+    call = StructuredOutputsParams(regex="[A-X]{30}</think>(walk){3}")
+    params = [endless(agent, max_tokens=60, ignore_eos=False, structured_outputs=call), endless(agent, max_tokens=60)]
+    control.apply(NEUTRAL)
+    whole, free = chat(llm, [opened(0)] * 2, params)
+    assert whole.index(agent.tracker.markers.end[0]) == 30
+    control.apply({"scheduler": {"max_think_tokens": 9}, "entropy": {"enabled": False}})
+    before = dict(control.settled().outcomes)
+    capped, ended = chat(llm, [opened(0)] * 2, params)
+    assert capped == whole
+    assert ended[:10] == [*free[:9], agent.tracker.markers.end[0]]
+    after = control.settled().outcomes
+    assert after["refused"] == before.get("refused", 0) + 1
+
+
 @pytest.mark.usefixtures("probe_requests")
 def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """A cache salt keeps prompts apart: a probe shares its own request's blocks and is as cheap as any other."""
