@@ -46,9 +46,10 @@ def aborted_status() -> Any:
 
 
 def awaits_seeded_token(request: Any) -> bool:
-    """Whether a request with a seed still has more tokens to compute than its newest one before it generates the
-    next."""
-    return request.sampling_params.seed is not None and request.num_computed_tokens + 1 < request.num_tokens
+    """Whether a request with a seed still has more tokens to compute than its newest one before it generates the next.
+    The workers keep the random number generator of a streaming session, also for later inputs without a seed."""
+    seeded = request.sampling_params.seed is not None or getattr(request, "resumable", False)
+    return seeded and request.num_computed_tokens + 1 < request.num_tokens
 
 
 def never_allows(request: Any, tokens: Sequence[int]) -> bool:

@@ -163,13 +163,20 @@ def test_an_engine_refuses_by_name_what_its_vllm_cannot_do() -> None:
     assert (old.max_num_running_reqs, old.scheduler_config.long_prefill_token_threshold) == (128, 64)
 
 
-@pytest.mark.parametrize(("device", "seed", "uncut"), [("cpu", 5, True), ("cpu", None, False), ("cuda", 5, False)])
-def test_a_seeded_prompt_on_a_cpu_is_cut_as_by_stock_vllm(device: str, seed: int | None, uncut: bool) -> None:
-    """vLLM's CPU runner fails if such a prompt is cut; each of the limits that cut prompts gets its own value back."""
+@pytest.mark.parametrize(
+    ("device", "seed", "session", "uncut"),
+    [("cpu", 5, False, True), ("cpu", None, True, True), ("cpu", None, False, False), ("cuda", 5, True, False)],
+)
+def test_a_seeded_prompt_on_a_cpu_is_cut_as_by_stock_vllm(
+    device: str, seed: int | None, session: bool, uncut: bool
+) -> None:
+    """vLLM's CPU runner fails if such a prompt is cut; each of the limits that cut prompts gets its own value back. An
+    earlier input of a streaming session may have had a seed."""
     scheduler = Scheduler(device=device)
     limits = able(scheduler)
     params = SimpleNamespace(seed=seed)
-    scheduler.requests["r"] = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=50)
+    facts: dict[str, Any] = {"sampling_params": params, "num_computed_tokens": 0, "num_tokens": 50}
+    scheduler.requests["r"] = SimpleNamespace(**facts, resumable=session)
     limits.obey(settings(**{RUNNING: 2}))
     assert limits.uncut(scheduler) == []
     limits.obey(settings(**{RUNNING: 2, PIECE: 32}))
