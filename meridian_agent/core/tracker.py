@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.step_signals import SignalBytes
 
-
 # Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
 # with the step that closed it, so an early use would cut one report into two.
 RESTING_SLOTS = 8
@@ -91,7 +90,10 @@ class Tracker:
         """Read the coming tokens with these markers. The limits of live requests may depend on the markers' length."""
         self.markers, self.supports_think_disable = markers, supports_think_disable
         self.merge_openings, self.merge_answers = merge_openings, merge_answers
+        # The run looks for markers of one token only, and such markers leave the tails as they are.
+        self.run.end()
         for live in self.by_id.values():
+            live.own_state.tail = live.own_state.tail if markers.longest > 1 else []
             self.watch_limit(live)
 
     def limit_new(self, cap: int | None, reserve: int, over: bool) -> None:
@@ -113,7 +115,8 @@ class Tracker:
         queued_s: float | None = None,
     ) -> LiveRequest:
         """Start tracking a request in a given state. queued_s: as in LiveRequest."""
-        slot = heapq.heappop(self._free) if self._free else self._take_slot()
+        slot = heapq.heappop(self._free) if self._free else self._next_slot
+        self._next_slot = max(self._next_slot, slot + 1)
         # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
         # previous one.
         step = max(step, self.newest + 1)
@@ -156,10 +159,6 @@ class Tracker:
         live.mark_resumed()
         self.preempted.pop(live, None)
         self.record.resumed.append(live.slot)
-
-    def _take_slot(self) -> int:
-        self._next_slot += 1
-        return self._next_slot - 1
 
     @property
     def unmeasured_ids(self) -> frozenset[str]:

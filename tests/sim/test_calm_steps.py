@@ -14,11 +14,17 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 
 from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.step_accounting import StepAccounting
-from tests.sim.engine import DRAFTS, Shape
+from meridian_control.policy.model import Policy
+from tests.sim.clock import stored
+from tests.sim.engine import DRAFTS, Model, Script, Shape, words
+from tests.sim.test_sim import started
 from tests.sim.world import Options, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.sim.plant import Plant
+    from tests.sim.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEEDS, BATCH = 48, 12
@@ -30,6 +36,37 @@ DRAFTED = {
     "hidden drafts": Shape(drafts=DRAFTS, hidden=True, blocks=64),
     "async drafts": Shape(is_async=True, drafts=DRAFTS, hidden=True, blocks=64),
 }
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_end_is_seen_whose_marker_has_several_tokens_since_the_run_began(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy names another end marker while all requests are in the run."""
+    start, end, stop, text = words()
+    written = [*[text[1]] * 25, text[0], end, *[text[2]] * 30, stop]
+    monkeypatch.setattr(Model, "wish", lambda model, name: written[min(len(model.tokens[name]), len(written)) - 1])
+    cap = {"entropy": {"enabled": False}, "scheduler": {"soft_think_tokens": 0, "max_think_tokens": 40}}
+    markers = {"think_start_token_ids": [start], "think_end_token_ids": [text[0], end]}
+    with started(Shape(is_async=is_async, places=8, blocks=200), Policy.model_validate(cap)) as world:
+        (plant,) = world.plants
+        with world.timeline.running():
+            plant.open("r", [start], Script(1, 10**6, 5, restless=False, max_tokens=90), {})
+            until(world, plant, 8)
+            assert plant.engine.agent.tracker.run.members == 1
+            world.revision += 1
+            policy = Policy.model_validate({**cap, "model": {"m": markers}})
+            world.server.put_in_force(stored(world.revision, policy))
+            until(world, plant, 20)
+            assert plant.engine.agent.tracker.markers.longest == 2
+    # An engine that schedules ahead has sampled one more token.
+    assert plant.engine.model.tokens["r"][1 : 1 + len(written)] == written
+
+
+def until(world: World, plant: Plant, tokens: int) -> None:
+    """Let time pass until the request has this many tokens."""
+    while len(plant.engine.model.tokens["r"]) <= tokens:
+        world.pass_time(0.005)
 
 
 class Noted:
