@@ -84,6 +84,7 @@ class Markers:
     answer_prefix: text that a probe appends after the marker.
     own_ends: (start, end) pairs for starts that only one of the ends closes.
     unknown: why the markers of this engine are not known; empty if they are known.
+    turn_ends: tokens that end a turn of a chat, and with it thinking that the turn has opened.
     Raises ValueError if a sequence is empty, if the same sequence opens and closes, if the closing text contains a
     marker, or if `own_ends` names a sequence that is in neither `starts` nor `ends`.
     """
@@ -94,6 +95,7 @@ class Markers:
     answer_prefix: tuple[int, ...] = ()
     own_ends: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     unknown: str = ""
+    turn_ends: frozenset[int] = frozenset()
     by_last: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 
@@ -243,15 +245,9 @@ def boundary_flag(text: str) -> int:
 CLOSED_TAIL_TOKENS = 3
 
 
-def initial_phase(markers: Markers, prompt: list[int], supports_think_disable: bool) -> Phase:
-    """Return the phase in which a prompt leaves a request: open (THINK), closed by the template (OUTPUT) or undecided
-    (PROMPT)."""
-    return after_prompt(*markers.last_event(prompt), supports_think_disable)
-
-
 def after_prompt(event: TokenEvent, after: int, supports_think_disable: bool) -> Phase:
-    """Return the phase in which a prompt leaves a request, from the prompt's last marker and the number of tokens after
-    it."""
+    """Return the phase in which a prompt leaves a request: open (THINK), closed by the template (OUTPUT) or undecided
+    (PROMPT). The arguments are the prompt's last marker and the number of tokens after it."""
     if event is TokenEvent.START:
         return Phase.THINK
     if event is TokenEvent.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
@@ -393,6 +389,9 @@ def begin_after(
     """Return the state in which a prompt leaves a request, from the prompt's last marker and the number of tokens after
     it."""
     kept = markers.longest - 1
+    if event is TokenEvent.START and not markers.turn_ends.isdisjoint(prompt[len(prompt) - after :]):
+        # Somebody wrote the marker in an earlier turn, such as a user who asks about it.
+        event = TokenEvent.TEXT
     phase = after_prompt(event, after, supports_think_disable) if markers.known else Phase.UNKNOWN
     stop = len(prompt) - after
     start = markers.start_before(prompt[max(0, stop - markers.longest) : stop]) if event is TokenEvent.START else ()

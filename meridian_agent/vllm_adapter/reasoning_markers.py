@@ -84,7 +84,7 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     starts, ends = (_named(vllm_config, settings, f"think_{which}_token_ids") for which in ("start", "end"))
     closing, prefix = (_encoded(vllm_config, settings, name) for name in ("closing_text", "eat_answer_prefix"))
     if starts and ends:
-        return Markers(starts, ends, closing, prefix)
+        return Markers(starts, ends, closing, prefix, turn_ends=_turn_ends(vllm_config))
     try:
         found, transition = _found(vllm_config, settings.reasoning_parser)
     except MarkersNotFound as error:
@@ -95,7 +95,16 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
         found = [Found(starts or one.starts, ends or one.ends) for one in found[:1]]
     merged = Found(*(tuple(dict.fromkeys(m for one in found for m in getattr(one, w))) for w in ("starts", "ends")))
     own = {start: one.ends[0] for one in reversed(found) for start in one.starts} if len(found) > 1 else {}
-    return Markers(merged.starts, merged.ends, closing or transition, prefix, tuple(own.items()))
+    texts = closing or transition, prefix
+    return Markers(merged.starts, merged.ends, *texts, tuple(own.items()), turn_ends=_turn_ends(vllm_config))
+
+
+def _turn_ends(vllm_config: Any) -> frozenset[int]:
+    """Return the tokens with which the model ends its turns, by its configuration and its tokenizer."""
+    named = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
+    ids = [*(named if isinstance(named, (list, tuple)) else [named])]
+    ids.append(getattr(tokenizer_of(vllm_config), "eos_token_id", None))
+    return frozenset(token for token in ids if token is not None)
 
 
 def _named(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> tuple[Tokens, ...]:

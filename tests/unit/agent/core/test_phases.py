@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -26,7 +27,6 @@ from meridian_agent.core.phases import (
     Work,
     begin,
     boundary_flag,
-    initial_phase,
 )
 from meridian_control.decisions.request_table import RequestTable
 
@@ -221,16 +221,34 @@ def test_re_entry() -> None:
     ],
 )
 def test_prompts(prompt: list[int], supported: bool, phase: Phase) -> None:
-    assert initial_phase(SINGLE, prompt, supported) is phase
     assert begin(SINGLE, prompt, supported).phase is phase
 
 
 def test_multi_token_history() -> None:
     history = [40, 5, 6, 8, 50, 5, 7, 8, 60, 61, 62, 63]
-    assert initial_phase(CHANNELS, history, True) is Phase.PROMPT
-    assert initial_phase(CHANNELS, [*history, 5, 6, 8], True) is Phase.THINK
-    assert initial_phase(CHANNELS, [*history, 5, 7, 8, 30], True) is Phase.OUTPUT
-    assert initial_phase(CHANNELS, [5, 7, 60, 5, 6], True) is Phase.PROMPT
+    assert begin(CHANNELS, history, True).phase is Phase.PROMPT
+    assert begin(CHANNELS, [*history, 5, 6, 8], True).phase is Phase.THINK
+    assert begin(CHANNELS, [*history, 5, 7, 8, 30], True).phase is Phase.OUTPUT
+    assert begin(CHANNELS, [5, 7, 60, 5, 6], True).phase is Phase.PROMPT
+
+
+TURN = 70
+
+
+@pytest.mark.parametrize(
+    ("prompt", "phase"),
+    [
+        # A user asks about the marker, or an earlier turn was cut in its thinking.
+        ([40, START, 50, TURN, 60], Phase.PROMPT),
+        ([40, START, TURN], Phase.PROMPT),
+        ([40, TURN, 60, START], Phase.THINK),
+        ([40, TURN, 60, START, 50, 51], Phase.THINK),
+        ([40, START, 50, TURN, 60, START, END], Phase.OUTPUT),
+    ],
+)
+def test_a_turn_ends_the_thinking_that_it_opened(prompt: list[int], phase: Phase) -> None:
+    state = begin(replace(SINGLE, turn_ends=frozenset([TURN, 71])), prompt, True)
+    assert (state.phase, state.start) == (phase, (START,) if phase is Phase.THINK else ())
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 90]), max_size=30), st.sampled_from(sorted(ALL_MARKERS)))
