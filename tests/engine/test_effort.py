@@ -139,6 +139,8 @@ def test_each_api_says_its_effort(client: Client) -> None:
 
 def test_unknown_efforts_are_counted(client: Client) -> None:
     """An effort that neither the APIs nor an override know gets the defaults; one series counts all such requests."""
+    # A snapshot, which counts nothing, has the first request of an engine.
+    client.chat("first")
     before = client.metric("meridian_unknown_efforts_total")
     for effort in ("turbo", "ultra-1", "LOW"):
         client.chat(f"unknown-{effort}", vllm_xargs={"meridian_effort": effort})
