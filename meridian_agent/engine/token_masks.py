@@ -61,7 +61,7 @@ class TokenMasks:
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
             tokens = self._directives.forced_tokens(live, 1 + len(drafts), drafts)
-            if tokens and not self._grammar_covers_thinking and _is_constrained(output, base, request_id, tokens):
+            if tokens and not self._grammar_covers_thinking and _is_constrained(output, base, request_id, min(tokens)):
                 self._directives.refuse_end(live, "a grammar constrains the answer")
                 continue
             # The rest of a marker that the model has begun may have other tokens than the ending that is checked above.
@@ -153,11 +153,12 @@ def _own_rows(output: Any, base: Any, request_id: str) -> Any:
     return base.grammar_bitmask[first:]
 
 
-def _is_constrained(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:
-    """Return whether a grammar constrains one of the rows to force. For vLLM such a row belongs to the answer, where
-    even a grammar that allows the marker, as in a text of JSON, would hold it as content."""
+def _is_constrained(output: Any, base: Any, request_id: str, first: int) -> bool:
+    """Return whether a grammar constrains the first row to force. For vLLM such a row belongs to the answer, where a
+    grammar that allows the marker, as in a text of JSON, would take it as content. A later row may be constrained only
+    because a draft token before it, which the forced token replaces, ends thinking."""
     rows = _own_rows(output, base, request_id)
-    return rows is not None and any(bool((rows[row] != -1).any()) for row in tokens)
+    return rows is not None and bool((rows[first] != -1).any())
 
 
 def _grammar_allows(output: Any, base: Any, live: LiveRequest, tokens: dict[int, int], drafts: Sequence[int]) -> bool:

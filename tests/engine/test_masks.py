@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
@@ -22,12 +23,12 @@ FLOOR, DRAFTS = 6, 4
 class Thinker:
     """A request whose end is to be forced, and whose min_tokens is not reached in its thinking."""
 
-    def __init__(self, lookahead: int) -> None:
+    def __init__(self, lookahead: int, closing: tuple[int, ...] = ()) -> None:
         from vllm.v1.request import Request
 
         params = SamplingParams(min_tokens=FLOOR, stop_token_ids=[END], max_tokens=40)
         self.request: Any = Request("r", [START], params, None, arrival_time=0.0)
-        tracker = Tracker(Markers(((START,),), ((END,),)))
+        self.tracker = tracker = Tracker(Markers(((START,),), ((END,),), closing=closing))
         tracker.lookahead = lookahead
         live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, self.request)
         live.ending = Ending((END,), 1)
@@ -77,6 +78,26 @@ def test_no_end_is_forced_whose_closing_text_stops_the_request(stops: tuple[int,
     params = SamplingParams(stop_token_ids=list(stops), max_tokens=40)
     rows = forced(params, Markers(((START,),), ((END,),), closing=(LAST, TEXT)), [BEGUN, BEGUN])
     assert rows == ([[1 << LAST]] if ends else None)
+
+
+@pytest.mark.parametrize(("constrained", "ends"), [((), True), ((0, 1, 2), False), ((2,), True)])
+def test_no_end_begins_where_a_grammar_constrains_the_token(constrained: tuple[int, ...], ends: bool) -> None:
+    """Behind a draft of the end marker vLLM constrains the rows of an answer that the forced token prevents. A grammar
+    that allows all tokens to force does not matter."""
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    thinker = Thinker(lookahead=1 + 2 * DRAFTS, closing=(BEGUN, TEXT))
+    thinker.request.append_output_token_ids([TEXT] * FLOOR)
+    rows = np.full((2 + DRAFTS, 1), -1, np.int32)
+    for row in constrained:
+        rows[1 + row] = 1 << END | 1 << BEGUN
+    drafts = {"r": [TEXT, END, TEXT, TEXT], "other": []}
+    step = SimpleNamespace(num_scheduled_tokens={"r": 1 + DRAFTS, "other": 1}, scheduled_spec_decode_tokens=drafts)
+    made = thinker.masks.with_ends(step, GrammarOutput(["other", "r"], rows)).grammar_bitmask
+    ending = [[1 << BEGUN], [1 << TEXT], [1 << END]]
+    assert made[1:4].tolist() == (ending if ends else rows[1:4].tolist())
+    details = [detail for *_, detail in thinker.tracker.record.outcomes]
+    assert details == ([] if ends else ["a grammar constrains the answer"])
 
 
 def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:
