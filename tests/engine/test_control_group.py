@@ -64,8 +64,8 @@ def test_what_follows_forced_and_natural_ends(
     """A forced end writes the closing text exactly, and a request that thinks again afterwards is a re-entry.
 
     The maze model opens no second block of thinking, so in the second case a word that it writes in each answer, and
-    never before, is declared as the start marker. The word at the beginning of the prompt opens the first thinking. The
-    second thinking has no end.
+    never before, is declared as the start marker. The word before the prompt's last token opens the first thinking.
+    The second thinking has no end.
     """
     text, tokenizer, end = "Wait . ", llm.get_tokenizer(), agent.tracker.markers.end[0]
     closing, (word,) = (tokenizer.encode(said, add_special_tokens=False) for said in (text, maze.ANSWER_WORDS[0]))
@@ -81,7 +81,8 @@ def test_what_follows_forced_and_natural_ends(
     for turn in range(TURNS):
         run = Run(llm)
         for number, case in enumerate(CASES):
-            run.put(f"spill-{again}-{turn}-{number}", [word] * again + prompt_ids(llm, case), GREEDY)
+            *prompt, last = prompt_ids(llm, case)
+            run.put(f"spill-{again}-{turn}-{number}", [*prompt, *[word] * again, last], GREEDY)
         run.until(settled=settled)
         control.settled()
         for name, tokens in run.tokens.items():
