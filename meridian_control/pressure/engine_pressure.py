@@ -245,9 +245,8 @@ class EnginePressure:
         length, so the levels do not depend on how often the method is called."""
         if self._table.live.any():
             return
+        self._follow_clock(now_ms)
         for index, window in enumerate(self._windows):
-            # If the wall clock was set back, the window begins anew.
-            window.start_ms = min(window.start_ms, now_ms)
             over = int(round(now_ms - window.start_ms, DECIMALS) / window.length_ms)
             if over > 0:
                 self._judge(index, now_ms, now)
@@ -263,15 +262,18 @@ class EnginePressure:
         stage changes. The table must not have taken in the next report yet."""
         over = [index for index, window in enumerate(self._windows) if window.is_over(now_ms)]
         if not over:
-            # If the wall clock was set back, the windows begin anew.
-            for window in self._windows:
-                window.start_ms = min(window.start_ms, now_ms)
+            self._follow_clock(now_ms)
             return []
         before = {slot: self.stages(slot) for slot in self._table.slots().tolist()}
         for index in over:
             self._judge(index, now_ms, now)
             self._windows[index].restart(now_ms, self._answering(index))
         return [slot for slot, stages in before.items() if stages != self.stages(slot)]
+
+    def _follow_clock(self, now_ms: float) -> None:
+        """Begin the windows anew if the wall clock was set back."""
+        for window in self._windows:
+            window.start_ms = min(window.start_ms, now_ms)
 
     def _judge(self, index: int, now_ms: float, now: datetime) -> None:
         window, entry = self._windows[index], self.entries[index]
