@@ -90,6 +90,15 @@ class Stream:
         self.trace.append((self.now, stages))
         self.session.on_budget_stages(stages)
 
+    def thinks_under(self, stages: dict[int, int], think: int, answer: int) -> None:
+        """Run request `a` to its end while the stage of budget `b` changes before these steps."""
+        for step in range(think + answer + 15):
+            if step in stages:
+                self.stages(b=stages[step])
+            if step == 0:
+                self.open("a", think=think, answer=answer)
+            self.step()
+
     def step(self, count: int = 1, then_ms: float = 5.0) -> agent_pb2.Directives:
         """Make engine steps and return all directives that the session sent, merged into one message."""
         merged = agent_pb2.Directives()

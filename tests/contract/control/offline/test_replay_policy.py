@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
-from meridian_control.budgets.stages import LOWER_CAP
 from meridian_control.cli.console import console
 from meridian_control.cli.replay_tables import tables
 from meridian_control.decisions.dispatch import WARM_STEPS
@@ -318,43 +317,6 @@ def test_the_ends_of_operators_are_replayed_under_every_policy(tmp_path: Path) -
         "b": ("moved", "hard_cap")
     }, "the operator ended a at fewer tokens than the new cap"
     assert early["ends"]["new"] == {"operator": 1, "hard_cap": 1, "natural": 1}
-
-
-@pytest.mark.parametrize(
-    ("think", "stages", "end"),
-    [
-        (50, {60: LOWER_CAP}, ThinkEnd("natural", 50)),
-        (50, {49: LOWER_CAP}, ThinkEnd("hard_cap", 50)),
-        (200, {50: LOWER_CAP}, ThinkEnd("hard_cap", 51)),
-        (200, {0: LOWER_CAP, 30: 0}, ThinkEnd("hard_cap", 20)),
-        (200, {0: LOWER_CAP, 10: 0}, ThinkEnd("natural", 200)),
-    ],
-)
-def test_a_cap_counts_from_when_it_came_until_the_next_one(
-    tmp_path: Path, think: int, stages: dict[int, int], end: ThinkEnd
-) -> None:
-    """A budget lowers the cap, or raises it again, after these steps."""
-    budget = {"name": "b", "tokens_per_day": 1000, "soft_think_tokens": 10_000, "max_think_tokens": 20, "shadow": False}
-    recording = policy(
-        scheduler=EARLY | {"max_think_tokens": 1000},
-        entropy={"enabled": False},
-        loop={"enabled": False},
-        budget=[budget],
-    )
-    made = Recorded()
-    made.apply(recording)
-    for step in range(280):
-        if step in stages:
-            made.stages(b=stages[step])
-        if step == 0:
-            made.open("a", think=think, answer=60)
-        made.step()
-    (outcome,) = difference(tmp_path, made.records, recording).outcomes
-    assert (outcome.recorded, outcome.before, outcome.after) == (end, end, end)
-    # Another policy has the same cap from the beginning, so it needs no budget.
-    early = policy(scheduler=EARLY | {"max_think_tokens": 15}, entropy={"enabled": False}, loop={"enabled": False})
-    (other,) = difference(tmp_path, made.records, early).outcomes
-    assert other.after == ThinkEnd("hard_cap", 15)
 
 
 # ------------------------------------------------------------------------------------------------------ other policies

@@ -141,12 +141,7 @@ def test_a_cap_in_shadow_that_a_budget_in_force_changes(stages: dict[int, int], 
     budget = {"name": "b", "tokens_per_day": 1000, "soft_think_tokens": 10_000, "max_think_tokens": 20, "shadow": False}
     shadowed = EARLY | {"max_think_tokens": 1000, "shadow": True}
     made = stream(policy(scheduler=shadowed, entropy={"enabled": False}, budget=[budget]))
-    for step in range(220):
-        if step in stages:
-            made.stages(b=stages[step])
-        if step == 0:
-            made.open("a", think=200, answer=5)
-        made.step()
+    made.thinks_under(stages, think=200, answer=5)
     expected = (1, 200, 0, 0, 0) if would_end_at is None else (1, 200, 1, would_end_at, 200 - would_end_at)
     assert told(made.session.shadow)["scheduler", ""] == expected
 
