@@ -172,4 +172,4 @@ def _grammar_allows(output: Any, base: Any, live: LiveRequest, tokens: dict[int,
     if live.ending is None or live.ending.position > 0:
         return True
     whole = [*drafts[: min(tokens)], *live.ending.tokens]
-    return bool(request_api.grammar_takes(live.ref, whole))
+    return request_api.grammar_takes(live.ref, whole)

@@ -358,12 +358,12 @@ class SessionReplay:
         fate = self.fates.get(made.slot) if made.slot is not None else None
         if fate is None or made.slot is None:
             return
+        think_tokens = int(self.session.table.think_tokens[made.slot])
         if made.kind == "cap":
             cap = message.max_think_tokens if message.HasField("max_think_tokens") else None
-            think_tokens = int(self.session.table.think_tokens[made.slot])
             fate.caps[think_tokens] = ReplayedCap(cap, message.shadow, message.answer_reserve_tokens)
         elif made.kind == "force":
-            place = ThinkEnd(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
+            place = ThinkEnd(reason_name(message.reason), think_tokens)
             if message.shadow:
                 fate.shadowed.setdefault(*place)
             else:

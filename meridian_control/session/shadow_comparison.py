@@ -123,9 +123,8 @@ class Comparison:
         """Count the first real end of a request's thinking.
 
         policy: policy that held for the request. cap: newest hard cap in shadow, negative for none, which counts unless
-        the agent has reported that a cap would have ended the thinking. Return the tokens that
-        each section in shadow would have saved, under the reason "", and each of its rules that fired, under its
-        reason.
+        the agent has reported that a cap would have ended the thinking. Return the tokens that each section in shadow
+        would have saved, under the reason "", and each of its rules that fired, under its reason.
         """
         saved: dict[tuple[str, str], int] = {}
         if slot in self._over:

@@ -162,7 +162,7 @@ async def test_usage_error(control: Control) -> None:
         "decisions --kind {}",
     ],
 )
-async def test_a_value_that_no_message_can_hold_is_named(control: Control, command: str) -> None:
+async def test_a_value_that_no_message_can_hold_is_refused(control: Control, command: str) -> None:
     for value in ("9" * 20, "9" * 5000):
         refused = await control(*command.format(value).split())
         assert refused.exit_code == INVALID
