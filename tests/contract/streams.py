@@ -53,6 +53,10 @@ class Control:
     async def kill(self) -> None:
         await kill(self.parts)
 
+    def connected(self, engine_id: str = "engine") -> bool:
+        """Return whether this engine is connected, whatever other engines are."""
+        return any(c.session.hello.engine_id == engine_id for c in self.fleet.connections)
+
     def engine(self, engine_id: str = "engine") -> Any:
         (found,) = [e for e in self.fleet.engines() if e.engine_id == engine_id]
         return found

@@ -57,7 +57,7 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
 async def test_an_idle_engine_acknowledges_and_settles(control: Control) -> None:
     """An idle engine makes no step that could carry an outcome, so the link reports the outcomes."""
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         await control.set_policy(policy(scheduler={"shadow": True}))
         await until(lambda: control.engine().acked_revision == 2)
         await until(lambda: control.engine().decisions and not control.engine().open_decisions)
@@ -311,7 +311,7 @@ async def test_an_error_of_the_servers_own_ends_the_stream_as_such(
 ) -> None:
     async with call_to(control.target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        await until(lambda: control.fleet.connections)
+        await until(control.connected)
         (connection,) = control.fleet.connections
         monkeypatch.setattr(connection.session, "on_message", {}.__getitem__)
         await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
@@ -323,7 +323,7 @@ async def test_an_error_of_the_servers_own_ends_the_stream_as_such(
 async def test_a_client_that_closes_its_side(control: Control) -> None:
     async with call_to(control.target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        await until(lambda: control.fleet.connections)
+        await until(control.connected)
         await call.done_writing()
         await to_the_end(call)
         assert await call.code() is grpc.StatusCode.OK
@@ -333,7 +333,7 @@ async def test_a_client_that_closes_its_side(control: Control) -> None:
 async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
     async with call_to(control.target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        await until(lambda: control.fleet.connections)
+        await until(control.connected)
         (connection,) = control.fleet.connections
         for revision in range(2, QUEUE_MESSAGES + 10):
             control.fleet._give_policy(connection, StoredRevision(revision, "", policy(), "", "", utc_now()))

@@ -47,7 +47,7 @@ async def test_leases_are_sent_and_answered_within(control: Control, section: st
     """A busy stream without decisions is answered often enough that no lease runs out."""
     # The lease would run out on a machine that is too busy.
     with LinkedEngine([control.target], clock=Clock()) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         await control.set_policy(policy(**{section: {"lease_ms": 300}}))
         engine.open("a")
         await engine.steps_until(lambda: control.engine().acked_revision == 2)
@@ -105,7 +105,7 @@ async def test_states(control: Control) -> None:
     clock = Clock()
     with LinkedEngine([control.target], clock=clock) as engine:
         assert engine.link.lease.state == agent_pb2.AGENT_STATE_STALE
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         assert engine.link.lease.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
         await control.kill()
         await until(lambda: engine.link.lease.state == agent_pb2.AGENT_STATE_STALE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 async def test_settings_round_trip(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         engine.refusal = "reasoning parser 'x': unknown"
         await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: control.engine().nack_error)
@@ -48,7 +48,7 @@ async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: p
     monkeypatch.setattr(policy_delivery, "QUIET_S", 3600.0)
     monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 3600.0)
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         for lease_ms in range(500, 510):
             if lease_ms == 509:
                 monkeypatch.setattr(policy_delivery, "QUIET_S", 0.0)
@@ -62,7 +62,7 @@ async def test_changes_without_end_are_sent_all_the_same(control: Control, monke
     monkeypatch.setattr(policy_delivery, "QUIET_S", 60.0)
     monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 1.0)
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         revision = 1
         while len(engine.settings) < 3:
             # However busy the machine is, no timer runs between the changes of one round.
@@ -75,7 +75,7 @@ async def test_changes_without_end_are_sent_all_the_same(control: Control, monke
 
 async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         engine.refusal = "no"
         stored = await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: control.engine().nack_error)
@@ -91,7 +91,7 @@ async def test_a_refused_revision_is_not_sent_again_on_a_new_stream(control: Con
     """The engine keeps the last good revision instead, also under a restarted control plane, which does not know of the
     refusal."""
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         engine.refusal = "no"
         await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
         await until(lambda: control.engine().nack_error)
@@ -120,7 +120,7 @@ async def test_a_refused_revision_is_not_sent_again_on_a_new_stream(control: Con
 async def test_a_new_incarnation_is_asked_again(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         engine.refusal = "no"
-        await until(lambda: control.fleet.connections and control.engine().nack_error)
+        await until(lambda: control.connected() and control.engine().nack_error)
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.engine().acked_revision == 1)
 
@@ -128,7 +128,7 @@ async def test_a_new_incarnation_is_asked_again(control: Control) -> None:
 async def test_an_engine_that_cannot_honour_a_policy_keeps_the_one_before(control: Control) -> None:
     poor = agent_pb2.Capabilities(force_end=True, dispatch=True)
     with LinkedEngine([control.target], capabilities=poor) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         await control.set_policy(policy(scheduler={"max_think_tokens": 100}, entropy={"shadow": False}))
         await until(lambda: control.engine().nack_error)
         shown = control.engine()
@@ -149,7 +149,7 @@ async def test_limits_of_the_engine_are_shown_as_the_agent_has_bounded_them(cont
         return row.wanted, row.in_force
 
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         assert shown() == (0, 8)
         for revision, (wanted, in_force) in enumerate(((3, 3), (500, 16), (0, 8)), start=2):
             await control.set_policy(policy(engine={"max_num_active_seqs": wanted}))
@@ -165,7 +165,7 @@ async def test_limits_of_the_engine_are_shown_as_the_agent_has_bounded_them(cont
 async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         engine.open("a")
-        await engine.steps_until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await engine.steps_until(lambda: control.connected() and control.engine().acked_revision == 1)
         await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: len(engine.settings) == 2 and engine.link.mailbox.arrived)
         await asyncio.sleep(0.1)
@@ -222,7 +222,7 @@ async def test_an_ack_of_one_stream_says_nothing_on_the_next(scripted: tuple[Scr
 async def test_a_surprise_in_the_tokenizer_is_a_refusal(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         engine.link._prepare = {}.__getitem__  # type: ignore[assignment]
-        await until(lambda: control.fleet.connections and control.engine().nack_error)
+        await until(lambda: control.connected() and control.engine().nack_error)
         assert "TypeError" in control.engine().nack_error
         assert engine.streams <= 1
 
@@ -230,7 +230,7 @@ async def test_a_surprise_in_the_tokenizer_is_a_refusal(control: Control) -> Non
 async def test_who_connects_meanwhile_gets_the_newest_at_once_and_once(control: Control) -> None:
     await control.set_policy(policy(fallback={"lease_ms": 500}))
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 2)
+        await until(lambda: control.connected() and control.engine().acked_revision == 2)
         await until(lambda: control.fleet._policies._timer is None)
         engine.take_inbox()
         assert [s.revision for s in engine.settings] == [2]
@@ -291,7 +291,7 @@ async def test_an_engine_that_is_ahead_gets_what_the_store_has(control: Control,
     engine = LinkedEngine([control.target])
     engine.link.lease.revision = ahead
     with engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == given)
+        await until(lambda: control.connected() and control.engine().acked_revision == given)
         assert [settings.revision for settings in engine.settings] == [given]
 
 

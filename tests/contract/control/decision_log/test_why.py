@@ -52,7 +52,7 @@ async def ctl(control: Control, *arguments: object) -> Result:
 
 async def ready(control: Control) -> None:
     """Wait until the engine has the policy in force, so that its first report of a request is answered with a cap."""
-    await until(lambda: control.fleet.connections and control.engine().acked_revision == control.fleet.revision)
+    await until(lambda: control.connected() and control.engine().acked_revision == control.fleet.revision)
 
 
 async def one_life(control: Control, linked: LinkedEngine, name: str = "chatcmpl-mine-9f") -> None:

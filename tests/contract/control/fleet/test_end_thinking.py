@@ -184,7 +184,7 @@ async def test_a_recording_with_an_operators_end_replays_exactly(control: Contro
     with LinkedEngine([control.target], "e") as linked:
         async with Recorder(control, "e") as recorder:
             # Only a stream that begins after the recording is recorded whole.
-            await until(lambda: control.fleet.connections)
+            await until(lambda: control.connected("e"))
             (connection,) = control.fleet.connections
             connection.close("test")
             await until(lambda: any(c is not connection for c in control.fleet.connections))

@@ -230,7 +230,7 @@ async def test_frozen_and_thawed(control: Control) -> None:
 
 async def test_an_idle_engine_confirms_at_once(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await until(lambda: control.connected() and control.engine().acked_revision == 1)
         await freeze(control.target)
         await until(lambda: confirmed(control))
         assert engine.link.lease.frozen()
@@ -258,7 +258,7 @@ async def test_only_what_matches_is_frozen(control: Control) -> None:
 
 async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections)
+        await until(control.connected)
         await freeze(control.target, 600)
         await freeze_briefly(control, 1)
         await until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
@@ -269,7 +269,7 @@ async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) 
 
 async def test_time_ends_a_freeze(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections)
+        await until(control.connected)
         await freeze_briefly(control)
         await until(lambda: not control.engine().HasField("freeze"))
         assert not engine.link.lease.frozen()
@@ -279,21 +279,21 @@ async def test_a_restart_forgets_no_freeze(control: Control) -> None:
     """Neither a restart of the control plane nor one of the engine ends a freeze. A thaw that comes while engine and
     control plane are apart takes effect when they connect again."""
     with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections)
+        await until(control.connected)
         await freeze(control.target)
         await until(lambda: confirmed(control))
         await control.kill()
         await until(lambda: not engine.link.lease.connected)
         assert engine.link.lease.frozen()
         await control.start()
-        await until(lambda: control.fleet.connections and confirmed(control))
+        await until(lambda: control.connected() and confirmed(control))
     with LinkedEngine([control.target]) as engine:
         await until(engine.link.lease.frozen)
         await control.kill()
         await FreezeStore(control.store.database, control.fleet.clock, lambda _: None).thaw(0)
         await control.start()
         await until(lambda: not engine.link.lease.frozen())
-        await until(lambda: control.fleet.connections and not control.engine().HasField("freeze"))
+        await until(lambda: control.connected() and not control.engine().HasField("freeze"))
 
 
 async def test_frozen_by_its_own_environment(control: Control) -> None:

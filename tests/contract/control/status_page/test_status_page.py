@@ -99,7 +99,7 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
 async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
         with LinkedEngine([control.target]):
-            await until(lambda: control.fleet.connections)
+            await until(control.connected)
 
             async def away(*_: object) -> None:
                 raise StoreUnavailable("policy store: connection refused")
@@ -311,7 +311,7 @@ async def test_the_page_stands_still_while_it_is_paused(tmp_path: Path) -> None:
         await page.get_by_text("No engine has connected.").wait_for()
         await page.get_by_role("button", name="Pause updates").press("Enter")
         with LinkedEngine([control.target]):
-            await until(lambda: control.fleet.connections)
+            await until(control.connected)
             # Another viewer has received two more updates, so the page has received them too.
             await page.evaluate(
                 "new Promise((two) => { let n = 0; new EventSource('events').onmessage = () => ++n > 1 && two(); })"
