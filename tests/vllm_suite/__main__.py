@@ -1,8 +1,8 @@
 """Run vLLM's own tests of its scheduler and KV connectors in four arms, and print the differences.
 
 The arms are stock vLLM, stock vLLM again, and the agent in front of every scheduler without and with a control plane.
-The program fails if a result differs, if the agent was not at work in every step of every scheduler, or if a run did
-not end.
+The program fails if a result differs, if the agent was not at work in every step of every scheduler that it may govern,
+if the agent was at work in another scheduler, or if a run did not end.
 """
 
 from __future__ import annotations

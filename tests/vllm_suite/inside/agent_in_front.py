@@ -103,7 +103,8 @@ class InFront:
         # The test under way, and vLLM's own output for the clients in the newest step.
         self._test = ""
         self._stock_told: list[Any] = []
-        self.counts = {"schedulers": 0, "steps": 0, "worked": 0}
+        # The schedulers of engines that the agent stays out of on purpose are counted apart.
+        self.counts = {"schedulers": 0, "steps": 0, "worked": 0, "left_out": 0}
         if ARM == "live":
             self.counts |= {"connected": 0, "answered": 0}
         self.problems: list[str] = []
@@ -125,7 +126,7 @@ class InFront:
         def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             os.environ["MERIDIAN_ENGINE_ID"] = f"suite-{next(self._number)}"
             original(scheduler, *args, **kwargs)
-            self.counts["schedulers"] += 1
+            self.counts["left_out" if ungovernable(scheduler) else "schedulers"] += 1
             self._made.append(scheduler)
             if ARM == "live" and scheduler._agent is not None:
                 link = scheduler._lifecycle.link
@@ -137,7 +138,7 @@ class InFront:
     def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             output = original(scheduler, *args, **kwargs)
-            self.counts["steps"] += 1
+            self.counts["steps"] += not ungovernable(scheduler)
             return output
 
         return schedule
@@ -212,8 +213,10 @@ class InFront:
         for scheduler in self._made:
             if fault := scheduler._guard.last_fault or scheduler._guard.fault:
                 self._problem(fault)
-            elif scheduler._agent is None:
-                self._problem("no agent")
+            elif (scheduler._agent is None) != bool(ungovernable(scheduler)):
+                self._problem(
+                    "no agent" if scheduler._agent is None else f"an agent although {ungovernable(scheduler)}"
+                )
             if scheduler._lifecycle is not None:
                 link = scheduler._lifecycle.link
                 if ARM == "live" and not (link.lease.connected or link._stop.is_set()):
@@ -223,6 +226,14 @@ class InFront:
 
     def pytest_sessionfinish(self) -> None:
         self._results.say(counts=self.counts, problems=self.problems)
+
+
+def ungovernable(scheduler: Any) -> str:
+    """Return why the agent must stay out of this engine, as the agent itself judges; empty if it need not."""
+    # Only the arms with the agent import it.
+    from meridian_agent.vllm_adapter import scheduler_api
+
+    return scheduler_api.ungovernable(scheduler)
 
 
 def _told(outputs: Any) -> list[Any]:
