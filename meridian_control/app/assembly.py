@@ -146,7 +146,7 @@ async def assemble(
         raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
     shared = "://" in args.store
-    database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
+    database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)
     store = PolicyStore(database)
     fleet = Fleet(clock, revision=store.get, decisions=log)
