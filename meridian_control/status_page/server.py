@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from datetime import UTC, datetime
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -125,7 +124,7 @@ class StatusPage:
         """Send the page's contents to all viewers at every interval, as long as there are viewers."""
         while self._viewers:
             try:
-                now = datetime.now(UTC)
+                now = self._whole.fleet.clock()
                 told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
                 # A page cannot read NaN, and would go on showing old contents as if they were live.
                 event = b"data: " + json.dumps(told, allow_nan=False).encode() + b"\n\n"

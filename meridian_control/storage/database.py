@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import asyncpg  # type: ignore[import-untyped]
-from sqlalchemy import event, text
+from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
@@ -88,6 +88,14 @@ class Database:
     def shared(self) -> bool:
         """Whether several replicas may use the database."""
         return self._postgres_url is not None
+
+    async def now(self) -> datetime:
+        """Return the time of the database's server, which all replicas share, or of this machine. Raises
+        StoreUnavailable."""
+        if not self.shared:
+            return datetime.now(UTC)
+        async with self.reading() as connection:
+            return utc((await connection.execute(select(func.clock_timestamp()))).scalar_one())
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
