@@ -18,9 +18,12 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.cluster import decision_queries
 from meridian_control.common.errors import MeridianError, NotFound
+from meridian_control.common.http_listener import HttpListener
 from meridian_control.status_page.contents import contents, plain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meridian_control.cluster.cluster_fleet import WholeFleet
     from meridian_control.policy.store import PolicyStore
     from meridian_control.rollout.store import RolloutStore
@@ -49,9 +52,19 @@ HEADERS = {
 
 
 class StatusPage:
-    """The HTTP application. `start` binds its address, and `stop` ends all event streams."""
+    """The HTTP application. `start` binds its address, and `stop` ends all event streams.
 
-    def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, access: str = "") -> None:
+    hosts: names under which the page may be asked, beside those of its address.
+    """
+
+    def __init__(
+        self,
+        whole: WholeFleet,
+        policies: PolicyStore,
+        rollouts: RolloutStore,
+        access: str = "",
+        hosts: Iterable[str] = (),
+    ) -> None:
         self._whole, self._policies, self._rollouts = whole, policies, rollouts
         # A warning about what unauthenticated callers may do; empty if there is nothing to warn about.
         self._access = access
@@ -62,23 +75,18 @@ class StatusPage:
             app.router.add_get(path, self._file)
         app.router.add_get("/events", self._events)
         app.router.add_get("/request", self._request)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._http = HttpListener(app, hosts, limits=True)
 
     async def start(self, host: str, port: int) -> int:
         """Bind the address and return the port. Raises OSError if the address cannot be bound."""
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host or None, port).start()
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        return int(self._runner.addresses[0][1])
+        return await self._http.start(host, port)
 
     async def stop(self) -> None:
         for viewer in self._viewers:
             _offer(viewer, None)
         if self._looking is not None:
             self._looking.cancel()
-        await self._runner.cleanup()
+        await self._http.stop()
 
     async def _file(self, request: web.Request) -> web.Response:
         name, kind = FILES[request.path]
