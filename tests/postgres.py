@@ -24,11 +24,13 @@ import asyncpg  # type: ignore[import-untyped]
 from tests.processes import free_port, wait_for
 
 START_TIMEOUT_S = 60
-# A function in `public`, which is searched before PostgreSQL's own functions.
+# Functions in `public`, which is searched before PostgreSQL's own functions.
 OWN_TIME = """
 CREATE TABLE own_time (seconds DOUBLE PRECISION NOT NULL);
 INSERT INTO own_time VALUES (1000000000);
 CREATE FUNCTION public.now() RETURNS TIMESTAMPTZ LANGUAGE sql STABLE AS
+    'SELECT to_timestamp(seconds) FROM public.own_time';
+CREATE FUNCTION public.clock_timestamp() RETURNS TIMESTAMPTZ LANGUAGE sql VOLATILE AS
     'SELECT to_timestamp(seconds) FROM public.own_time';
 """
 # Moves the time of `keep_time` by so many seconds.
@@ -114,7 +116,7 @@ class Postgres:
 
 
 async def keep_time(address: str) -> None:
-    """Let now() of all later connections to a database return the test's own time, which stands still."""
+    """Let now() and clock_timestamp() of all later connections return the test's own time, which stands still."""
     connection = await asyncpg.connect(address, timeout=60)
     try:
         await connection.execute(OWN_TIME)

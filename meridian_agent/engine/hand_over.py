@@ -74,6 +74,7 @@ class HandOverRunner:
             return
         cached = output.prefill_stats.num_local_cached_tokens if output.prefill_stats is not None else 0
         transferred = max(0, live.info.prompt_tokens - cached - computed)
-        waited_ms = (time.time() - live.ref.arrival_time) * 1e3
+        # vLLM notes the arrival by the time of day, which may have been set back since.
+        waited_ms = max(0.0, time.time() - live.ref.arrival_time) * 1e3
         self._tracker.record.continued.append((live.slot, transferred, waited_ms))
         self._tracker.record.urgent = True

@@ -14,9 +14,10 @@ import secrets
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Column, DateTime, MetaData, String, Table, Text, delete, insert, select, update
+from sqlalchemy import BigInteger, Column, DateTime, MetaData, String, Table, Text, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.access.rate_limits import Rate
@@ -88,8 +89,8 @@ class AuditOutcome:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of the audit log. `id` grows with time. `outcome.code` is empty while the outcome of the call is not
-    known."""
+    """One record of the audit log. `id` grows from each call to those that begin after it, whatever the clocks say.
+    `outcome.code` is empty while the outcome of the call is not known."""
 
     id: int
     time: datetime
@@ -152,14 +153,16 @@ class AuditLog:
             return [_record(row._mapping) for row in await connection.execute(query)]
 
     async def _insert(self, call: Call, outcome: AuditOutcome) -> int:
-        now = self._clock()
+        now = self._clock().astimezone(UTC)
         row = {**vars(call), **_outcome_columns(outcome), "details": json.dumps(call.details), "time": now}
         row = {name: _storable(value) if isinstance(value, str) else value for name, value in row.items()}
         while True:
-            # An id is the time in microseconds and a random part, so that replicas need not agree on the next id.
-            record_id = _first_id(now) | secrets.randbits(10)
             try:
                 async with self._database.writing(tell=False) as connection:
+                    # An id is the time in microseconds and a random part, so that replicas need not agree on the next
+                    # id; but it is above all ids so far, even if the clock was set back or differs between replicas.
+                    newest = await connection.scalar(select(func.max(_records.c.id))) or 0
+                    record_id = max(_first_id(now), newest + 1) + secrets.randbits(10)
                     await connection.execute(insert(_records).values(id=record_id, **row))
                     await self._prune(connection)
                 return record_id
@@ -191,9 +194,9 @@ def wanted(
     )
     found = [column == _storable(value) for column, value in pairs if value]
     if since is not None:
-        found.append(columns.id >= _first_id(since))
+        found.append(columns.time >= since.astimezone(UTC))
     if until is not None:
-        found.append(columns.id < _first_id(until))
+        found.append(columns.time < until.astimezone(UTC))
     return found
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import glob
 import ipaddress
+import logging
 import tomllib
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     Metadata = Iterable[tuple[str, str | bytes]]
     # The type of the result of gRPC's auth_context().
     Certificate = Mapping[str, Iterable[bytes]]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Role(IntEnum):
@@ -237,6 +241,18 @@ class Identities:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
         self._entries = found.identity
+        for number, entry in enumerate(found.identity):
+            front, _, last = entry.uri.rpartition("*")
+            if entry.role == "agent" and not entry.engines and "*" in entry.uri and "/" not in last:
+                logger.warning(
+                    '%s: identity.%d: * matches / too, so "%s" lets a certificate with the URI %s connect as %s. If '
+                    "others can get such a certificate, give this entry engines, or their URIs an entry before it",
+                    file,
+                    number,
+                    entry.uri,
+                    f"{front}other/engine-1{last}",
+                    f"engine-1{last}",
+                )
         self._role_claim, self._tokens = "", None
         if (said := found.jwt) is not None:
             keys, secret = (file.parent / name if name else None for name in (said.keys_file, said.secret_file))

@@ -24,6 +24,7 @@ from meridian_control.cluster.harm_guard import HarmGuard
 from meridian_control.cluster.membership import Replica, Replicas, new_id
 from meridian_control.cluster.peers import Peers
 from meridian_control.common.errors import EtagMismatch
+from meridian_control.common.steady_clock import SteadyClock
 from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
@@ -114,24 +115,28 @@ def build(
     directory: PolicyDirectory | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Parts:
-    """Make the parts of a control plane around a store and a fleet. `clock` gives aware time."""
+    """Make the parts of a control plane around a store and a fleet.
+
+    `clock` gives the time of day, for the times that records show. Whatever measures a duration or compares times uses
+    the clock of the fleet, which is not set back or forward.
+    """
     fleet, database, faults = whole.fleet, store.database, ClientFaults()
     audit = AuditLog(database, clock)
-    freezes = FreezeStore(database, clock, fleet.set_freezes)
+    freezes = FreezeStore(database, fleet.clock, fleet.set_freezes)
     fence = replicas.fence if replicas is not None else None
-    rollouts = Rollouts(RolloutStore(store), fleet, clock, whole.led_engines, whole.leads, fence=fence)
+    rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
     services = Services(
         agent=AgentService(fleet, faults, rollouts.look),
         policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),
         fleet=FleetService(whole),
         audit=AuditService(audit),
-        freeze=FreezeService(freezes, clock),
-        rollout=RolloutService(rollouts, clock),
+        freeze=FreezeService(freezes, fleet.clock),
+        rollout=RolloutService(rollouts, fleet.clock),
     )
     gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
-    budgets = BudgetSharing(fleet, BudgetStore(database, clock))
+    budgets = BudgetSharing(fleet, BudgetStore(database, fleet.clock))
     return Parts(store, whole, rollouts, guard, freezes, budgets, gate, server, replicas, directory)
 
 
@@ -146,10 +151,10 @@ async def assemble(
         raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
     shared = "://" in args.store
-    database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
+    database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)
     store = PolicyStore(database)
-    fleet = Fleet(clock, revision=store.get, decisions=log)
+    fleet = Fleet(SteadyClock(await database.now()), revision=store.get, decisions=log)
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")

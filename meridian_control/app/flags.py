@@ -6,7 +6,6 @@ The module reads TLS files and does no other I/O, and does not know the services
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from meridian_control import __version__
 from meridian_control.access.rate_limits import CallLimits
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.membership import own_host
-from meridian_control.common.addresses import split_address
+from meridian_control.common.addresses import is_loopback, split_address
 
 if TYPE_CHECKING:
     import grpc
@@ -47,6 +46,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-engines", type=int, default=CallLimits.engines, help="largest number of connected engines")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
+    p.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further host name under which /metrics and the status page may be asked, such as a proxy's; repeatable",
+    )
     p.add_argument("--health-listen", default="", help="address that serves gRPC health alone, without TLS, for probes")
     files = p.add_mutually_exclusive_group()
     files.add_argument(
@@ -140,20 +146,13 @@ def access_notice(args: argparse.Namespace) -> str:
 
 def reached_by_others(listen: str) -> bool:
     """Whether other machines can reach a server that listens on this address. Raises ValueError."""
-    return not listen.startswith("unix:") and not _loopback(split_address(listen)[0])
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return not listen.startswith("unix:") and not is_loopback(split_address(listen)[0])
 
 
 def page_address(args: argparse.Namespace) -> tuple[str, int]:
     """Return host and port of the status page. Raises ValueError."""
     host, port = split_address(args.page_listen)
-    if not (args.insecure or _loopback(host)):
+    if not (args.insecure or is_loopback(host)):
         raise ValueError(
             f"--page-listen {args.page_listen} would show the fleet to every caller that reaches the address: put an "
             f"authenticating proxy in front of 127.0.0.1:{port}, or give --insecure if the network is trusted"

@@ -16,7 +16,7 @@ from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
 from meridian_control.common.errors import MeridianError, StoreUnavailable
-from meridian_control.common.metrics_listener import serve_metrics
+from meridian_control.common.metrics_listener import MetricsListener
 from meridian_control.decision_log.jsonl_file import decision_file
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.status_page.server import StatusPage
@@ -86,13 +86,16 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     address, tls = listener(args)
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
-        serve_metrics(args.metrics_listen)
         register(parts)
+        if args.metrics_listen:
+            metrics = MetricsListener(REGISTRY, args.allow_host)
+            ending.push_async_callback(metrics.stop)
+            await metrics.start(args.metrics_listen)
         export_metrics(args.otlp_metrics_endpoint, args.otlp_metrics_interval, ending)
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:
-            page = StatusPage(parts.whole, parts.store, parts.rollouts.store, access_notice(args))
+            page = StatusPage(parts.whole, parts.store, parts.rollouts.store, access_notice(args), args.allow_host)
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         ending.push_async_callback(save, parts.budgets)

@@ -45,17 +45,22 @@ FORGET_S = 60.0
 
 _LIVE = text("""INSERT INTO replicas (replica_id, address, heartbeat_at) VALUES (:replica_id, :address, now())
     ON CONFLICT (replica_id) DO UPDATE SET address = excluded.address, heartbeat_at = excluded.heartbeat_at""")
+# The database's clock may be set back. A heartbeat in the future then does not count, nor a lease that ends later than
+# one that is renewed now: a replica that lives renews both within a second, and a dead one must not hold them.
 # Whether no other replica leads. Only then is `leader` written, because each attempt locks its row for all replicas.
 _VACANT = text("""SELECT NOT EXISTS
-    (SELECT FROM leader WHERE replica_id <> :replica_id AND expires_at >= now())""")
+    (SELECT FROM leader WHERE replica_id <> :replica_id AND expires_at >= now()
+        AND expires_at <= clock_timestamp() + make_interval(secs => :lease_s))""")
 _LEAD = text("""INSERT INTO leader (number, replica_id, token, expires_at)
     VALUES (1, :replica_id, 1, now() + make_interval(secs => :lease_s))
     ON CONFLICT (number) DO UPDATE SET replica_id = excluded.replica_id, expires_at = excluded.expires_at,
         token = leader.token + CASE WHEN leader.replica_id = excluded.replica_id THEN 0 ELSE 1 END
     WHERE leader.replica_id = excluded.replica_id OR leader.expires_at < now()
+        OR leader.expires_at > clock_timestamp() + make_interval(secs => :lease_s)
     RETURNING token""")
 _OTHERS = text("""SELECT replica_id, address FROM replicas
-    WHERE replica_id <> :replica_id AND heartbeat_at > now() - make_interval(secs => :lease_s) ORDER BY replica_id""")
+    WHERE replica_id <> :replica_id AND heartbeat_at > now() - make_interval(secs => :lease_s)
+        AND heartbeat_at <= clock_timestamp() ORDER BY replica_id""")
 # SKIP LOCKED leaves out locked rows, so that replicas that come back at the same time do not deadlock.
 _BURY = text("""DELETE FROM replicas WHERE replica_id IN (SELECT replica_id FROM replicas
     WHERE heartbeat_at < now() - make_interval(secs => :forget_s) FOR UPDATE SKIP LOCKED)""")

@@ -1,5 +1,7 @@
 """Splits the addresses that the programs of the control plane listen on. Pure."""
 
+import ipaddress
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Split `host:port` or `:port` into host and port. Raises ValueError."""
@@ -7,6 +9,16 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"an address must be host:port or :port; got {address!r}")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an IP address stands for this machine and only programs on it can reach it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def flag_address(flag: str, address: str) -> tuple[str, int]:

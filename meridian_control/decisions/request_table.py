@@ -6,7 +6,6 @@ the session changes them through the table's methods. The module does no I/O and
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -14,6 +13,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import copied
+from meridian_control.common.report_bounds import is_measured
 from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import (
     COUNT_WORDS,
@@ -302,7 +302,9 @@ class RequestTable(DecidedColumns):
         live = [row for row in zip(columns.slot, columns.queueing_ms, strict=True) if self.holds(row[0])]
         for slot, _ in live:
             self.queued[slot] = False
-        slots, queueing_ms = np.array([row for row in live if 0 <= row[1] < math.inf]).reshape(-1, 2).T
+        slots, queueing_ms = (
+            np.array([row for row in live if is_measured("joined.queueing_ms", row[1])]).reshape(-1, 2).T
+        )
         self.joined = Joined(slots.astype(np.int64), queueing_ms)
 
     def mark_closing(self, slot: int) -> None:

@@ -61,8 +61,9 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """The engines of this replica.
 
-    `clock` gives the current UTC time. `revision` reads a policy revision from the store, and raises NotFound,
-    StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps decisions.
+    `clock` gives UTC, and is not set back or forward while the process runs. `revision` reads a policy revision from
+    the store, and raises NotFound, StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps
+    decisions.
     """
 
     def __init__(
@@ -309,8 +310,8 @@ class Fleet:
             if (found := self._freezes_of(session)) != session.freezing.freezes:
                 self._say(connection, session.on_freezes(found, now), now)
         self.share_pool()
-        if ends := [freeze.end_time for freeze in freezes if freeze.end_time > now]:
-            delay_s = (min(ends) - now).total_seconds()
+        if left := [freeze.remaining(now) for freeze in freezes if freeze.end_time > now]:
+            delay_s = min(left).total_seconds()
             self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
 
     @property

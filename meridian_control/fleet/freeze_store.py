@@ -41,7 +41,8 @@ _freezes = Table(
 class FreezeStore:
     """The freezes in a database.
 
-    `clock` gives aware time. `on_change` is called with the freezes in force after each read.
+    `clock` gives aware time, and is not set back while the process runs. `on_change` is called with the freezes in
+    force after each read.
     """
 
     def __init__(
@@ -50,16 +51,31 @@ class FreezeStore:
         self._database, self._clock, self._on_change = database, clock, on_change
         # Serialises reads, so that `on_change` never gets freezes that are older than those it got before.
         self._looking = asyncio.Lock()
+        # Times at which this process first read freezes that, by its clock, had not begun, by freeze id.
+        self._begun: dict[int, datetime] = {}
 
     async def look(self) -> tuple[Freeze, ...]:
         """Read the freezes in force, newest first, and pass them to `on_change`. Raises StoreUnavailable."""
         query = select(_freezes).order_by(_freezes.c.freeze_id.desc())
         async with self._looking:
-            in_force = query.where(_freezes.c.end_time > self._clock().astimezone(UTC))
+            now = self._clock().astimezone(UTC)
             async with self._database.reading() as connection:
-                found = tuple(_freeze(row) for row in await connection.execute(in_force))
+                rows = await connection.execute(query.where(_freezes.c.end_time > now))
+            read = [self._begun_by(_freeze(row), now) for row in rows]
+            found = tuple(freeze for freeze in read if freeze.end_time > now)
             self._on_change(found)
         return found
+
+    def _begun_by(self, freeze: Freeze, now: datetime) -> Freeze:
+        """Return a freeze that lasts no longer from now on than its own duration.
+
+        The clock of the process that stored the freeze may have been ahead: it was set back before this process
+        started, or belongs to another machine. Such a freeze begins when this process first reads it.
+        """
+        if freeze.create_time <= now and freeze.freeze_id not in self._begun:
+            return freeze
+        begun = self._begun.setdefault(freeze.freeze_id, now)
+        return replace(freeze, create_time=begun, end_time=begun + (freeze.end_time - freeze.create_time))
 
     async def add(self, match: Match, end_time: datetime, author: str, reason: str) -> Freeze:
         """Begin a freeze; on return the freeze is on disk and `on_change` has it. Raises StoreUnavailable."""

@@ -14,7 +14,7 @@ from yarl import URL
 
 from meridian_control import __version__
 from meridian_control.common.addresses import flag_address
-from meridian_control.common.metrics_listener import serve_metrics
+from meridian_control.common.metrics_listener import MetricsListener
 from meridian_control.relay.server import Relay
 
 if TYPE_CHECKING:
@@ -36,6 +36,13 @@ def parser() -> argparse.ArgumentParser:
         help="base URL of a thinking engine's OpenAI server, http://host:port; repeat the flag for each engine",
     )
     p.add_argument("--metrics-listen", default="127.0.0.1:9466", help="address of /metrics; empty switches it off")
+    p.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further host name under which the relay and /metrics may be asked; repeatable",
+    )
     p.add_argument("--think-end", default="</think>", help="text with which the model ends its thinking")
     p.add_argument("--drain-s", type=float, default=30.0, help="seconds for requests under way after SIGTERM")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -61,7 +68,9 @@ def relay_of(args: argparse.Namespace) -> Relay:
         raise ValueError("--think-end must not be empty; got ''")
     if not 0 <= args.drain_s < float("inf"):
         raise ValueError(f"--drain-s must be a number of seconds, at least 0; got {args.drain_s}")
-    return Relay(list(dict.fromkeys(map(engine_url, args.thinking))), args.think_end, REGISTRY, args.drain_s)
+    return Relay(
+        list(dict.fromkeys(map(engine_url, args.thinking))), args.think_end, REGISTRY, args.drain_s, args.allow_host
+    )
 
 
 async def serve(args: argparse.Namespace) -> None:
@@ -71,7 +80,9 @@ async def serve(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     host, port = flag_address("--listen", args.listen)
     relay = relay_of(args)
-    serve_metrics(args.metrics_listen)
+    metrics = MetricsListener(REGISTRY, args.allow_host)
+    if args.metrics_listen:
+        await metrics.start(args.metrics_listen)
     try:
         port = await relay.start(host, port)
         logger.info("listening on %s:%d, thinking engines %s", host, port, " ".join(args.thinking))
@@ -79,6 +90,7 @@ async def serve(args: argparse.Namespace) -> None:
         logger.info("shutting down: requests under way have %g s", args.drain_s)
     finally:
         await relay.stop()
+        await metrics.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from meridian_control.common.http_listener import HttpListener
 from meridian_control.relay.bodies import CHAT, carried
 from meridian_control.relay.engines import UNREACHABLE, Engines, Refused
 from meridian_control.relay.exchange import Exchange, NoEngineLeft
@@ -47,30 +48,35 @@ MAX_BODY = 1 << 30
 
 
 class Relay:
-    """The HTTP application. `start` binds its address; `stop` ends the requests under way."""
+    """The HTTP application. `start` binds its address; `stop` ends the requests under way.
 
-    def __init__(self, thinking: Sequence[str], think_end: str, registry: CollectorRegistry, drain_s: float) -> None:
+    hosts: names under which the relay may be asked, beside those of its address.
+    """
+
+    def __init__(
+        self,
+        thinking: Sequence[str],
+        think_end: str,
+        registry: CollectorRegistry,
+        drain_s: float,
+        hosts: Sequence[str] = (),
+    ) -> None:
         self._thinking, self._think_end = thinking, think_end
         self._metrics = RelayMetrics(registry)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._any)
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, auto_decompress=False, shutdown_timeout=drain_s
+        self._http = HttpListener(
+            app, hosts, limits=False, handler_cancellation=True, auto_decompress=False, shutdown_timeout=drain_s
         )
 
     async def start(self, host: str, port: int) -> int:
         """Bind the address and return the port. Raises OSError if the address cannot be bound."""
         self._engines = Engines(self._thinking)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host or None, port).start()
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        return int(self._runner.addresses[0][1])
+        return await self._http.start(host, port)
 
     async def stop(self) -> None:
         """Accept no more requests, and let those under way finish for the drain time."""
-        await self._runner.cleanup()
+        await self._http.stop()
         await self._engines.close()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:

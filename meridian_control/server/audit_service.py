@@ -49,7 +49,6 @@ def _time(request: audit_pb2.ListAuditRequest, name: str) -> datetime | None:
     if not request.HasField(name):  # type: ignore[arg-type]
         return None
     stamp: Timestamp = getattr(request, name)
-    # The time is part of a record's id, which has room for these years only.
     if not 0 <= stamp.seconds < 2**32 or not 0 <= stamp.nanos < 10**9:
         raise InvalidRequest(name, f"must be between 1970 and 2106; got {stamp.seconds} s {stamp.nanos} ns")
     return stamp.ToDatetime(tzinfo=UTC)

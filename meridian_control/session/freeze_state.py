@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,10 @@ class Freeze:
     create_time: datetime
     end_time: datetime
 
+    def remaining(self, now: datetime) -> timedelta:
+        """Return the time that is left of the freeze, never more than its whole duration, whatever `now` is."""
+        return max(timedelta(), min(self.end_time - now, self.end_time - self.create_time))
+
 
 class FreezeState:
     """The freeze state of one engine, as the control plane sees it.
@@ -69,7 +74,7 @@ class FreezeState:
     def told(self, now: datetime) -> agent_pb2.Freeze:
         """Return the message that was sent last, with the time that remains now; its nonce is 0 if none was sent."""
         last = max(self.freezes, key=lambda freeze: freeze.end_time, default=None)
-        remaining_ms = 0 if last is None else max(0, math.ceil((last.end_time - now).total_seconds() * 1e3))
+        remaining_ms = 0 if last is None else math.ceil(last.remaining(now).total_seconds() * 1e3)
         return agent_pb2.Freeze(nonce=self._nonce, remaining_ms=remaining_ms, reason=last.reason if last else "")
 
     def answered(self, status: agent_pb2.FreezeStatus) -> bool:

@@ -6,12 +6,12 @@ no clock; each object belongs to one session.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.common.report_bounds import is_measured
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import OUTPUT
 from meridian_control.handover import rule
@@ -88,7 +88,7 @@ class SessionHandovers:
 
     def _continued(self, slot: int, transferred_tokens: int, first_token_ms: float, now: datetime) -> None:
         info = self._table.info[slot] if self._table.holds(slot) else None
-        if info is None or not info.handed_over_ref or not (math.isfinite(first_token_ms) and first_token_ms >= 0):
+        if info is None or not info.handed_over_ref or not is_measured("continued.first_token_ms", first_token_ms):
             return
         if transferred_tokens:
             self.transfer.add(transferred_tokens, first_token_ms)

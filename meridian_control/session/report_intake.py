@@ -6,7 +6,6 @@ then calls `finish`. The code does no I/O and reads no clock; each object belong
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.common.report_bounds import is_measured
 from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.signals import add_eat_samples
@@ -86,8 +86,6 @@ class Intake:
             ("closed", closed),
         ):
             _check_length(name, told)
-        if not math.isfinite(report.kv_used):
-            raise ValueError(f"kv_used must be finite; got {report.kv_used}")
         table = self._table
         self._totals.reports += 1
         for opened in report.opened:
@@ -201,7 +199,7 @@ class Intake:
             made.measured_eat_nats = eat_nats
         table.history.sample(table, sampled)
         # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
-        rest = [row for _, row in known if math.isfinite(row[3])]
+        rest = [row for _, row in known if is_measured("probes.eat_nats", row[3])]
         while rest:
             # A merged report may have several results of a request, which are taken in one after another.
             first = {row[1]: row for row in reversed(rest)}
@@ -262,10 +260,10 @@ class Intake:
 
 def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
     """Return the numbers of a report that describe the engine at its end: the whole report, whose size the number of
-    tokens decides, need not be kept until the next one. A step time that is no number becomes 0."""
+    tokens decides, need not be kept until the next one."""
     kept = agent_pb2.StepReport(
         step=report.step,
-        step_time_ms=report.step_time_ms if math.isfinite(report.step_time_ms) else 0.0,
+        step_time_ms=report.step_time_ms,
         kv_used=report.kv_used,
         running=report.running,
         waiting=report.waiting,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
+from meridian_control.common import report_bounds
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
@@ -319,6 +320,7 @@ class Session:
                 self.table.restore_end(decision.slot, reason)
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
+        report_bounds.check(report)
         if not report.steps:
             self._ledger.settle(report.outcomes)
             return []

@@ -239,7 +239,7 @@ def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetim
         "match": match_text(freeze.match),
         "author": freeze.author,
         "reason": freeze.reason,
-        "left": lasting((freeze.end_time - now).total_seconds()),
+        "left": lasting(freeze.remaining(now).total_seconds()),
         "end_time": freeze.end_time.isoformat(),
         "engines": len(held),
         "confirmed": sum(engine.freeze.confirmed for engine in held),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from datetime import UTC, datetime
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,12 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.cluster import decision_queries
 from meridian_control.common.errors import MeridianError, NotFound
+from meridian_control.common.http_listener import HttpListener
 from meridian_control.status_page.contents import contents, plain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meridian_control.cluster.cluster_fleet import WholeFleet
     from meridian_control.policy.store import PolicyStore
     from meridian_control.rollout.store import RolloutStore
@@ -50,9 +52,19 @@ HEADERS = {
 
 
 class StatusPage:
-    """The HTTP application. `start` binds its address, and `stop` ends all event streams."""
+    """The HTTP application. `start` binds its address, and `stop` ends all event streams.
 
-    def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, access: str = "") -> None:
+    hosts: names under which the page may be asked, beside those of its address.
+    """
+
+    def __init__(
+        self,
+        whole: WholeFleet,
+        policies: PolicyStore,
+        rollouts: RolloutStore,
+        access: str = "",
+        hosts: Iterable[str] = (),
+    ) -> None:
         self._whole, self._policies, self._rollouts = whole, policies, rollouts
         # A warning about what unauthenticated callers may do; empty if there is nothing to warn about.
         self._access = access
@@ -63,23 +75,18 @@ class StatusPage:
             app.router.add_get(path, self._file)
         app.router.add_get("/events", self._events)
         app.router.add_get("/request", self._request)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._http = HttpListener(app, hosts, limits=True)
 
     async def start(self, host: str, port: int) -> int:
         """Bind the address and return the port. Raises OSError if the address cannot be bound."""
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host or None, port).start()
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        return int(self._runner.addresses[0][1])
+        return await self._http.start(host, port)
 
     async def stop(self) -> None:
         for viewer in self._viewers:
             _offer(viewer, None)
         if self._looking is not None:
             self._looking.cancel()
-        await self._runner.cleanup()
+        await self._http.stop()
 
     async def _file(self, request: web.Request) -> web.Response:
         name, kind = FILES[request.path]
@@ -125,7 +132,7 @@ class StatusPage:
         """Send the page's contents to all viewers at every interval, as long as there are viewers."""
         while self._viewers:
             try:
-                now = datetime.now(UTC)
+                now = self._whole.fleet.clock()
                 told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
                 # A page cannot read NaN, and would go on showing old contents as if they were live.
                 event = b"data: " + json.dumps(told, allow_nan=False).encode() + b"\n\n"

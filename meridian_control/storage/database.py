@@ -10,12 +10,12 @@ import asyncio
 import logging
 import sqlite3
 import time
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import asyncpg  # type: ignore[import-untyped]
-from sqlalchemy import event, text
+from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
@@ -23,6 +23,7 @@ from sqlalchemy.util import await_only
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.storage import postgres
 from meridian_control.storage.migrations import migrate
+from meridian_control.storage.store_lock import StoreLock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -39,7 +40,8 @@ WAL_RETRY_S = 0.02
 class Database:
     """A database that `Database.open` opens and `close` closes.
 
-    Several processes may open the same data at once. On PostgreSQL each process is notified of the others' changes.
+    Several processes may open the same data at once, but only one control plane may serve a SQLite file. On PostgreSQL
+    each process is notified of the others' changes.
     """
 
     def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
@@ -48,12 +50,15 @@ class Database:
         # One task receives changes for all callers of `follow`; None while there is no caller.
         self._listening: asyncio.Task[None] | None = None
         self._followers: set[asyncio.Event] = set()
+        # The lock on a SQLite file that this process serves.
+        self._lock: StoreLock | None = None
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, serves: str = "") -> Self:
         """Connect to a postgresql:// address or a SQLAlchemy URL of SQLite, and bring the schema up to date.
 
-        Raises StoreUnavailable.
+        serves: the address of the control plane that is to serve the data; a SQLite file is then locked until `close`,
+        so that no other control plane can serve it. Raises StoreUnavailable.
         """
         with _unavailable():
             if url.startswith(postgres.SCHEMES):
@@ -64,7 +69,10 @@ class Database:
             else:
                 database = cls(create_async_engine(url, hide_parameters=True))
                 # aiosqlite leaves a failing thread behind if it cannot open the file, so sqlite3 opens the file first.
-                sqlite3.connect(database._engine.url.database or ":memory:", uri=True).close()
+                with closing(sqlite3.connect(database._engine.url.database or ":memory:", uri=True)) as tried:
+                    file = tried.execute("PRAGMA database_list").fetchone()[2]
+                if file and serves:
+                    database._lock = StoreLock(file, serves)
                 event.listen(database._engine.sync_engine, "connect", _make_durable)
             try:
                 async with database._engine.begin() as connection:
@@ -80,6 +88,14 @@ class Database:
     def shared(self) -> bool:
         """Whether several replicas may use the database."""
         return self._postgres_url is not None
+
+    async def now(self) -> datetime:
+        """Return the time of the database's server, which all replicas share, or of this machine. Raises
+        StoreUnavailable."""
+        if not self.shared:
+            return datetime.now(UTC)
+        async with self.reading() as connection:
+            return utc((await connection.execute(select(func.clock_timestamp()))).scalar_one())
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -151,6 +167,9 @@ class Database:
 
     async def close(self) -> None:
         await self._engine.dispose()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def _complain(error: StoreUnavailable) -> None:

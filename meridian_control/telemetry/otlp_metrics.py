@@ -48,7 +48,9 @@ class MetricsExport:
         named = Resource.create({"service.name": "meridian-control", "service.version": __version__})
         self._resource = Resource({"service.instance.id": socket.gethostname()}).merge(named)
         self._registry, self._interval_s = registry, interval_s
-        self._began_ns, self._stopping = time.time_ns(), threading.Event()
+        # The time of day may be set back, and counts must not end before they began.
+        self._began_ns, self._monotonic_ns = time.time_ns(), time.monotonic_ns()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="otlp-metrics", daemon=True)
         self._thread.start()
 
@@ -59,7 +61,9 @@ class MetricsExport:
 
     def _send(self) -> None:
         try:
-            points = metrics(self._registry.collect(), self._began_ns, time.time_ns())
+            points = metrics(
+                self._registry.collect(), self._began_ns, self._began_ns + time.monotonic_ns() - self._monotonic_ns
+            )
             scope = otlp.ScopeMetrics(InstrumentationScope("meridian_control", __version__), points, "")
             self._exporter.export(otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], "")]))
         except Exception:

@@ -59,7 +59,7 @@ class AuditRecord(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """Id of the record; ids grow with time."""
+    """Id of the record; a call has a larger id than the calls that were recorded before it began."""
     principal: _builtins.str
     """Principal from the caller's certificate or token; empty if the server does not authenticate callers, or did not
     recognise this one.

@@ -178,6 +178,27 @@ async def test_pages_and_filters(address: str) -> None:
         await database.close()
 
 
+@pytest.mark.parametrize("jump", [timedelta(hours=-1), timedelta(days=-400), timedelta(hours=1)], ids=str)
+async def test_records_are_in_the_order_of_the_calls_whatever_the_clocks_say(address: str, jump: timedelta) -> None:
+    """Two replicas write to one log; the clock of one of them jumps, and differs from the other's from then on."""
+    now, jumped = NOW, timedelta()
+    database = await Database.open(address)
+    steady, jumping = AuditLog(database, lambda: now), AuditLog(database, lambda: now + jumped)
+    try:
+        for n in range(12):
+            now += timedelta(seconds=1)
+            jumped = jump if n >= 4 else timedelta()
+            await (jumping if n % 2 else steady).begin(Call("", "any", "peer", UPDATE, f"r{n}"))
+        found = await steady.list(100, None, [])
+        assert [r.call.request_id for r in found] == [f"r{n}" for n in reversed(range(12))]
+        since, until = NOW + jump, NOW + jump + timedelta(seconds=8.5)
+        own = wanted(principal="", method="", outcome="", request_id="", since=since, until=until)
+        shown = [record.call.request_id for record in await steady.list(100, None, own)]
+        assert shown == ["r7", "r5"], "since and until go by the times that the records show"
+    finally:
+        await database.close()
+
+
 async def test_the_oldest_go_and_refusals_drive_out_nothing_else(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "MAX_RECORDS", 5)
     monkeypatch.setattr(audit_module, "MAX_REFUSALS", 3)

@@ -143,6 +143,28 @@ def test_the_lead_passes_on(postgres: Postgres) -> None:
     asyncio.run(run(World(postgres.database())))
 
 
+def test_a_database_clock_that_is_set_back_keeps_no_dead_replica(postgres: Postgres) -> None:
+    """The rows of a replica that died before the database's clock was set back hold neither its place nor its lead."""
+
+    async def run(world: World) -> None:
+        dead, one, two = [await world.replica() for _ in range(3)]
+        for replica in (dead, one, two):
+            await replica.beat()
+        assert dead.leads()
+        async with world.databases[0].writing() as connection:
+            await connection.exec_driver_sql(PASSES, (-3600.0,))
+        world.now_s += LEASE_S
+        await one.beat()
+        assert one.leads(), "the lease of the dead replica is over"
+        await two.beat()
+        await one.beat()
+        assert ([*one.others], [*two.others]) == ([two.me], [one.me])
+        assert (one.leads(), two.leads()) == (True, False)
+        await world.close()
+
+    asyncio.run(run(World(postgres.database())))
+
+
 class LeaderMachine(RuleBasedStateMachine):
     """Three replicas that beat, write, pause, die and are replaced, at once or one after the other."""
 

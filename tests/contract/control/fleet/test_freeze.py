@@ -22,6 +22,7 @@ from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database
 from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, run
+from tests.contract.streams import Clock
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 
@@ -126,6 +127,39 @@ async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(url: str) ->
         assert thawed.end_time == one.now
         one.now = NOW - timedelta(hours=1)
         assert await one.store.look() == ()
+
+
+@pytest.mark.parametrize("back", [MINUTE / 2, timedelta(hours=1), timedelta(days=400)], ids=str)
+async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freezes_own_duration(
+    url: str, back: timedelta
+) -> None:
+    async with stored(url) as one:
+        await one.store.add(Match(), NOW + MINUTE, "", "short")
+        await one.store.add(Match(), NOW + 2 * MINUTE, "", "long")
+    async with stored(url) as again:
+        again.now = start = NOW - back
+        found = await again.store.look()
+        assert [freeze.remaining(again.now) for freeze in found] == [2 * MINUTE, MINUTE]
+        again.now = start + MINUTE / 2
+        assert [f.remaining(again.now) for f in await again.store.look()] == [1.5 * MINUTE, MINUTE / 2]
+        again.now = start + MINUTE
+        assert [freeze.reason for freeze in await again.store.look()] == ["long"]
+        assert [freeze.reason for freeze in await again.store.thaw(0)] == ["long"]
+        again.now = start + 2 * MINUTE
+        assert await again.store.look() == ()
+
+
+@pytest.mark.parametrize("apart", [timedelta(hours=1), timedelta(seconds=0.1)], ids=str)
+async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(url: str, apart: timedelta) -> None:
+    async with stored(url) as ahead, stored(url) as behind:
+        behind.now = NOW - apart
+        await ahead.store.add(Match(), NOW + MINUTE, "", "")
+        (freeze,) = await behind.store.look()
+        assert freeze.remaining(behind.now) == MINUTE
+        behind.now += MINUTE / 2
+        assert (await behind.store.look())[0].remaining(behind.now) == MINUTE / 2
+        behind.now += MINUTE / 2
+        assert await behind.store.look() == ()
 
 
 async def test_two_at_once_have_two_numbers(url: str) -> None:
@@ -265,6 +299,25 @@ async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) 
         assert engine.link.lease.frozen()
         await thaw(control.target, 1)
         await until(lambda: not engine.link.lease.frozen())
+
+
+async def test_a_freeze_can_be_shortened(control: Control) -> None:
+    """Of two freezes the longer one is thawed, and then the control plane dies: the engine is frozen until the end of
+    the shorter one."""
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        await until(lambda: control.fleet.connections)
+        long = await freeze(control.target, 600)
+        await freeze(control.target, 60)
+        await until(lambda: confirmed(control))
+        assert await thaw(control.target, long.freeze_id) == [long.freeze_id]
+        await until(lambda: list(control.engine().freeze.freeze_ids) == [2] and confirmed(control))
+        await control.kill()
+        await until(lambda: not engine.link.lease.connected)
+        assert engine.link.lease.frozen()
+        clock.now = 60.0
+        assert not engine.link.lease.frozen()
+        await control.start()
 
 
 async def test_time_ends_a_freeze(control: Control) -> None:

@@ -306,7 +306,7 @@ async def test_a_redirect_is_for_the_client() -> None:
 async def test_a_target_with_the_whole_url(fields: dict[str, Any]) -> None:
     async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
         body = json.dumps(BODY | fields).encode()
-        head = f"POST {relayed.url}{CHAT}?a=%20b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = f"POST {relayed.url}{CHAT}?a=%20b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         url = URL(relayed.url)
         reader, writer = await asyncio.open_connection(url.host, url.port)

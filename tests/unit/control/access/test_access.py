@@ -95,6 +95,26 @@ def test_tokens_that_are_not_accepted(tmp_path: Path, claims: dict[str, Any], co
     assert str(raised.value) == complaint
 
 
+@pytest.mark.parametrize(
+    ("past_s", "accepted"), [(0.0, True), (10.0, True), (31.0, False), (60.0, False), (300.0, False)]
+)
+def test_a_token_outlives_its_end_by_the_leeway_only(tmp_path: Path, past_s: float, accepted: bool) -> None:
+    """The clocks of the issuer and of the control plane may differ by 30 s, in both directions."""
+    found, now = tokens(tmp_path / "secret", SECRET, secret=True), time.time()
+    # The time that the test takes brings the beginning of the validity nearer.
+    early_s = past_s if accepted else past_s + 300
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"exp": now - past_s}, "the token has expired"),
+        ({"nbf": now + early_s, "exp": now + 1000}, "the token is not valid yet"),
+    ]
+    for claims, complaint in cases:
+        if accepted:
+            assert found.claims(token(**claims))["sub"] == "ann"
+        else:
+            with pytest.raises(Unauthenticated, match=complaint):
+                found.claims(token(**claims))
+
+
 def test_a_subject_that_is_no_text(tmp_path: Path) -> None:
     claims = {"iss": "issuer", "aud": "meridian", "sub": 7, "exp": time.time() + 60}
     shown = jwt.PyJWS().encode(json.dumps(claims).encode(), SECRET, "HS256")
@@ -218,6 +238,38 @@ def test_certificates_and_tokens(tmp_path: Path) -> None:
     assert Access(everybody=True).identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.ANY)
     assert Access().identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.GUEST)
     assert Access().identify((), {}, "unix:") == Principal("", Role.ANY)
+
+
+@pytest.mark.parametrize(
+    ("entry", "example"),
+    [
+        ('uri = "spiffe://example/vllm/*"', "spiffe://example/vllm/other/engine-1"),
+        ('uri = "spiffe://example/*/sa/*"', "spiffe://example/*/sa/other/engine-1"),
+        ('uri = "*"', "other/engine-1"),
+        ('uri = "spiffe://example/vllm/*"\nengines = ["prod-*"]', ""),
+        ('uri = "spiffe://example/*/sa/engine-1"', ""),
+        ('uri = "spiffe://example/vllm/engine-1"', ""),
+        ('dns = "*.vllm"', ""),
+        ('cn = "*"', ""),
+    ],
+)
+def test_a_pattern_that_matches_more_than_it_seems_is_said(
+    tmp_path: Path, entry: str, example: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = access(tmp_path, f'[[identity]]\n{entry}\nrole = "agent"\n')
+    lines = [record.getMessage() for record in caplog.records if "* matches / too" in record.getMessage()]
+    assert len(lines) == bool(example)
+    if example:
+        assert "identity.0: * matches / too" in lines[0]
+        assert f"lets a certificate with the URI {example} connect as engine-1" in lines[0]
+        # The example is true.
+        uri = example.replace("*", "any").encode()
+        assert found.identify((), {"peer_uri": [uri]}, ELSEWHERE).engines == ("engine-1",)
+
+
+def test_only_agents_have_an_engine_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    access(tmp_path, '[[identity]]\nuri = "spiffe://example/*"\nrole = "viewer"\n')
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

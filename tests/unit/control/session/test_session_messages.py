@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import tracker
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
+from meridian_control.common.report_bounds import REFUSED
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import MAX_ROWS_PER_SLOT
@@ -158,8 +159,6 @@ def test_a_report_of_no_steps_carries_outcomes_only() -> None:
             ),
             f"snapshot requests must have at most {MAX_SLOTS} entries; got 65537",
         ),
-        (step_report(kv_used=math.nan), "step kv_used must be finite; got nan"),
-        (step_report(kv_used=-math.inf), "step kv_used must be finite; got -inf"),
         (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
         (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
         (
@@ -198,9 +197,84 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
     made.open("b")
     for took_ms in (-5.0, 3e38, math.nan, math.inf):
         made.agent.step_cost_ms = took_ms, 0.0
-        made.step(WARM_STEPS)
+        with pytest.raises(InvalidRequest, match=r"step step_time_ms must be in \[0, 1e\+09\]; got"):
+            made.step(WARM_STEPS)
     assert engine_view(made.session, connected=True).step_time_ms == 0.0
     assert made.session._decider.cost.steps == 0
+
+
+def report_with(path: str, value: float) -> agent_pb2.ConnectRequest:
+    """Return a report with one number, which is valid but for the number."""
+    report = agent_pb2.StepReport(step=1, steps=1)
+    part, _, name = path.rpartition(".")
+    if part == "merged":
+        columns: dict[str, Any] = {"rows": [0], "step_time_ms": [1.0], "prefill_tokens": [0], "age_ms": [0.0]}
+        report.merged.CopyFrom(agent_pb2.StepColumns(**(columns | {name: [value]})))
+    else:
+        setattr(getattr(report, part) if part else report, name, value)
+    return agent_pb2.ConnectRequest(step=report)
+
+
+FRACTIONS = {
+    "step_time_ms",
+    "kv_used",
+    "merged.step_time_ms",
+    "counters.agent_seconds",
+    "counters.scheduler_seconds",
+    "counters.round_trip_ms",
+}
+WRONG = [
+    *((path, value) for path in sorted(FRACTIONS) for value in (-1e38, -1e-3, 3e38, math.nan, math.inf, -math.inf)),
+    ("kv_used", 1.001),
+    *((path, 2**32 - 1) for path in sorted(REFUSED.keys() - FRACTIONS) if not path.startswith("counters.")),
+    *((path, 2**64 - 1) for path in sorted(REFUSED.keys() - FRACTIONS) if path.startswith("counters.")),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG)
+def test_numbers_out_of_bounds_are_the_agents_fault(path: str, value: float) -> None:
+    """The stream ends with an error that names the field and the value, and nothing of the report is shown."""
+    made = stream()
+    error = rf"^step {re.escape(path)} must be in \[.*\]; got {re.escape(f'{value:g}'[:4])}"
+    with pytest.raises(InvalidRequest, match=error):
+        made.session.on_message(report_with(path, value), NOW)
+    assert made.session.totals.reports == 0
+    assert engine_view(made.session, connected=True).kv_used == 0
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_the_bounds_themselves_are_no_fault(path: str) -> None:
+    for bound in REFUSED[path]:
+        stream().session.on_message(report_with(path, bound if path in FRACTIONS else int(bound)), NOW)
+
+
+def test_every_number_of_a_report_has_bounds() -> None:
+    """A number that is added to the reports needs bounds, or a place here that says where it is checked."""
+    elsewhere = {
+        "step",
+        "steps",
+        "state",
+        # By `step_of`, which compares them with the entries that they count, and by `ages_ms`.
+        *(f"merged.{name}" for name in ("rows", "age_ms", "probes", "preempted", "resumed", "outcomes")),
+    }
+    found = set()
+    for field in agent_pb2.StepReport.DESCRIPTOR.fields:
+        if field.name in ("counters", "merged") and field.message_type is not None:
+            found |= {f"{field.name}.{each.name}" for each in field.message_type.fields}
+        elif field.message_type is None and not field.is_repeated:
+            found.add(field.name)
+    assert found - elsewhere == REFUSED.keys()
+
+
+@pytest.mark.parametrize("value", [-1e38, -5.0, 3e38, 2e9, math.nan, math.inf])
+def test_a_measurement_out_of_bounds_is_left_out(value: float) -> None:
+    made = stream()
+    made.open("a", think=0, handed_over_ref="ref")
+    made.say(
+        joined=agent_pb2.JoinedColumns(slot=[0], queueing_ms=[value]),
+        continued=agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[10], first_token_ms=[value]),
+    )
+    assert (made.session.totals.queueing.sum, made.session.totals.ttot.sum) == (0, 0)
 
 
 def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:

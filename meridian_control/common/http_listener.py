@@ -1,0 +1,167 @@
+"""Serves an HTTP application to the hosts that are meant, on connections that cost little and end.
+
+A web page of any origin may send requests to the listeners of its reader's machine, and reads the answers if its own
+name resolves to that machine (DNS rebinding). Such a request names the page's own host, so a listener on loopback
+answers only to names of this machine and to names that the operator gives. The module knows nothing of the
+application. All code runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from meridian_control.common.addresses import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aiohttp.typedefs import Handler
+
+# Seconds in which a new connection must send the head of its request, with and without `limits`, and in which a client
+# must read a response of a listener with `limits`.
+HEAD_S, PATIENT_HEAD_S, READ_S = 10.0, 75.0, 30.0
+# Largest number of connections of a listener with `limits`.
+MAX_CONNECTIONS = 256
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | re.ASCII)
+
+
+class Hosts:
+    """The names under which a listener may be asked.
+
+    listen: the host that the listener binds, empty for all. further: names that the operator gives. On loopback the
+    names of this machine's loopback and the further names are allowed. Elsewhere every name is allowed if there are no
+    further names; otherwise IP addresses, which no other site can have as its name, and the further names.
+    """
+
+    def __init__(self, listen: str, further: Iterable[str] = ()) -> None:
+        self._loopback = is_loopback(listen)
+        self._further = frozenset(name.lower().rstrip(".") for name in further)
+
+    def allows(self, host: str) -> bool:
+        """Return whether a request with this Host header is answered."""
+        if (name := _name(host)) is None:
+            return False
+        if name in self._further or is_loopback(name):
+            return True
+        return not self._loopback and (not self._further or _is_address(name))
+
+    def allows_origin(self, origin: str, host: str) -> bool:
+        """Return whether a page of this Origin may read what the listener says under a Host header."""
+        scheme, _, named = origin.partition("://")
+        return scheme in ("http", "https") and (named.lower() == host.lower() or _name(named) in self._further)
+
+
+class HttpListener:
+    """An HTTP listener. `start` binds its address, and `stop` ends its connections.
+
+    hosts: further names under which it may be asked. limits: the application's responses are short or limit themselves,
+    only the application's own pages may read them, and the number of connections has a bound. options: those of
+    aiohttp's AppRunner.
+    """
+
+    def __init__(self, app: web.Application, hosts: Iterable[str] = (), *, limits: bool, **options: Any) -> None:
+        self._further, self._limits = tuple(hosts), limits
+        self._hosts = Hosts("", hosts)
+        app.middlewares.append(self._checked)
+        self._runner = web.AppRunner(app, access_log=None, **options)
+        self._server: asyncio.Server | None = None
+        # Connections that must do something within a time, each with the timer that ends it.
+        self._due: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind the address and return the port; an empty host stands for all. Raises OSError if the address cannot be
+        bound."""
+        self._hosts = Hosts(host, self._further)
+        await self._runner.setup()
+        try:
+            self._server = await asyncio.get_running_loop().create_server(self._connection, host or None, port)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+        for timer in self._due.values():
+            timer.cancel()
+        self._due.clear()
+
+    def _connection(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        assert self._runner.server is not None
+        if self._limits and len(self._runner.server.connections) >= MAX_CONNECTIONS:
+            return _Refusal()
+        protocol = self._runner.server()
+        self._expect(protocol, HEAD_S if self._limits else PATIENT_HEAD_S)
+        return protocol
+
+    def _expect(self, protocol: asyncio.Protocol, seconds: float) -> None:
+        """End a connection after this time, unless its next request begins first."""
+        self._due[protocol] = asyncio.get_running_loop().call_later(seconds, self._expire, protocol)
+
+    def _expire(self, protocol: Any) -> None:
+        del self._due[protocol]
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    @web.middleware
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request if its client may ask; the time for its head is over."""
+        if (timer := self._due.pop(request.protocol, None)) is not None:
+            timer.cancel()
+        try:
+            if refusal := self._refusal(request):
+                return refusal
+            return await handler(request)
+        finally:
+            if self._limits and request.transport is not None:
+                self._expect(request.protocol, READ_S)
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        hosts = request.headers.getall("Host", [])
+        if len(hosts) != 1 or not self._hosts.allows(hosts[0]):
+            told = ", ".join(map(ascii, hosts))[:100] or "no host"
+            return _refused(421, f"this listener does not answer to {told}; --allow-host adds a name")
+        origin = request.headers.get("Origin")
+        if not self._limits:
+            return None
+        # Browsers name no origin in requests for images and scripts, but say that the request comes from another site.
+        foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        followed = request.headers.get("Sec-Fetch-Mode") == "navigate"
+        if (origin is not None and not self._hosts.allows_origin(origin, hosts[0])) or (foreign and not followed):
+            return _refused(403, "pages of other sites may not read this")
+        return None
+
+
+class _Refusal(asyncio.Protocol):
+    """Ends a connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+def _refused(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=f"{text}\n", headers={"X-Content-Type-Options": "nosniff"})
+
+
+def _name(host: str) -> str | None:
+    """Return the name in a Host header or an origin, in lower case and without its port; None if it is malformed."""
+    found = _HOST.fullmatch(host)
+    return found[1].strip("[]").lower().rstrip(".") if found else None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

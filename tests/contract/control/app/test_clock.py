@@ -1,0 +1,122 @@
+"""A whole control plane whose machine's clock is set back or forward while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import audit_pb2, audit_pb2_grpc, freeze_pb2, freeze_pb2_grpc, policy_pb2, policy_pb2_grpc
+
+from meridian_control.app import assembly
+from meridian_control.app.flags import parser
+from meridian_control.decision_log.log import DecisionLog
+from meridian_control.storage import database
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.postgres import Postgres
+
+REAL = datetime
+
+
+class Wall(datetime):
+    """The machine's time of day, which a test may set."""
+
+    jump = timedelta()
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return REAL.now(tz) + cls.jump
+
+
+@pytest.fixture(autouse=True)
+def _wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wall, "jump", timedelta())
+    for module in (assembly, database):
+        monkeypatch.setattr(module, "datetime", Wall)
+
+
+@asynccontextmanager
+async def served(store: str) -> AsyncIterator[tuple[assembly.Parts, str]]:
+    """Yield a control plane as `meridian-control` assembles it, and its address."""
+    args = parser().parse_args(["--store", store, "--advertise", "127.0.0.1:1"])
+    async with AsyncExitStack() as ending:
+        parts = await assembly.assemble(args, DecisionLog(), ending, [])
+        port = await parts.server.start("127.0.0.1:0")
+        yield parts, f"127.0.0.1:{port}"
+        await parts.server.stop(0)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "m.db") if request.param == "sqlite" else request.getfixturevalue("postgres").database()
+
+
+def left_s(engine: LinkedEngine) -> float:
+    return engine.link.lease._frozen_until - engine.link.lease.clock()
+
+
+@pytest.mark.parametrize("jump", [timedelta(hours=-1), timedelta(hours=1), timedelta(days=-400)], ids=str)
+async def test_a_freeze_lasts_as_long_as_it_was_asked_for(store: str, jump: timedelta) -> None:
+    """Engines that were connected, that reconnect and that are new are all frozen for what is left of the freeze."""
+    async with served(store) as (parts, target), grpc.aio.insecure_channel(target) as channel:
+        stub = freeze_pb2_grpc.FreezeServiceStub(channel)
+        request = freeze_pb2.FreezeRequest(reason="test")
+        request.duration.FromSeconds(600)
+        with LinkedEngine([target], "old") as old:
+            await until(lambda: parts.whole.fleet.connections)
+            made = (await stub.Freeze(request)).freeze
+            await until(old.link.lease.frozen)
+            Wall.jump = jump
+            before = parts.whole.fleet.connections.copy()
+            old.link.restart()
+            await until(lambda: parts.whole.fleet.connections - before)
+            with LinkedEngine([target], "new") as new:
+                await until(new.link.lease.frozen)
+                for engine in (old, new):
+                    assert 0 < left_s(engine) <= 600
+                (shown,) = (await stub.ListFreezes(freeze_pb2.ListFreezesRequest())).freezes
+                assert shown == made
+                assert [freeze.freeze_id for freeze in (await stub.Thaw(freeze_pb2.ThawRequest())).freezes] == [1]
+                await until(lambda: not (old.link.lease.frozen() or new.link.lease.frozen()))
+
+
+async def test_changes_are_listed_in_the_order_in_which_they_were_made(store: str) -> None:
+    jumps = [timedelta(), timedelta(hours=-1), timedelta(hours=2), timedelta(days=-3), timedelta()]
+    async with served(store) as (_, target), grpc.aio.insecure_channel(target) as channel:
+        policies, audit = policy_pb2_grpc.PolicyServiceStub(channel), audit_pb2_grpc.AuditServiceStub(channel)
+        for number, jump in enumerate(jumps):
+            Wall.jump = jump
+            update = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy(), reason=str(number))
+            await policies.UpdatePolicy(update)
+        records = (await audit.ListAudit(audit_pb2.ListAuditRequest())).records
+        assert [record.reason for record in records] == ["4", "3", "2", "1", "0"]
+        listed = (await policies.ListRevisions(policy_pb2.ListRevisionsRequest())).revisions
+        assert [revision.revision for revision in listed] == [6, 5, 4, 3, 2, 1]
+        assert records[2].time.ToDatetime(UTC) > REAL.now(UTC) + timedelta(hours=1), "a record shows the time of day"
+
+
+async def test_times_of_the_fleet_follow_no_jump(store: str) -> None:
+    async with served(store) as (parts, _):
+        before = parts.whole.fleet.clock()
+        for jump in (timedelta(hours=-1), timedelta(hours=1)):
+            Wall.jump = jump
+            assert before <= parts.whole.fleet.clock() < before + timedelta(minutes=10)
+
+
+async def test_replicas_take_the_time_from_their_database(postgres: Postgres) -> None:
+    """The machine's clock of one replica is an hour behind, which no engine and no freeze shows."""
+    # No database can be created within the event loop of the test.
+    address = await asyncio.to_thread(postgres.database)
+    async with served(address) as (ahead, _):
+        Wall.jump = timedelta(hours=-1)
+        async with served(address) as (behind, _):
+            apart = ahead.whole.fleet.clock() - behind.whole.fleet.clock()
+            assert abs(apart) < timedelta(minutes=5)

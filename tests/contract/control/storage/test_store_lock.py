@@ -1,0 +1,119 @@
+"""One control plane at a time serves a SQLite file; programs that only read the file are not held up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sqlite3
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.policy.store import PolicyStore
+from meridian_control.storage.database import Database
+from tests.contract.control.app.test_server import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
+    """Yield two control planes with folders of their own; the second one's store is the first one's."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    one, two = Process(folders[0]), Process(folders[1], "--store", str(folders[0] / "m.db"))
+    yield one, two
+    one.kill()
+    two.kill()
+
+
+async def refused(process: Process) -> str:
+    """Start a control plane that must not start, and return what it says."""
+    process.start()
+    assert await process.ended() == 2
+    (line,) = [line for line in process.log().splitlines() if line.startswith("meridian-control: ")]
+    return line
+
+
+async def test_the_second_control_plane_fails_and_names_the_first(processes: tuple[Process, Process]) -> None:
+    one, two = processes
+    await one.started()
+    assert one.popen is not None
+    told = await refused(two)
+    assert f"m.db is in use by process {one.popen.pid} on {os.uname().nodename}, which serves {one.target}" in told
+    assert "since 2" in told
+    assert "postgresql://" in told
+    assert await one.terminate() == 0
+    await two.started()
+    assert await two.terminate() == 0
+    assert sorted(path.name for path in one.folder.iterdir() if path.name.startswith("m.db.")) == []
+
+
+async def test_a_killed_control_plane_holds_nothing(processes: tuple[Process, Process]) -> None:
+    one, two = processes
+    await one.started()
+    one.signal(signal.SIGKILL)
+    await one.ended()
+    await two.started()
+    assert json.loads((one.folder / "m.db.holder").read_text())["address"] == two.target
+
+
+@pytest.mark.parametrize("way", ["symbolic link", "hard link", "relative path", "holder removed", "holder spoilt"])
+async def test_no_other_path_gets_around_the_lock(processes: tuple[Process, Process], way: str) -> None:
+    one, two = processes
+    await one.started()
+    store, other = one.folder / "m.db", two.folder / "other.db"
+    if way == "symbolic link":
+        other.symlink_to(store)
+    elif way == "hard link":
+        other.hardlink_to(store)
+    elif way == "relative path":
+        other = two.folder / ".." / "one" / "m.db"
+    else:
+        other = store
+        (one.folder / "m.db.holder").unlink()
+        if way == "holder spoilt":
+            (one.folder / "m.db.holder").write_text("[1]")
+    two.options = ("--store", str(other))
+    assert "is in use by" in await refused(two)
+
+
+async def test_a_stopped_control_plane_still_holds_its_store(processes: tuple[Process, Process]) -> None:
+    """A suspended process goes on later, so the store stays its own."""
+    one, two = processes
+    await one.started()
+    one.signal(signal.SIGSTOP)
+    try:
+        assert "is in use by" in await refused(two)
+    finally:
+        one.signal(signal.SIGCONT)
+
+
+async def test_readers_and_copies_are_not_held_up(tmp_path: Path) -> None:
+    file = tmp_path / "m.db"
+    database = await Database.open(f"sqlite+aiosqlite:///{file}", "127.0.0.1:1")
+    with pytest.raises(StoreUnavailable, match=r"process \d+ on .*, which serves 127\.0\.0\.1:1 since"):
+        await Database.open(f"sqlite+aiosqlite:///{file}", "127.0.0.1:2")
+    reader = await Database.open(f"sqlite+aiosqlite:///{file}")
+    assert await PolicyStore(reader).current() is None
+    with closing(sqlite3.connect(file)) as tool:
+        assert tool.execute("SELECT count(*) FROM policy_revisions").fetchone() == (0,)
+    shutil.copy(file, tmp_path / "copy.db")
+    await (await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'copy.db'}", "127.0.0.1:2")).close()
+    await reader.close()
+    await database.close()
+    await (await Database.open(f"sqlite+aiosqlite:///{file}", "127.0.0.1:2")).close()
+
+
+async def test_stores_in_memory_are_apart() -> None:
+    opened = await asyncio.gather(*(Database.open("sqlite+aiosqlite:///:memory:", f"127.0.0.1:{n}") for n in (1, 2)))
+    for database in opened:
+        await database.close()
