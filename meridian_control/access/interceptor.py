@@ -231,7 +231,7 @@ class _Gated:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         peer, faults = context.peer(), self._gate.faults
-        told = error if isinstance(error, MeridianError) else MeridianError("internal error of the control plane")
+        told = error if isinstance(error, MeridianError) else MeridianError(_internal(error))
         if not isinstance(error, MeridianError):
             # An internal error. A caller may be able to cause it repeatedly, so its log lines are rate-limited.
             if faults.may_log(host_of(peer), "internal"):
@@ -269,6 +269,11 @@ def _let_go(error: BaseException) -> None:
     messages and the session would otherwise stay in memory until the garbage collector runs.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
+def _internal(error: Exception) -> str:
+    """Return what a caller gets to know of an error of the control plane: no text, which may quote another caller."""
+    return f"internal error of the control plane ({type(error).__name__}); its log has the traceback"
 
 
 def _one_line(error: MeridianError) -> str:
