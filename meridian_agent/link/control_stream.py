@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT
 from meridian_agent.core.request_info import clean
 from meridian_agent.link.credentials import AgentCredentials
@@ -62,8 +63,8 @@ class Link:
     """One engine's connection to one of `targets`: a random target after a stream that worked, else the next target.
 
     hello: builds the first message of every stream.
-    prepare: returns the thinking markers that settings name; raises ValueError if this engine cannot obey the settings.
-        Called on the link's thread.
+    prepare: returns the thinking markers that settings name; raises BadSettings if this engine cannot obey the
+        settings. Called on the link's thread.
     keep: receives settings once they are in force; must not wait.
     rest_s: returns the seconds until an agent that is off comes back, 0 while it is on. A stream whose Hello reports
         the agent as off ends after this time.
@@ -292,7 +293,7 @@ class Link:
     def _receive_settings(self, settings: agent_pb2.Settings) -> None:
         try:
             check(settings)
-        except ValueError as error:
+        except BadSettings as error:
             # This refusal is not remembered, because a control plane that checks its policies may use the number for
             # another revision.
             self._refuse(settings, str(error), {})
@@ -302,7 +303,10 @@ class Link:
         except Exception as error:
             # An exception in a tokenizer or a parser must not end the stream: the next stream would bring the same
             # settings again.
-            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = str(error)
+            if not isinstance(error, BadSettings):
+                text = f"{type(error).__name__}: {error}"
+                logger.exception("meridian: revision %d could not be taken in", settings.revision)
             text = clean(text, MAX_FAULT)
             self._refuse(settings, text, {settings.revision: text})
             return
@@ -318,7 +322,7 @@ class Link:
         noted = [(revision, (text, self.lease.clock())) for revision, text in remembered.items()]
         earlier = [(revision, told) for revision, told in self._refused.items() if revision not in remembered]
         self._refused = dict([*earlier, *noted][-REFUSED:])
-        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=in_force, error=error)
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=in_force, error=clean(error, MAX_FAULT))
         self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
 
     def _receive_freeze(self, freeze: agent_pb2.Freeze) -> None:

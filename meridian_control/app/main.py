@@ -17,6 +17,7 @@ from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
 from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.common.metrics_listener import serve_metrics
+from meridian_control.common.plain_text import configure_logs, printable
 from meridian_control.decision_log.jsonl_file import decision_file
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.status_page.server import StatusPage
@@ -143,7 +144,7 @@ async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logs("WARNING")
     # grpcio logs a traceback for every metadata value that is not UTF-8, however many callers send.
     of_grpc = logging.getLogger("grpc._cython.cygrpc")
     of_grpc.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
@@ -152,6 +153,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
             asyncio.run(serve(args, DecisionLog(settled, ended)))
     except (MeridianError, OSError, ValueError) as error:
-        print(f"meridian-control: {error}", file=sys.stderr)
+        print(f"meridian-control: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
