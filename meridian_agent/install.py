@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import plain_log
-from meridian_agent.vllm_adapter import client_effort, kv_connectors, server_metrics
+from meridian_agent.vllm_adapter import client_effort, front_end_aborts, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def install() -> None:
     _wrap_worker(WorkerWrapperBase)
     client_effort.install()
     server_metrics.install()
+    front_end_aborts.install()
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 
