@@ -21,6 +21,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT
 from meridian_agent.core.request_info import clean
+from meridian_agent.link import tls_look
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
 from meridian_agent.link.inbox import Inbox
@@ -40,6 +41,8 @@ logger = logging.getLogger("vllm.meridian")
 # store may use the same number for another revision.
 REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
+# Status codes with which gRPC reports a TLS handshake that fails, or one that the agent waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
@@ -229,7 +232,7 @@ class Link:
                 if heard and not self._stop.is_set():
                     logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
-                    self._complain(target, _code(error), self._why or _status(error))
+                    self._complain(target, _code(error), self._why or _status(error), self._credentials)
             finally:
                 patience.cancel()
                 self._lost()
@@ -245,10 +248,13 @@ class Link:
         rest_s = self._rest_s()
         return rest_s if 0 < rest_s < math.inf else None
 
-    def _complain(self, target: str, kind: object, text: str) -> None:
-        """Log a failure once for each target and kind of error, however often the link tries again."""
+    def _complain(self, target: str, kind: object, text: str, credentials: AgentCredentials | None = None) -> None:
+        """Log a failure once for each target and kind of error, however often the link tries again. credentials: those
+        of a connection, to look for a cause that gRPC does not name."""
         if (target, kind) not in self._complaints:
             self._complaints.add((target, kind))
+            if credentials is not None and kind in MAY_BE_TLS and (cause := tls_look.trouble(target, credentials)):
+                text = f"{cause} ({text})"
             logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:

@@ -28,6 +28,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from meridian_control.access import tls_look
 from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli import contexts
 from meridian_control.common.errors import PolicyError
@@ -211,7 +212,7 @@ def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
 
 @contextmanager
 def connect(context: typer.Context) -> Iterator[Client]:
-    with reported(), context.obj.channel() as channel:
+    with reported(context.obj), context.obj.channel() as channel:
         yield Client(
             policy_pb2_grpc.PolicyServiceStub(channel),
             fleet_pb2_grpc.FleetServiceStub(channel),
@@ -222,8 +223,9 @@ def connect(context: typer.Context) -> Iterator[Client]:
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Print an error on standard error, one line for each bad field, and exit with the code for the error."""
+def reported(target: Target | None = None) -> Iterator[None]:
+    """Print an error on standard error, one line for each bad field, and exit with the code for the error. target: the
+    server of the calls, to look for a cause that gRPC does not name."""
     try:
         yield
     except PolicyError as error:
@@ -231,9 +233,12 @@ def reported() -> Iterator[None]:
     except FileError as error:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
-        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error))
+        cause = tls_look.trouble(*target.resolve()) if target and error.code() in MAY_BE_TLS else ""
+        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error), *([cause] if cause else []))
 
 
+# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 _EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: INVALID,
     grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
