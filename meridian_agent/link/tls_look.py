@@ -24,7 +24,10 @@ def trouble(target: str, credentials: AgentCredentials) -> str:
     if (place := host_and_port(target)) is None:
         return ""
     try:
-        return _secured(place, credentials) if credentials.ca or credentials.cert else _plain(place)
+        with socket.create_connection(place, CONNECT_S) as connection:
+            if credentials.ca or credentials.cert:
+                return _secured(connection, place[0], credentials)
+            return _plain(connection, place[0])
     except Exception:
         # Nobody listens, or the files cannot be read, which gRPC's own error says.
         return ""
@@ -42,12 +45,12 @@ def host_and_port(target: str) -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
 
 
-def _plain(place: tuple[str, int]) -> str:
+def _plain(connection: socket.socket, host: str) -> str:
     """Look whether the server that was called without TLS speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with _handshake(place, context):
+        with _handshake(connection, host, context):
             pass
     except ssl.SSLError as error:
         # The server does not speak TLS either, unless its own alert refuses this client's.
@@ -56,17 +59,17 @@ def _plain(place: tuple[str, int]) -> str:
     return "the control plane wants TLS, and this agent uses none: set MERIDIAN_TLS_CA"
 
 
-def _secured(place: tuple[str, int], credentials: AgentCredentials) -> str:
+def _secured(connection: socket.socket, host: str, credentials: AgentCredentials) -> str:
     if expired := _expired(credentials.cert):
         return f"the certificate {credentials.cert} has expired on {expired}: renew {CERT}"
     context = ssl.create_default_context(cafile=credentials.ca or None)
     if credentials.cert:
         context.load_cert_chain(credentials.cert, credentials.key)
     try:
-        with _handshake(place, context) as connection:
-            return "" if _begins(connection) else _refused(credentials)
+        with _handshake(connection, host, context) as secured:
+            return "" if _begins(secured) else _refused(credentials)
     except ssl.SSLCertVerificationError as error:
-        return _unverified(error, place[0], credentials)
+        return _unverified(error, host, credentials)
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return "the control plane uses no TLS, and this agent does: unset MERIDIAN_TLS_CA, or give it --tls-cert"
@@ -110,14 +113,9 @@ def _unverified(error: ssl.SSLCertVerificationError, host: str, credentials: Age
     )
 
 
-def _handshake(place: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
+def _handshake(connection: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SSLSocket:
     context.set_alpn_protocols(["h2"])
-    connection = socket.create_connection(place, CONNECT_S)
-    try:
-        return context.wrap_socket(connection, server_hostname=place[0])
-    except BaseException:
-        connection.close()
-        raise
+    return context.wrap_socket(connection, server_hostname=host)
 
 
 def _expired(cert: str) -> str:

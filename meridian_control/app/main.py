@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
+from meridian_control.access.handshakes import Handshakes
 from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
@@ -84,7 +85,8 @@ def export_metrics(endpoint: str | None, interval_s: float, ending: AsyncExitSta
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     """Run a control plane until a signal. Raises MeridianError, OSError or ValueError if the start fails."""
-    address, tls = listener(args)
+    handshakes = Handshakes()
+    address, tls = listener(args, handshakes.begun)
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
         serve_metrics(args.metrics_listen)
@@ -97,8 +99,11 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         ending.push_async_callback(save, parts.budgets)
+        parts.gate.handshakes = handshakes
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)
+        if tls is not None and not address.startswith("unix:"):
+            handshakes.watch(bound)
         if parts.replicas is not None:
             ending.push_async_callback(leave, parts.replicas)
         logger.info("listening on %s (%s), store %s", *_where(args, address, bound))
