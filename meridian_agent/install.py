@@ -1,5 +1,5 @@
 """Installs the agent in vLLM by wrapping the two functions through which vLLM builds schedulers and workers, the
-requests of its API servers, and the statistics that its front ends expose.
+requests of its API servers, the statistics that its front ends expose, and the causes of their aborts.
 
 `install` runs in every vLLM process (front end, engine core, workers), but each wrapper acts only in the process that
 calls it. Importing this module does not touch a GPU.
@@ -11,7 +11,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.vllm_adapter import client_effort, kv_connectors, server_metrics
+from meridian_agent.core import plain_log
+from meridian_agent.vllm_adapter import client_effort, front_end_aborts, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ _INSTALLED = "_meridian_installed"
 
 
 def install() -> None:
-    """Wrap the two functions through which vLLM builds schedulers and workers, the requests of its API servers, and the
-    statistics that its front ends expose.
+    """Wrap the two functions through which vLLM builds schedulers and workers, the requests of its API servers, the
+    statistics that its front ends expose, and the causes of their aborts.
 
     If this vLLM cannot host the agent, only the choice of the scheduler class is wrapped, so that the engine core tells
     the control plane why; then Unsupported is raised.
@@ -34,6 +35,7 @@ def install() -> None:
 
     if getattr(SchedulerConfig, _INSTALLED, False):
         return
+    plain_log.install()
     setattr(SchedulerConfig, _INSTALLED, True)
     if reason := unfit():
         _after_choosing(SchedulerConfig, functools.partial(_say_absent, reason))
@@ -42,6 +44,7 @@ def install() -> None:
     _wrap_worker(WorkerWrapperBase)
     client_effort.install()
     server_metrics.install()
+    front_end_aborts.install()
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 

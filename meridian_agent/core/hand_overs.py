@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Reason why an engine without a KV connector neither hands requests over nor answers those of other engines.
 NO_CONNECTOR = "the engine has no KV connector"
 # Finish reasons of vLLM after which nobody waits for the rest of a request.
-GONE = ("abort", "error")
+GONE = ("abort", "client_gone", "error")
 
 
 class Decided(NamedTuple):

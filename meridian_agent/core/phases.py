@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.bad_settings import BadSettings
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -85,7 +87,7 @@ class Markers:
     own_ends: (start, end) pairs for starts that only one of the ends closes.
     unknown: why the markers of this engine are not known; empty if they are known.
     turn_ends: tokens that end a turn of a chat, and with it thinking that the turn has opened.
-    Raises ValueError if a sequence is empty, if the same sequence opens and closes, if the closing text contains a
+    Raises BadSettings if a sequence is empty, if the same sequence opens and closes, if the closing text contains a
     marker, or if `own_ends` names a sequence that is in neither `starts` nor `ends`.
     """
 
@@ -101,10 +103,10 @@ class Markers:
 
     def __post_init__(self) -> None:
         if not self.ends:
-            raise ValueError("no end-of-thinking marker")
+            raise BadSettings("no end-of-thinking marker")
         named = [(m, TokenEvent.START) for m in self.starts] + [(m, TokenEvent.END) for m in self.ends]
         if any(not m for m, _ in named) or set(self.starts) & set(self.ends):
-            raise ValueError("a thinking marker is empty, or opens and closes at once")
+            raise BadSettings("a thinking marker is empty, or opens and closes at once")
         table: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = {}
         # The longest marker comes first, so that it wins over a shorter marker that is its end.
         for marker, event in sorted(named, key=lambda m: -len(m[0])):
@@ -112,11 +114,11 @@ class Markers:
         object.__setattr__(self, "by_last", table)
         object.__setattr__(self, "longest", max(len(m) for m, _ in named))
         if any(start not in self.starts or end not in self.ends for start, end in self.own_ends):
-            raise ValueError("own_ends names a sequence that is no thinking marker")
+            raise BadSettings("own_ends names a sequence that is no thinking marker")
         for end in {self.ends[0], *(end for _, end in self.own_ends)}:
             tokens = list(self.closing + end)
             if any(self.match(tokens[:n])[0] is not TokenEvent.TEXT for n in range(1, len(tokens))):
-                raise ValueError("the closing text holds a thinking marker")
+                raise BadSettings("the closing text holds a thinking marker")
 
     @property
     def known(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_agent.core.phases import TokenEvent
+from meridian_agent.core.plain_log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -175,17 +176,17 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return min(int(value), MAX_TOKENS)
     if value is not None:
-        complaints.append(f"{name} must be a number of tokens, at least 0; got {clean(value)!r}")
+        complaints.append(f"{name} must be a number of tokens, at least 0; got '{clean(value)}'")
     return None
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:
-    """Return a text or number as valid UTF-8 text of at most `limit` characters; empty for a number that is too long
-    for Python to print. Of any other value, which may be large, return its type."""
+    """Return a text or number as printable text of at most `limit` characters; empty for a number that is too long for
+    Python to print. Of any other value, which may be large, return its type."""
     if not isinstance(value, (str, int, float)):
         return f"a {type(value).__name__}"
     try:
         text = str(value)
     except ValueError:
         return ""
-    return text[:limit].encode("utf-8", "replace").decode()
+    return printable(text[:limit])[:limit]

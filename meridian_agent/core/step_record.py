@@ -135,6 +135,8 @@ class StepRecord:
     closed: list[tuple[int, int]] = field(default_factory=list)
     # Slots of closed requests that another engine continues.
     handed_over: list[int] = field(default_factory=list)
+    # Slots of closed requests whose clients have gone.
+    clients_gone: list[int] = field(default_factory=list)
     # Requests that continue another engine's and have their first token: (slot, transferred tokens, milliseconds).
     continued: list[tuple[int, int, float]] = field(default_factory=list)
     # Requests that have joined a step for the first time: (slot, queueing time in milliseconds).

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.identity import identity_of_engine, rank_of, targets
@@ -36,7 +37,7 @@ def say_absent(reason: str, scheduler: Any, connect: Callable[..., Link] = Link)
             return agent_pb2.Hello(**identity, fault=reason, state=agent_pb2.AGENT_STATE_OFF)
 
         def refuse(settings: agent_pb2.Settings) -> Never:
-            raise ValueError(f"the agent is off: {reason}")
+            raise BadSettings(f"the agent is off: {reason}")
 
         connect(targets(), hello, refuse, lambda _: None, credentials=AgentCredentials.from_environment()).start()
     except Exception:

@@ -30,7 +30,7 @@ from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.queue_order import Limit, QueueOrder
 from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.engine.token_masks import TokenMasks
-from meridian_agent.vllm_adapter import request_api, scheduler_api
+from meridian_agent.vllm_adapter import front_end_aborts, request_api, scheduler_api
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 
 if TYPE_CHECKING:
@@ -206,12 +206,14 @@ class Agent:
                 self.tracker.reorder = True
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
-    def finished(self, requests: list[Any]) -> None:
-        """Forget requests that were ended from outside, such as after a client's disconnect."""
+    def finished(self, requests: list[Any], request_ids: Any) -> None:
+        """Forget requests that were ended from outside, such as after a client's disconnect. request_ids: what vLLM was
+        asked to end."""
+        causes = front_end_aborts.causes(request_ids)
         for request in requests:
             request_id = getattr(request, "request_id", request)
             if live := self.tracker.by_id.get(request_id):
-                self.accounts.close(live, "abort")
+                self.accounts.close(live, causes.get(request_id, "abort"))
             self.probing.ended(request_id)
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import probe_admission
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT, hook
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.step_signals import expected_backend
@@ -120,8 +121,11 @@ class Lifecycle:
         try:
             check(settings)
             found = self.prepare(settings)
-        except ValueError as error:
+        except BadSettings as error:
             logger.warning("meridian: the settings in %s are ignored: %s", self._state.path, error)
+            return
+        except Exception:
+            logger.exception("meridian: the settings in %s are ignored after an error of the agent", self._state.path)
             return
         agent.put_in_force(settings, found)
         self.link.lease.hold(settings, found)
@@ -220,10 +224,10 @@ class Lifecycle:
         return hello
 
     def prepare(self, settings: agent_pb2.Settings) -> Markers:
-        """Return the thinking markers under these settings, known or not. Raises ValueError if this engine cannot obey
+        """Return the thinking markers under these settings, known or not. Raises BadSettings if this engine cannot obey
         the settings."""
         if self._guard.rest_s():
-            raise ValueError(f"the agent is off: {self._guard.fault}")
+            raise BadSettings(f"the agent is off: {self._guard.fault}")
         found = reasoning_markers.resolve(self._scheduler.vllm_config, settings)
         if found.known and self.unknown_markers:
             self._read_template(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -79,9 +80,12 @@ class GovernedScheduler:
             self._guard.run(self._agent.opened, self, request)
 
     def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._agent is not None and not isinstance(request_ids, (str, NoneType)):
+            # A generator could be read once only.
+            request_ids = list(request_ids)
         done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._guard.run(self._agent.finished, done)
+            self._guard.run(self._agent.finished, done, request_ids)
         return done
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

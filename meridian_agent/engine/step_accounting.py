@@ -17,7 +17,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.guard import hook
 from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
-from meridian_agent.vllm_adapter import request_api
+from meridian_agent.vllm_adapter import front_end_aborts, request_api
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,11 +40,12 @@ logger = logging.getLogger("vllm.meridian")
 # The engine counts as idle between two updates that are further apart than this many seconds.
 MAX_STEP_S = 1.0
 
-# The meridian.v1.FinishReason for each finish reason of vLLM.
+# The meridian.v1.FinishReason for each finish reason of vLLM, and for a client that has gone.
 FINISH_REASON = {
     "stop": agent_pb2.FINISH_REASON_STOP,
     "length": agent_pb2.FINISH_REASON_LENGTH,
     "abort": agent_pb2.FINISH_REASON_ABORT,
+    front_end_aborts.GONE: agent_pb2.FINISH_REASON_ABORT,
     "error": agent_pb2.FINISH_REASON_ERROR,
 }
 
@@ -289,6 +290,8 @@ class StepAccounting:
         self._directives.close(live)
         self._hand_over.closing(live, finish_reason)
         self._outbox.unreported.close(live)
+        if finish_reason == front_end_aborts.GONE:
+            self._tracker.record.clients_gone.append(live.slot)
         self._tracker.close(live, FINISH_REASON.get(finish_reason, 0))
 
 

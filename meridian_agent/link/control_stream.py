@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT
 from meridian_agent.core.request_info import clean
+from meridian_agent.link import tls_look
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
 from meridian_agent.link.inbox import Inbox
@@ -39,6 +41,8 @@ logger = logging.getLogger("vllm.meridian")
 # store may use the same number for another revision.
 REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
+# Status codes with which gRPC reports a TLS handshake that fails, or one that the agent waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
@@ -62,8 +66,8 @@ class Link:
     """One engine's connection to one of `targets`: a random target after a stream that worked, else the next target.
 
     hello: builds the first message of every stream.
-    prepare: returns the thinking markers that settings name; raises ValueError if this engine cannot obey the settings.
-        Called on the link's thread.
+    prepare: returns the thinking markers that settings name; raises BadSettings if this engine cannot obey the
+        settings. Called on the link's thread.
     keep: receives settings once they are in force; must not wait.
     rest_s: returns the seconds until an agent that is off comes back, 0 while it is on. A stream whose Hello reports
         the agent as off ends after this time.
@@ -228,7 +232,7 @@ class Link:
                 if heard and not self._stop.is_set():
                     logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
-                    self._complain(target, _code(error), self._why or _status(error))
+                    self._complain(target, _code(error), self._why or _status(error), self._credentials)
             finally:
                 patience.cancel()
                 self._lost()
@@ -244,10 +248,13 @@ class Link:
         rest_s = self._rest_s()
         return rest_s if 0 < rest_s < math.inf else None
 
-    def _complain(self, target: str, kind: object, text: str) -> None:
-        """Log a failure once for each target and kind of error, however often the link tries again."""
+    def _complain(self, target: str, kind: object, text: str, credentials: AgentCredentials | None = None) -> None:
+        """Log a failure once for each target and kind of error, however often the link tries again. credentials: those
+        of a connection, to look for a cause that gRPC does not name."""
         if (target, kind) not in self._complaints:
             self._complaints.add((target, kind))
+            if credentials is not None and kind in MAY_BE_TLS and (cause := tls_look.trouble(target, credentials)):
+                text = f"{cause} ({text})"
             logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:
@@ -292,7 +299,7 @@ class Link:
     def _receive_settings(self, settings: agent_pb2.Settings) -> None:
         try:
             check(settings)
-        except ValueError as error:
+        except BadSettings as error:
             # This refusal is not remembered, because a control plane that checks its policies may use the number for
             # another revision.
             self._refuse(settings, str(error), {})
@@ -302,7 +309,10 @@ class Link:
         except Exception as error:
             # An exception in a tokenizer or a parser must not end the stream: the next stream would bring the same
             # settings again.
-            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = str(error)
+            if not isinstance(error, BadSettings):
+                text = f"{type(error).__name__}: {error}"
+                logger.exception("meridian: revision %d could not be taken in", settings.revision)
             text = clean(text, MAX_FAULT)
             self._refuse(settings, text, {settings.revision: text})
             return
@@ -318,7 +328,7 @@ class Link:
         noted = [(revision, (text, self.lease.clock())) for revision, text in remembered.items()]
         earlier = [(revision, told) for revision, told in self._refused.items() if revision not in remembered]
         self._refused = dict([*earlier, *noted][-REFUSED:])
-        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=in_force, error=error)
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=in_force, error=clean(error, MAX_FAULT))
         self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
 
     def _receive_freeze(self, freeze: agent_pb2.Freeze) -> None:

@@ -26,9 +26,9 @@ def rank_of(parallel_config: Any) -> int:
 
 def identity_of_engine(vllm_version: str, data_parallel_rank: int = 0) -> dict[str, Any]:
     """Return the fields of Hello that identify this engine; every start of the engine is a new incarnation."""
-    # Bytes that are not UTF-8 would not fit into a message.
+    # Bytes that are not UTF-8 would not fit into a message, and control characters belong in no name.
     name = clean(os.environ.get("MERIDIAN_ENGINE_ID", platform.node()))
-    labels = clean(os.environ.get("MERIDIAN_LABELS", ""), MAX_LABELS)
+    labels = clean(os.environ.get("MERIDIAN_LABELS", "").strip(), MAX_LABELS)
     pairs = (p.partition("=") for p in labels.split(",") if "=" in p)
     return {
         "engine_id": name + (f"-dp{data_parallel_rank}" if data_parallel_rank else ""),
@@ -36,5 +36,5 @@ def identity_of_engine(vllm_version: str, data_parallel_rank: int = 0) -> dict[s
         "agent_version": __version__,
         "vllm_version": vllm_version,
         "labels": {key.strip(): value.strip() for key, _, value in pairs},
-        "url": clean(os.environ.get("MERIDIAN_URL", "")).strip().rstrip("/"),
+        "url": clean(os.environ.get("MERIDIAN_URL", "").strip()).rstrip("/"),
     }

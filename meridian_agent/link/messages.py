@@ -153,7 +153,12 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
     report.preempted.extend(record.preempted)
     report.resumed.extend(record.resumed)
     for slot, reason in record.closed:
-        report.closed.add(slot=slot, reason=reason, handed_over=slot in record.handed_over)
+        report.closed.add(
+            slot=slot,
+            reason=reason,
+            handed_over=slot in record.handed_over,
+            client_gone=slot in record.clients_gone,
+        )
     for slot, transferred, first_token_ms in record.continued:
         report.continued.slot.append(slot)
         report.continued.transferred_tokens.append(transferred)

@@ -159,7 +159,7 @@ class Outbox:
             self.unreported.begin_stream(record)
         self.snapshot_due, self._streaming = False, True
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
-        record.handed_over = []
+        record.handed_over, record.clients_gone = [], []
         record.text = record.lengths = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meridian_agent.core.bad_settings import BadSettings
+
 if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
@@ -24,17 +26,17 @@ SIZES = (
 
 
 def check(settings: agent_pb2.Settings) -> None:
-    """Check all fields. Raises ValueError with the name of a field and its value."""
+    """Check all fields. Raises BadSettings with the name of a field and its value."""
     if settings.lease_ms < MIN_LEASE_MS:
-        raise ValueError(f"lease_ms must be at least {MIN_LEASE_MS}; got {settings.lease_ms}")
+        raise BadSettings(f"lease_ms must be at least {MIN_LEASE_MS}; got {settings.lease_ms}")
     for name in ("scheduler_lease_ms", "entropy_lease_ms", "kv_memory_lease_ms"):
         if 0 < (lease_ms := getattr(settings, name)) < MIN_LEASE_MS:
-            raise ValueError(f"{name} must be 0 or at least {MIN_LEASE_MS}; got {lease_ms}")
+            raise BadSettings(f"{name} must be 0 or at least {MIN_LEASE_MS}; got {lease_ms}")
     if settings.report_interval_steps > MAX_INTERVAL_STEPS:
-        raise ValueError(
+        raise BadSettings(
             f"report_interval_steps must be at most {MAX_INTERVAL_STEPS}; got {settings.report_interval_steps}"
         )
     for names, limit, unit in SIZES:
         for name in names:
             if (size := len(getattr(settings, name))) > limit:
-                raise ValueError(f"{name} must have at most {limit} {unit}; got {size}")
+                raise BadSettings(f"{name} must have at most {limit} {unit}; got {size}")

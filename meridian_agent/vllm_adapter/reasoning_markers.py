@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.phases import Markers, no_markers
 from meridian_agent.vllm_adapter.tokenizer import tokenizer_of
 
@@ -61,7 +62,7 @@ MUSE = (
 WRITTEN = {"openai_gptoss": HARMONY, "inkling": INKLING, "muse_glimmer": MUSE, "muse": MUSE, "musespark1x": MUSE}
 
 
-class MarkersNotFound(ValueError):  # noqa: N818
+class MarkersNotFound(BadSettings):
     """A parser names no markers, or this tokenizer cannot encode them; the message says which of these and why."""
 
 
@@ -77,8 +78,8 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     """Return the thinking markers from the policy or, if it names none, from vLLM's --reasoning-config, its reasoning
     parser and the tokenizer. If none of these names markers, the result is marked as unknown and contains the reason.
 
-    Raises ValueError with the field and its value if the policy names something that this engine cannot use: a token id
-    outside the vocabulary, a parser that is unknown or does not fit the tokenizer, or a text when the engine has no
+    Raises BadSettings with the field and its value if the policy names something that this engine cannot use: a token
+    id outside the vocabulary, a parser that is unknown or does not fit the tokenizer, or a text when the engine has no
     tokenizer to encode it.
     """
     starts, ends = (_named(vllm_config, settings, f"think_{which}_token_ids") for which in ("start", "end"))
@@ -89,7 +90,7 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
         found, transition = _found(vllm_config, settings.reasoning_parser)
     except MarkersNotFound as error:
         if settings.reasoning_parser:
-            raise ValueError(f"reasoning_parser {settings.reasoning_parser!r}: {error}") from error
+            raise BadSettings(f"reasoning_parser {settings.reasoning_parser!r}: {error}") from error
         return no_markers(_how_to_name(vllm_config, str(error)))
     if starts or ends:
         found = [Found(starts or one.starts, ends or one.ends) for one in found[:1]]
@@ -109,19 +110,19 @@ def _turn_ends(vllm_config: Any) -> frozenset[int]:
 
 def _named(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> tuple[Tokens, ...]:
     """Return the one marker that the policy gives as token ids in the field `name`; empty if the field is empty. Raises
-    ValueError."""
+    BadSettings."""
     tokens, vocabulary = tuple(getattr(settings, name)), vllm_config.model_config.get_vocab_size()
     if outside := [token for token in tokens if token >= vocabulary]:
-        raise ValueError(f"{name} must be below {vocabulary}, the size of the vocabulary; got {outside[0]}")
+        raise BadSettings(f"{name} must be below {vocabulary}, the size of the vocabulary; got {outside[0]}")
     return (tokens,) if tokens else ()
 
 
 def _encoded(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> Tokens:
-    """Encode the text in one field of the settings as tokens. Raises ValueError."""
+    """Encode the text in one field of the settings as tokens. Raises BadSettings."""
     if not (text := getattr(settings, name)):
         return ()
     if (tokenizer := tokenizer_of(vllm_config)) is None:
-        raise ValueError(f"{name} cannot be encoded: the engine has no tokenizer")
+        raise BadSettings(f"{name} cannot be encoded: the engine has no tokenizer")
     return _ids(tokenizer, text)
 
 

@@ -257,6 +257,13 @@ METRICS: Table = {
     ),
 }
 
+# The API of vLLM's front end that knows why it aborts a request; without it an answer that ends at a stop string looks
+# like a disconnect.
+FRONT_END: Table = {
+    "vllm.v1.engine.output_processor:OutputProcessor": ("process_outputs(_)", "abort_requests(_, internal=_)"),
+    "vllm.v1.engine.output_processor:OutputProcessorOutput": ("reqs_to_abort",),
+}
+
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
 # The API that the agent uses in workers, one table for each of vLLM's model runners. A worker checks the table of the
 # runner that it has.

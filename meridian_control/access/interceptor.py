@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, before_etag
 from meridian_control.access.client_faults import ClientFaults
+from meridian_control.access.handshakes import Handshakes
 from meridian_control.access.rate_limits import Kind, Limiter
 from meridian_control.access.roles import NOBODY, OPEN, Access, AccessRule, Principal, Role, caller, rule_of
 from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
@@ -60,6 +61,7 @@ class Gate(grpc.aio.ServerInterceptor):
     def __init__(self, access: Access, limiter: Limiter, audit: AuditLog, faults: ClientFaults | None = None) -> None:
         self.access, self.limiter, self.audit = access, limiter, audit
         self.faults = faults or ClientFaults()
+        self.handshakes = Handshakes()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
@@ -109,6 +111,7 @@ class _Gated:
 
     async def open(self, given: bytes, context: Context) -> Any:
         """Serve a call that every caller may make. The method returns its response, or writes its responses itself."""
+        self._gate.handshakes.called(context.peer())
         try:
             request, place = self._parsed(given), ExitStack()
             if self._handler.response_streaming:
@@ -175,6 +178,7 @@ class _Gated:
         Raises MeridianError.
         """
         gate, principal, peer = self._gate, NOBODY, context.peer()
+        gate.handshakes.called(peer)
         try:
             principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
             principal.check(self._rule.role or Role.NONE, self._method)
@@ -231,7 +235,7 @@ class _Gated:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         peer, faults = context.peer(), self._gate.faults
-        told = error if isinstance(error, MeridianError) else MeridianError("internal error of the control plane")
+        told = error if isinstance(error, MeridianError) else MeridianError(_internal(error))
         if not isinstance(error, MeridianError):
             # An internal error. A caller may be able to cause it repeatedly, so its log lines are rate-limited.
             if faults.may_log(host_of(peer), "internal"):
@@ -269,6 +273,11 @@ def _let_go(error: BaseException) -> None:
     messages and the session would otherwise stay in memory until the garbage collector runs.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
+def _internal(error: Exception) -> str:
+    """Return what a caller gets to know of an error of the control plane: no text, which may quote another caller."""
+    return f"internal error of the control plane ({type(error).__name__}); its log has the traceback"
 
 
 def _one_line(error: MeridianError) -> str:

@@ -15,16 +15,19 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from meridian_control.access.reloading_file import Reloaded
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     Configuration = grpc.ServerCertificateConfiguration
 
 
-def server_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
+def server_credentials(
+    cert: Path, key: Path, client_ca: Path | None = None, begun: Callable[[], object] = lambda: None
+) -> grpc.ServerCredentials:
     """Return TLS credentials with the certificate chain in `cert` and the private key in `key`.
 
-    With `client_ca`, every client must show a certificate that this CA has signed. Raises OSError or ValueError if a
-    file cannot be used.
+    begun: called on gRPC's threads before each handshake. With `client_ca`, every client must show a certificate that
+    this CA has signed. Raises OSError or ValueError if a file cannot be used.
     """
     paths = [cert, key, *([client_ca] if client_ca else [])]
     files = Reloaded(paths, lambda: _configuration(cert, key, client_ca))
@@ -32,6 +35,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> 
 
     def renewed() -> Configuration | None:
         nonlocal given
+        begun()
         before, given = given, files.get()
         return None if given is before else given
 

@@ -17,6 +17,8 @@ from meridian_control.cluster.membership import own_host
 from meridian_control.common.addresses import is_loopback, split_address
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import grpc
 
 
@@ -107,11 +109,14 @@ def advertised(said: str | None, listen: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listener(args: argparse.Namespace) -> tuple[str, grpc.ServerCredentials | None]:
-    """Return the address to listen on, as gRPC binds it, and its TLS credentials. Raises OSError or ValueError."""
+def listener(
+    args: argparse.Namespace, begun: Callable[[], object] = lambda: None
+) -> tuple[str, grpc.ServerCredentials | None]:
+    """Return the address to listen on, as gRPC binds it, and its TLS credentials. begun: called on gRPC's threads
+    before each TLS handshake. Raises OSError or ValueError."""
     if bool(args.tls_cert) != bool(args.tls_key) or (args.client_ca and not args.tls_cert):
         raise ValueError("--tls-cert and --tls-key belong together, and --client-ca needs both")
-    tls = server_credentials(args.tls_cert, args.tls_key, args.client_ca) if args.tls_cert else None
+    tls = server_credentials(args.tls_cert, args.tls_key, args.client_ca, begun) if args.tls_cert else None
     if args.access and not (tls or args.insecure) and reached_by_others(args.listen):
         raise ValueError(
             f"--access needs --tls-cert and --tls-key if other machines can reach --listen {args.listen}: "

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
+from meridian_control.access.handshakes import Handshakes
 from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
 from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.common.metrics_listener import MetricsListener
+from meridian_control.common.plain_text import configure_logs, printable
 from meridian_control.decision_log.jsonl_file import decision_file
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.status_page.server import StatusPage
@@ -83,7 +85,8 @@ def export_metrics(endpoint: str | None, interval_s: float, ending: AsyncExitSta
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     """Run a control plane until a signal. Raises MeridianError, OSError or ValueError if the start fails."""
-    address, tls = listener(args)
+    handshakes = Handshakes()
+    address, tls = listener(args, handshakes.begun)
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
         register(parts)
@@ -99,8 +102,11 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         ending.push_async_callback(save, parts.budgets)
+        parts.gate.handshakes = handshakes
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)
+        if tls is not None and not address.startswith("unix:"):
+            handshakes.watch(bound)
         if parts.replicas is not None:
             ending.push_async_callback(leave, parts.replicas)
         logger.info("listening on %s (%s), store %s", *_where(args, address, bound))
@@ -146,7 +152,7 @@ async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logs("WARNING")
     # grpcio logs a traceback for every metadata value that is not UTF-8, however many callers send.
     of_grpc = logging.getLogger("grpc._cython.cygrpc")
     of_grpc.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
@@ -155,6 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
             asyncio.run(serve(args, DecisionLog(settled, ended)))
     except (MeridianError, OSError, ValueError) as error:
-        print(f"meridian-control: {error}", file=sys.stderr)
+        print(f"meridian-control: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
+from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_TEXT
 
 if TYPE_CHECKING:
@@ -108,10 +109,10 @@ class Charges:
         return taken
 
     def add_ended(self, ended: agent_pb2.EndedThinking) -> None:
-        """Add tokens of requests that ended without a stream. Raises ValueError if a text is too long."""
+        """Add tokens of requests that ended without a stream. Raises BadReport if a text is too long."""
         user = _user(ended)
         if (length := max(map(len, user))) > MAX_TEXT:
-            raise ValueError(f"ended must have texts of at most {MAX_TEXT} characters; got {length}")
+            raise BadReport(f"ended must have texts of at most {MAX_TEXT} characters; got {length}")
         self._by_tenant[user.tenant, user.model] += ended.think_tokens
         self._add_unmatched(user, ended.think_tokens)
 

@@ -7,7 +7,15 @@ import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2
 
-from meridian_control.cli.console import Output, OutputOption, add, connect, first, new_table, show
+from meridian_control.cli.console import (
+    Output,
+    OutputOption,
+    add,
+    connect,
+    first,
+    new_table,
+    show,
+)
 
 Since = Annotated[datetime | None, typer.Option(help="Show only calls from this time on, in UTC.")]
 Until = Annotated[datetime | None, typer.Option(help="Show only calls before this time, in UTC.")]

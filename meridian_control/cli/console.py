@@ -1,6 +1,7 @@
 """Provides the parts that all commands of `meridianctl` share: the connection, the forms of output, and error messages.
 
-The module knows no command, and uses one thread and blocking calls.
+The module knows no command, and uses one thread and blocking calls. All text that a command prints passes through
+`say`, `say_document` or `console`, which escape what a client or an agent may have put in.
 """
 
 import json
@@ -21,13 +22,17 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
+from meridian_control.access import tls_look
 from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli import contexts
 from meridian_control.common.errors import PolicyError
+from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document
 from meridian_control.offline.trace_file import FileError
 
 CALL_TIMEOUT_S = 10.0
@@ -110,7 +115,7 @@ def new_table(*columns: str) -> Table:
 
 def add(to: Table, *cells: object) -> None:
     """Add a row; a cell's lines are joined, so that each row of a table is one line."""
-    to.add_row(*(escape(" ".join(str(cell).splitlines())) for cell in cells))
+    to.add_row(*(escape(printable(" ".join(str(cell).splitlines()))) for cell in cells))
 
 
 def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
@@ -129,9 +134,9 @@ def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
 def show_value(value: Any, output: Output) -> None:
     """Print a value as JSON, or a dictionary as TOML."""
     if output is Output.json:
-        typer.echo(json.dumps(value, indent=2))
+        say_document(json.dumps(value, indent=2) + "\n")
     else:
-        typer.echo(tomli_w.dumps(value), nl=False)
+        say_document(tomli_w.dumps(value))
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -141,15 +146,46 @@ def as_dict(message: Message) -> dict[str, Any]:
     )
 
 
-def console() -> Console:
-    found = Console()
-    return found if found.is_terminal else Console(width=PIPED_WIDTH)
+class PlainConsole(Console):
+    """A console that shows each string in one line, and no control character of any text. Only Rich's own control
+    codes, such as those that move the cursor in `top`, reach the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not UNPRINTABLE.search(segment.text):
+                yield segment
+            else:
+                lines = (printable(line) for line in segment.text.split("\n"))
+                yield Segment("\n".join(lines), segment.style)
+
+    def say(self, text: str = "") -> None:
+        """Print a line of plain text."""
+        self.print(escape(text), highlight=False)
+
+
+def console() -> PlainConsole:
+    found = PlainConsole()
+    return found if found.is_terminal else PlainConsole(width=PIPED_WIDTH)
+
+
+def say(*lines: str, err: bool = False) -> None:
+    """Print each string as one line."""
+    for line in lines:
+        typer.echo(printable(line), err=err)
+
+
+def say_document(text: str) -> None:
+    """Print a JSON or TOML document, whose last line has its line break."""
+    typer.echo(printable_document(text), nl=False)
 
 
 def warn_unreachable(replicas: Iterable[str]) -> None:
     """Name on standard error the replicas whose data is missing from an answer about the fleet."""
     if names := ", ".join(sorted(set(replicas))):
-        typer.echo(f"replicas that did not answer, so that their data is missing: {names}", err=True)
+        say(f"replicas that did not answer, so that their data is missing: {names}", err=True)
 
 
 def pages(call: Any, request: Any) -> Iterator[Any]:
@@ -176,7 +212,7 @@ def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
 
 @contextmanager
 def connect(context: typer.Context) -> Iterator[Client]:
-    with reported(), context.obj.channel() as channel:
+    with reported(context.obj), context.obj.channel() as channel:
         yield Client(
             policy_pb2_grpc.PolicyServiceStub(channel),
             fleet_pb2_grpc.FleetServiceStub(channel),
@@ -187,8 +223,9 @@ def connect(context: typer.Context) -> Iterator[Client]:
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Print an error on standard error, one line for each bad field, and exit with the code for the error."""
+def reported(target: Target | None = None) -> Iterator[None]:
+    """Print an error on standard error, one line for each bad field, and exit with the code for the error. target: the
+    server of the calls, to look for a cause that gRPC does not name."""
     try:
         yield
     except PolicyError as error:
@@ -196,9 +233,12 @@ def reported() -> Iterator[None]:
     except FileError as error:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
-        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error))
+        cause = tls_look.trouble(*target.resolve()) if target and error.code() in MAY_BE_TLS else ""
+        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error), *([cause] if cause else []))
 
 
+# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 _EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: INVALID,
     grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
@@ -222,6 +262,5 @@ def error_lines(error: Any) -> list[str]:
 
 
 def fail(code: int, *lines: str) -> NoReturn:
-    for line in lines:
-        typer.echo(line, err=True)
+    say(*lines, err=True)
     raise typer.Exit(code)

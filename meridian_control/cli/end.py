@@ -16,6 +16,7 @@ from meridian_control.cli.console import (
     as_dict,
     connect,
     fail,
+    say,
     show_value,
 )
 from meridian_control.common.enum_names import outcome_name
@@ -41,7 +42,7 @@ ENDED = (
 
 def end(
     context: typer.Context,
-    request: Annotated[str, typer.Argument(help="Request id, as the engine or the client has it.")],
+    request: Annotated[str, typer.Argument(help="Request id, as the engine, the client or the answer has it.")],
     *,
     reason: Annotated[str, typer.Option(help="Reason, stored in the audit record and in the decision log.")] = "",
     engine: Annotated[str, typer.Option(help="Look only at the requests of this engine.")] = "",
@@ -60,7 +61,7 @@ def end(
     if (why := NOT_ENDED.get(answer.state)) is not None:
         fail(FAILED, f"{who} {why}")
     if output is Output.table:
-        typer.echo(_told(who, answer))
+        say(_told(who, answer))
     if answer.state != State.END_THINKING_STATE_ANSWERING:
         _check_outcome(answer, wait)
 

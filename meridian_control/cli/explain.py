@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from meridian.v1 import agent_pb2, fleet_pb2
-from rich.markup import escape
 from rich.table import Table
 
 from meridian_control.cli.console import (
@@ -38,7 +37,7 @@ Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
 
 def explain(
     context: typer.Context,
-    request: Annotated[str, typer.Argument(help="Request id, as the engine or the client has it.")],
+    request: Annotated[str, typer.Argument(help="Request id, as the engine, the client or the answer has it.")],
     engine: Engine = "",
     output: OutputOption = Output.table,
 ) -> None:
@@ -52,12 +51,19 @@ def explain(
         return
     terminal = console()
     for line in _heading(answer):
-        terminal.print(escape(line), highlight=False)
+        terminal.say(line)
     terminal.print(_life_table(answer.life))
     if answer.life.events_left_out:
-        terminal.print(f"{answer.life.events_left_out} older events are no longer in the decision log", highlight=False)
+        terminal.say(f"{answer.life.events_left_out} older events are no longer in the decision log")
+    for life in answer.siblings:
+        terminal.say()
+        for line in _heading(fleet_pb2.ExplainRequestResponse(life=life)):
+            terminal.say(line)
+        terminal.print(_life_table(life))
+    if answer.siblings_left_out:
+        terminal.say(f"{answer.siblings_left_out} more requests have this id")
     for life in answer.related:
-        terminal.print(escape(_related(life, answer.life)), highlight=False)
+        terminal.say(_related(life, answer.life))
         terminal.print(_life_table(life))
 
 
@@ -133,17 +139,17 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
     terminal = console()
     if answer.withdrawn_revision:
         line = f"revision {answer.withdrawn_revision} put the entropy rules into shadow: {answer.withdrawn_reason}"
-        terminal.print(escape(line), highlight=False)
+        terminal.say(line)
     for row in answer.savings:
         which = "current" if row.in_force else "earlier"
-        terminal.print(f"{which} rules, since revision {row.since_revision}", highlight=False)
+        terminal.say(f"{which} rules, since revision {row.since_revision}")
         terminal.print(savings_table(row))
         terminal.print(ends_table(row))
         for line in savings_lines(row):
-            terminal.print(escape(line), highlight=False)
+            terminal.say(line)
     if not any(row.treated.requests or row.control.requests for row in answer.savings):
         none = "No request counts: the entropy section is in shadow or off, or entropy.holdout_share is 0."
-        terminal.print(none, highlight=False)
+        terminal.say(none)
 
 
 # -------------------------------------------------------------------------------------------------------------- words

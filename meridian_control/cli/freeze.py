@@ -24,6 +24,7 @@ from meridian_control.cli.console import (
     fail,
     new_table,
     pages,
+    say,
     show,
 )
 from meridian_control.cli.policy import Author
@@ -70,7 +71,7 @@ def freeze(
     request.duration.FromSeconds(duration_s(duration))
     with connect(context) as client:
         made = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
-        typer.echo(f"freeze {made.freeze_id} until {_time(made)}")
+        say(f"freeze {made.freeze_id} until {_time(made)}")
         _wait_for_confirmations(client, made, wait)
 
 
@@ -92,9 +93,9 @@ def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_
             break
         time.sleep(POLL_INTERVAL_S)
     if not wanted:
-        typer.echo("no connected engine matches; engines that match are frozen as soon as they connect")
+        say("no connected engine matches; engines that match are frozen as soon as they connect")
         return
-    typer.echo(f"{len(wanted) - len(missing)} of {len(wanted)} connected engines confirmed")
+    say(f"{len(wanted) - len(missing)} of {len(wanted)} connected engines confirmed")
     if missing:
         fail(FAILED, *(f"{engine_id} has not confirmed" for engine_id in missing))
 
@@ -125,9 +126,9 @@ def thaw(
     with connect(context) as client:
         answer = client.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id), timeout=CALL_TIMEOUT_S)
     for ended in answer.freezes:
-        typer.echo(f"freeze {ended.freeze_id} has ended")
+        say(f"freeze {ended.freeze_id} has ended")
     if not answer.freezes:
-        typer.echo("no freeze is in force")
+        say("no freeze is in force")
 
 
 def freezes(context: typer.Context, output: OutputOption = Output.table) -> None:

@@ -28,6 +28,7 @@ from meridian_control.cli.console import (
     console,
     fail,
     pages,
+    say,
     show,
     show_value,
     warn_unreachable,
@@ -48,6 +49,7 @@ from meridian_control.cli.tables import (
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
 from meridian_control.common.enum_names import entropy_backend_name
+from meridian_control.decision_log.request_ids import is_called
 
 POLL_INTERVAL_S = 0.3
 
@@ -104,30 +106,35 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
     warn_unreachable(unreachable)
     if output is Output.table:
         for refused in (engine for engine in found if engine.nack_error):
-            typer.echo(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
+            say(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
         for reason in dict.fromkeys(engine.withdrawn for engine in found if engine.withdrawn):
             names = ", ".join(engine.engine_id for engine in found if engine.withdrawn == reason)
-            typer.echo(f"{names}: the control plane has put the entropy rules into shadow: {reason}")
+            say(f"{names}: the control plane has put the entropy rules into shadow: {reason}")
         for noted in (engine for engine in found if engine.entropy_note):
             backend = entropy_backend_name(noted.entropy_backend)
-            typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
+            say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
         for blind in (engine for engine in found if engine.unknown_markers):
-            typer.echo(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
+            say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
         for line in (*pool_lines(found), *limit_lines(found)):
-            typer.echo(line)
+            say(line)
 
 
 @app.command()
 def requests(
     context: typer.Context,
     engine: Annotated[str, typer.Option(help="Show only requests of this engine.")] = "",
+    request_id: Annotated[
+        str, typer.Option("--request", help="Show only the request with this id, as the engine or the client has it.")
+    ] = "",
     output: OutputOption = Output.table,
 ) -> None:
     """List the live requests with their signals, ranks and last decisions."""
     with connect(context) as client:
         request = fleet_pb2.ListRequestsRequest(engine_id=engine)
         answers = list(pages(client.fleet.ListRequests, request))
-    found = [live for page in answers for live in page.requests]
+    found = [
+        live for page in answers for live in page.requests if not request_id or is_called(live.request_id, request_id)
+    ]
     show(found, output, request_table(found))
     warn_unreachable(name for page in answers for name in page.unreachable_replicas)
 
@@ -140,7 +147,7 @@ def budgets(context: typer.Context, output: OutputOption = Output.table) -> None
     show(list(answer.budgets), output, budget_table(answer.budgets))
     if output is Output.table and answer.budgets:
         told = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
-        typer.echo(f"usage of all replicas as of {told}")
+        say(f"usage of all replicas as of {told}")
 
 
 @app.command()
@@ -185,7 +192,7 @@ def wait(
                 fail(FAILED, *(f"{engine.engine_id} is at revision {engine.acked_revision}" for engine in behind))
             time.sleep(POLL_INTERVAL_S)
             connected, unreachable = _connected(client)
-    typer.echo(f"revision {wanted} is applied on all {len(connected)} connected engines")
+    say(f"revision {wanted} is applied on all {len(connected)} connected engines")
 
 
 def _connected(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
@@ -210,11 +217,11 @@ def main() -> None:
         # Python puts a surrogate in place of a byte that is not UTF-8, and no message of the API can hold one.
         "".join(sys.argv).encode()
     except UnicodeEncodeError:
-        typer.echo("the arguments must be UTF-8", err=True)
+        say("the arguments must be UTF-8", err=True)
         sys.exit(INVALID)
     try:
         app(prog_name="meridianctl")
     except OSError as error:
         # For example, the disk to which the output goes is full.
-        typer.echo(f"cannot write the output: {error.strerror}", err=True)
+        say(f"cannot write the output: {error.strerror}", err=True)
         sys.exit(FAILED)

@@ -31,7 +31,10 @@ from meridian_control.cli.console import (
     first,
     new_table,
     reported,
+    say,
+    say_document,
     show,
+    show_value,
 )
 from meridian_control.common.errors import PolicyError
 from meridian_control.policy import formats as forms
@@ -67,7 +70,7 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOpt
     with connect(context) as client:
         stored = current(client, revision)
     if output is Output.json:
-        typer.echo(json.dumps(as_dict(stored), indent=2))
+        show_value(as_dict(stored), output)
         return
     policy = _readable(stored.policy)
     if output is Output.table:
@@ -75,8 +78,8 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOpt
         console().print(_rows(("field", "value", "default"), rows))
         return
     note = {key: getattr(stored, key) for key in ("revision", "etag", "author", "reason")}
-    typer.echo(f"# {json.dumps(note, ensure_ascii=False)}")
-    typer.echo(forms.to_toml(policy), nl=False)
+    say(f"# {json.dumps(note, ensure_ascii=False)}")
+    say_document(forms.to_toml(policy))
 
 
 @policy_app.command("apply")
@@ -136,7 +139,7 @@ def policy_validate(file: File) -> None:
     """Check FILE against the policy schema without a control plane, and print each bad field."""
     with reported():
         forms.load(file)
-    typer.echo(f"{file}: valid")
+    say(f"{file}: valid")
 
 
 @policy_app.command("families")
@@ -149,7 +152,7 @@ def policy_families(
     if family and family not in known:
         fail(INVALID, f"FAMILY must be one of {', '.join(known)}; got {family}")
     if family:
-        typer.echo(known[family].section(model or family), nl=False)
+        say_document(known[family].section(model or family))
         return
     settings = [(name, known[name].settings) for name in known]
     rows = [
@@ -218,7 +221,7 @@ def policy_explain(
         answer = client.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
     if output is Output.toml:
         for row in answer.values:
-            typer.echo(f"{row.path} = {row.value}  # {row.origin}")
+            say(f"{row.path} = {row.value}  # {row.origin}")
     else:
         rows = [(row.path, row.value, row.origin) for row in answer.values]
         show(answer.values, output, _rows(("field", "value", "from"), rows))
@@ -260,7 +263,7 @@ def _print_answer(
 ) -> None:
     if changes is not None:
         console().print(change_table(changes, ("before", "after")))
-    typer.echo(f"revision {revision.revision} etag {revision.etag}" if revision.revision else if_checked)
+    say(f"revision {revision.revision} etag {revision.etag}" if revision.revision else if_checked)
 
 
 def change_table(changes: Iterable[policy_pb2.PolicyChange], names: tuple[str, str]) -> Table:

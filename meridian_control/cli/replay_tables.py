@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.cli.console import add, new_table
+from meridian_control.cli.console import (
+    add,
+    new_table,
+)
 from meridian_control.offline.comparison_report import AFTER, BEFORE, figures
 from meridian_control.offline.policy_comparison import BY_ITSELF
 

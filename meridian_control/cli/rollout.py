@@ -29,6 +29,7 @@ from meridian_control.cli.console import (
     fail,
     first,
     new_table,
+    say,
     show,
     show_value,
 )
@@ -86,7 +87,7 @@ def rollout_start(
     if diff:
         console().print(change_table(answer.changes, ("before", "after")))
     if dry_run:
-        typer.echo(f"{file} and {steps}: valid, nothing started")
+        say(f"{file} and {steps}: valid, nothing started")
     else:
         _print(answer.rollout, output)
 

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
-from meridian_control.cli.console import add, new_table
+from meridian_control.cli.console import (
+    add,
+    new_table,
+)
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import (
     budget_stage_name,

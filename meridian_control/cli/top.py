@@ -18,7 +18,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from meridian_control.cli.console import connect, console
+from meridian_control.cli.console import (
+    connect,
+    console,
+)
 from meridian_control.cli.tables import engine_table, request_table
 
 KEY_POLL_S = 0.1

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from meridian_control.cli.console import (
     FAILED,
     Output,
     OutputOption,
+    PlainConsole,
     connect,
     console,
     fail,
     reported,
+    say,
     show_value,
     warn_unreachable,
 )
@@ -42,7 +42,7 @@ def record(
     requests: Annotated[int, typer.Option(min=0, help="Number of finished requests to record; 0 for no limit.")] = 0,
 ) -> None:
     """Write a trace of the messages between engines and control plane: signals and decisions, no text."""
-    progress = Console(stderr=True)
+    progress = PlainConsole(stderr=True)
     with connect(context) as client, TraceWriter(out) as writer, progress.status("waiting") as status:
         recorder = Recorder(
             client.fleet, writer, RecordingLimits(duration, requests), lambda w: status.update(_recorded(w))
@@ -53,12 +53,12 @@ def record(
             status.stop()
             if writer.records:
                 breaks = f", {recorder.breaks} interruptions" if recorder.breaks else ""
-                typer.echo(f"{out}: {_recorded(writer)}{breaks}")
+                say(f"{out}: {_recorded(writer)}{breaks}")
             else:
                 out.unlink()
             warn_unreachable(recorder.unreachable)
         if not writer.records:
-            typer.echo(f"{out} was not written, because no message of an engine arrived", err=True)
+            say(f"{out} was not written, because no message of an engine arrived", err=True)
 
 
 def _recorded(writer: TraceWriter) -> str:
@@ -111,7 +111,8 @@ def calibrate(
     terminal = console()
     terminal.print(calibration_report.table(found, goal))
     for sentence in calibration_report.sentences(found, replay, goal):
-        terminal.print("\n" + escape(sentence), highlight=False)
+        terminal.say()
+        terminal.say(sentence)
     figures = json.dumps(calibration_report.report(found, replay, goal), indent=2) + "\n"
     _write(out, lambda path: path.write_text(forms.to_toml(found.policy), encoding="utf-8"))
     _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
@@ -160,4 +161,4 @@ def replay(
         return
     terminal = console()
     for part in tables(found, wanted):
-        terminal.print(escape(part) if isinstance(part, str) else part, highlight=False)
+        terminal.say(part) if isinstance(part, str) else terminal.print(part)

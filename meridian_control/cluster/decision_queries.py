@@ -10,6 +10,7 @@ from meridian_control.cluster.peers import CALL_TIMEOUT_S
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.messages import (
+    MAX_SIBLINGS,
     MAX_TOKEN,
     explain_request,
     list_decisions,
@@ -20,6 +21,8 @@ from meridian_control.decision_log.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meridian_control.cluster.cluster_fleet import WholeFleet
     from meridian_control.cluster.peers import Peer
 
@@ -51,12 +54,37 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
         raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
     told = newest_life(answers)
     told.ClearField("related")
+    _merge_siblings(told, answers, request.request_id)
     if refs := refs_in(told.life):
         related, silent = await _related(whole, request.local_only, refs)
         told.related.extend(life for life in related if not _same(life, told.life))
         unreachable = sorted({*unreachable, *silent})
     told.unreachable_replicas.extend(unreachable)
     return told
+
+
+def _merge_siblings(
+    told: fleet_pb2.ExplainRequestResponse, answers: list[fleet_pb2.ExplainRequestResponse], request_id: str
+) -> None:
+    """Set the siblings of the life in `told` to the lives of all answers but this one, newest first."""
+    lives = [life for answer in answers for life in (answer.life, *answer.siblings)]
+    told.ClearField("siblings")
+    others = [life for life in _merged(lives) if not _same(life, told.life)]
+    if told.life.request_id == request_id:
+        # A replica that does not have this request may have answered with others whose client knows them by this id.
+        others = [life for life in others if life.request_id == request_id]
+    others.sort(key=lambda life: life.open_time.ToNanoseconds(), reverse=True)
+    told.siblings.extend(others[:MAX_SIBLINGS])
+    told.siblings_left_out = max(0, len(others) - MAX_SIBLINGS) + max(answer.siblings_left_out for answer in answers)
+
+
+def _merged(lives: Iterable[fleet_pb2.RequestLife]) -> list[fleet_pb2.RequestLife]:
+    """Return the lives with the parts of each life joined, which several replicas may have."""
+    parts: dict[tuple[str, str, str], list[fleet_pb2.ExplainRequestResponse]] = {}
+    for life in lives:
+        key = life.engine_id, life.incarnation, life.request_id
+        parts.setdefault(key, []).append(fleet_pb2.ExplainRequestResponse(life=life))
+    return [newest_life(found).life for found in parts.values()]
 
 
 async def _related(
@@ -72,11 +100,7 @@ async def _related(
     if whole.peers is not None and not local_only:
         others, silent = await whole.peers.ask_who_knows(ask)
         answers += others
-    parts: dict[tuple[str, str, str], list[fleet_pb2.ExplainRequestResponse]] = {}
-    for life in (life for answer in answers for life in answer.related):
-        key = life.engine_id, life.incarnation, life.request_id
-        parts.setdefault(key, []).append(fleet_pb2.ExplainRequestResponse(life=life))
-    lives = [newest_life(found).life for found in parts.values()]
+    lives = _merged(life for answer in answers for life in answer.related)
     return sorted(lives, key=lambda life: life.open_time.ToNanoseconds()), silent
 
 

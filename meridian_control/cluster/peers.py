@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
+from meridian_control.access import tls_look
 from meridian_control.access.reloading_file import Reloaded
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 
@@ -33,6 +34,9 @@ Answer = TypeVar("Answer")
 CALL_TIMEOUT_S = 2.0
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
+# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
+NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
@@ -64,6 +68,7 @@ class Peers:
 
     def __init__(self, others: Callable[[], Sequence[Replica]], credentials: ClientCredentials) -> None:
         self._others = others
+        self._credentials = credentials
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()
         self._known: dict[str, Peer] = {}
@@ -131,12 +136,21 @@ class Peers:
             answer = await _answered(peer, call)
         except (grpc.aio.AioRpcError, ReplicaUnavailable) as error:
             if replica_id not in self._silent:
-                why = f"{error.code()}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else error
-                logger.warning("replica %s did not answer: %s", replica_id, why)
-            self._silent.add(replica_id)
+                # Noted first, because other calls may fail during a look.
+                self._silent.add(replica_id)
+                logger.warning("replica %s did not answer: %s", replica_id, await self._why(peer, error))
             return []
         self._silent.discard(replica_id)
         return [answer]
+
+    async def _why(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable) -> str:
+        """Return why a replica did not answer, also if it is a cause in TLS that gRPC does not name."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            return str(error)
+        told, cause = f"{error.code()}: {error.details()}", ""
+        if error.code() in MAY_BE_TLS:
+            cause = await asyncio.to_thread(tls_look.trouble, peer.replica.address, self._credentials, NAMES)
+        return f"{cause} ({told})" if cause else told
 
     async def relay(self, recording: Recording, began: asyncio.Event) -> None:
         """Add the records of all other replicas to a recording until cancelled, also of replicas that start later.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Longest time that a call waits for the outcome of its decision, in milliseconds.
 MAX_WAIT_MS = 5000
 # Largest number of requests that the error about an ambiguous id names.
-NAMED = 4
+NAMED = 16
 
 
 async def end_thinking(whole: WholeFleet, request: Asked) -> Answer:

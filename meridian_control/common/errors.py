@@ -9,6 +9,7 @@ The errors are plain values, usable on any thread; `abort_with` belongs to the e
     │   └── HostOnly            PERMISSION_DENIED    host_only
     ├── TooMany                 RESOURCE_EXHAUSTED   too_many
     ├── InvalidRequest          INVALID_ARGUMENT     invalid_request
+    │   └── BadReport           INVALID_ARGUMENT     invalid_request
     ├── PolicyError             INVALID_ARGUMENT     policy_invalid
     ├── EtagMismatch            ABORTED              etag_mismatch
     ├── NotFound                NOT_FOUND            not_found
@@ -142,6 +143,14 @@ class InvalidRequest(MeridianError):
 
     def violations(self) -> tuple[Violation, ...]:
         return (self.violation,)
+
+
+class BadReport(InvalidRequest):
+    """An agent's message breaks the contract. Only the checks of what an agent sends raise this error, so that no error
+    of our own code counts as the agent's fault."""
+
+    def __init__(self, message: str, field: str = "report") -> None:
+        super().__init__(field, message)
 
 
 class PolicyError(MeridianError, ValueError):

@@ -2,6 +2,8 @@
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.errors import BadReport
+
 # Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
 MAX_SLOTS = 1 << 16
 
@@ -13,15 +15,15 @@ TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", 
 
 def copied(told: agent_pb2.RequestOpened) -> agent_pb2.RequestOpened:
     """Return a copy of a part of a report or snapshot, to be kept as long as the request lives: a reference to the part
-    itself would keep the whole message. Raises ValueError if the slot, a count or a text is out of range."""
+    itself would keep the whole message. Raises BadReport if the slot, a count or a text is out of range."""
     if (slot := told.slot) >= MAX_SLOTS:
-        raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
+        raise BadReport(f"slot must be below {MAX_SLOTS}; got {slot}")
     for name in COUNTS:
         if (count := getattr(told, name)) > MAX_COUNT:
-            raise ValueError(f"{name} must be at most {MAX_COUNT}; got {count}")
+            raise BadReport(f"{name} must be at most {MAX_COUNT}; got {count}")
     for name in TEXTS:
         if (length := len(getattr(told, name))) > MAX_TEXT:
-            raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
+            raise BadReport(f"{name} must have at most {MAX_TEXT} characters; got {length}")
     opened = agent_pb2.RequestOpened()
     opened.CopyFrom(told)
     # Fields that this version does not know have no bound.

@@ -12,6 +12,7 @@ from itertools import repeat
 from operator import attrgetter, ge, le
 from typing import TYPE_CHECKING
 
+from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ LEFT_OUT: dict[str, tuple[float, float]] = {
 
 
 def check(report: agent_pb2.StepReport) -> None:
-    """Raise ValueError, which names the field and the value, if a number of the report is out of its bounds."""
+    """Raise BadReport, which names the field and the value, if a number of the report is out of its bounds."""
     _check(_PATHS, (*_own(report), *_counted(report.counters)), _LOW, _HIGH)
     if report.HasField("merged"):
         for path, column in zip(_COLUMNS, _columns(report.merged), strict=True):
@@ -79,7 +80,7 @@ def _check(paths: Iterable[str], values: Sequence[float], low: Iterable[float], 
         for path, value in zip(paths, values, strict=False):
             least, most = REFUSED[path]
             if not least <= value <= most:
-                raise ValueError(f"{path} must be in [{least:g}, {most:g}]; got {value:g}")
+                raise BadReport(f"{path} must be in [{least:g}, {most:g}]; got {value:g}")
 
 
 def is_measured(path: str, value: float) -> bool:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",
     agent_pb2.FINISH_REASON_LENGTH: "length",
-    agent_pb2.FINISH_REASON_ABORT: "abort",
+    # An agent of 0.3.0 knows no more, nor does one whose front end has no hook or passes no marks on.
+    agent_pb2.FINISH_REASON_ABORT: "aborted by the front end: a stop string, a disconnect or a pause",
     agent_pb2.FINISH_REASON_ERROR: "error",
 }
 
@@ -78,7 +79,7 @@ class Journal:
             if (life := self._lives.pop(slot := request.slot, None)) is not None:
                 life.think_tokens = max(0, int(table.think_tokens[slot]))
                 life.output_tokens = max(0, int(table.output_tokens[slot]))
-                self._close(life, "handed_over" if request.handed_over else FINISH_NAMES.get(request.reason, "unknown"))
+                self._close(life, _end_of(request))
 
     def happened(self, change: RequestChange, detail: str = "") -> None:
         """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
@@ -145,3 +146,10 @@ class Journal:
         self._log.over(life)
         if self._log.ended is not None:
             self._log.ended(life)
+
+
+def _end_of(closed: agent_pb2.RequestClosed) -> str:
+    """Return the reason of a request's end in words."""
+    if closed.handed_over:
+        return "handed_over"
+    return "the client has gone" if closed.client_gone else FINISH_NAMES.get(closed.reason, "unknown")

@@ -125,11 +125,12 @@ class DecisionLog:
         """Return all lives, those that are over first."""
         return [*self._over.values(), *self._live.values()]
 
-    def find(self, request_id: str, engine_id: str) -> Life | None:
-        """Return the newest life whose request has this id, or whose request has it as the client's part of its id."""
+    def find(self, request_id: str, engine_id: str) -> list[Life]:
+        """Return the lives, newest first, of the requests with this id, or else of those that their client knows by
+        it."""
         lives = [life for life in self.lives() if engine_id in ("", life.engine_id) and life.is_called(request_id)]
         exact = [life for life in lives if life.opened.request_id == request_id]
-        return max(exact or lives, key=lambda life: life.open_time, default=None)
+        return sorted(exact or lives, key=lambda life: life.open_time, reverse=True)
 
     def decisions(self, wanted: Callable[[Decision], bool], before: datetime | None) -> Iterator[Decision]:
         """Return the wanted decisions, newest first, and only those made before `before` if it is given."""

@@ -16,6 +16,7 @@ from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.handover_messages import compared_handover, handover_message, refs_of
 from meridian_control.decision_log.pressure_messages import change_message, compared_reading
 from meridian_control.decision_log.records import Decision
+from meridian_control.decision_log.request_ids import is_called
 from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 # A comparison: name and value of the signal, an operator, name and value of the limit.
 Compared = tuple[str, float, str, str, float]
 THINK_TOKENS = "think_tokens"
+# Largest number of siblings in an explanation.
+MAX_SIBLINGS = 32
 START = datetime.fromtimestamp(0, UTC)
 # Largest page token, which is a time in microseconds.
 MAX_TOKEN = (datetime.max.replace(tzinfo=UTC) - START) // timedelta(microseconds=1)
@@ -38,20 +41,26 @@ MAX_TOKEN = (datetime.max.replace(tzinfo=UTC) - START) // timedelta(microseconds
 def explain_request(
     log: DecisionLog, live: Iterable[fleet_pb2.LiveRequest], request: fleet_pb2.ExplainRequestRequest
 ) -> fleet_pb2.ExplainRequestResponse:
-    """Return the life of a request.
+    """Return the life of a request, and the lives of the others that its client knows by the same id.
 
     Raises NotFound, with a text that says whether the request lives but is not in the sample.
     """
-    life = log.find(request.request_id, request.engine_id) if request.request_id else None
+    lives = log.find(request.request_id, request.engine_id) if request.request_id else []
+    life, siblings = lives[0] if lives else None, lives[1:]
     now = [r for r in live if life is not None and (r.engine_id, r.request_id) == (life.engine_id, _id(life))]
     if life is None:
         where = f' of engine "{request.engine_id}"' if request.engine_id else ""
-        if any(r.request_id == request.request_id for r in live):
+        if any(is_called(r.request_id, request.request_id) for r in live):
             why = "the request lives, but is not in the sample (telemetry.decision_log_sample_ratio)"
         else:
             why = "the request is unknown, is not in the sample, or was dropped for newer requests"
         raise NotFound(f'no request "{request.request_id}"{where} in the decision log: {why}')
-    return fleet_pb2.ExplainRequestResponse(life=life_message(log, life), live=now[0] if now else None)
+    return fleet_pb2.ExplainRequestResponse(
+        life=life_message(log, life),
+        live=now[0] if now else None,
+        siblings=[life_message(log, sibling) for sibling in siblings[:MAX_SIBLINGS]],
+        siblings_left_out=max(0, len(siblings) - MAX_SIBLINGS),
+    )
 
 
 def related_lives(log: DecisionLog, refs: Iterable[str]) -> fleet_pb2.ExplainRequestResponse:

@@ -1,20 +1,45 @@
-"""Strips vLLM's additions from request ids, and decides which ids are in a sample. All functions are pure."""
+"""Finds a request by the id that its client knows, and decides which ids are in a sample. All functions are pure.
 
+vLLM 0.30 to 0.33 make the engine's id of a request from what the client sees, in this order:
+
+- the client's own id (`X-Request-Id` or `request_id` in the body), or a random one, after a prefix for the API:
+  `chatcmpl-`, `cmpl-` or `generate-tokens-`; the Responses API puts no prefix before the id, which is `resp_...` unless
+  the client chose it. This is the id in the answer;
+- the number of the prompt: `-0` for completions, `_0` for the turns of a response and for chats of several prompts;
+  beams have `-`, 32 random characters and `-beam-0`;
+- `-` and eight random characters;
+- with n above 1, the number of the choice in front: `1_`.
+"""
+
+from __future__ import annotations
+
+import re
 from zlib import crc32
+
+from meridian_control.common.plain_text import printable
 
 # Prefixes that vLLM's server puts before the id that a client has given.
 PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
+_CHOICE = re.compile(r"\d+_(?=.)")
+_PROMPT = re.compile(r"(?<=.)(?:_\d+|-[0-9a-f]{32}-beam-\d+)$")
+# Only completions number their prompts with a hyphen, which may be a part of the client's own id elsewhere.
+_PROMPT_OF_COMPLETION = re.compile(r"(?<=^cmpl-)(.+)-\d+$")
 
 
 def shortened(request_id: str) -> set[str]:
-    """Return the ids that a client may have given: `request_id` without vLLM's prefix, suffix, or both."""
-    bare = request_id.rpartition("-")[0]
-    given = {name.removeprefix(prefix) for name in (request_id, bare) for prefix in PREFIXES}
-    return {bare, *given} - {"", request_id}
+    """Return the ids by which a client may know a request: the parts of `request_id` that are left without what vLLM
+    has added, one addition after the other."""
+    found = {request_id, _CHOICE.sub("", request_id, count=1) if _CHOICE.match(request_id) else request_id}
+    found |= {name.rpartition("-")[0] for name in found}
+    found |= {_PROMPT_OF_COMPLETION.sub(r"\1", _PROMPT.sub("", name)) for name in found}
+    found |= {name.removeprefix(prefix) for name in found for prefix in PREFIXES}
+    return found - {"", request_id}
 
 
 def is_called(own: str, request_id: str) -> bool:
-    """Return whether `request_id` is a request's own id or the client's part of that id."""
+    """Return whether `request_id` is a request's own id or the client's part of that id. Either may have control
+    characters or their escapes, because agents of 0.3.0 report ids as the client wrote them."""
+    own, request_id = printable(own), printable(request_id)
     return request_id == own or (request_id in own and request_id in shortened(own))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import copied
 from meridian_control.common.report_bounds import is_measured
@@ -146,7 +147,7 @@ class RequestTable(DecidedColumns):
         self.slot = np.arange(capacity)
 
     def open(self, told: agent_pb2.RequestOpened, now_ms: float = 0.0) -> agent_pb2.RequestOpened:
-        """Begin the row of a new request; return the table's copy of the message. Raises ValueError if the slot, a
+        """Begin the row of a new request; return the table's copy of the message. Raises BadReport if the slot, a
         count or a text is out of range."""
         slot = (opened := copied(told)).slot
         if slot >= len(self.info):
@@ -228,7 +229,7 @@ class RequestTable(DecidedColumns):
     def add_tokens(self, columns: agent_pb2.TokenColumns, at_ms: float | NDArray[np.float64] = 0.0) -> int:
         """Take in a report's token rows and return how many rows belonged to live requests.
 
-        at_ms: time at which each row came, [rows] or one for all. Raises ValueError if the columns differ in length or
+        at_ms: time at which each row came, [rows] or one for all. Raises BadReport if the columns differ in length or
         if a slot has too many rows.
         """
         rows = rows_of(columns, self.live, at_ms)
@@ -295,10 +296,10 @@ class RequestTable(DecidedColumns):
     def take_joined(self, columns: agent_pb2.JoinedColumns) -> None:
         """Note which live requests have joined their first step, and keep their queueing times in `joined`.
 
-        Raises ValueError if the columns differ in length.
+        Raises BadReport if the columns differ in length.
         """
         if len(columns.slot) != len(columns.queueing_ms):
-            raise ValueError("joined columns must have one length")
+            raise BadReport("joined columns must have one length")
         live = [row for row in zip(columns.slot, columns.queueing_ms, strict=True) if self.holds(row[0])]
         for slot, _ in live:
             self.queued[slot] = False

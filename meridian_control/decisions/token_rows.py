@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import all_in, any_in
 from meridian_control.common.packed_fields import NOTHING, floats, integers, packed_fields
 from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
@@ -106,7 +107,7 @@ class TokenRows(NamedTuple):
 def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> TokenRows:
     """Return the rows of live slots. live: [slots]. at_ms: time at which the rows came, one for all or [rows].
 
-    Raises ValueError if the columns differ in length or if a slot has too many rows.
+    Raises BadReport if the columns differ in length or if a slot has too many rows.
     """
     encoded = _encoded(columns)
     # NumPy sorts numbers of 16 bits in linear time; slots of live requests have no more.
@@ -125,7 +126,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     _keep_known_phases(phase, phases_seen)
     first, last = edges[:-1], edges[1:] - 1
     if len(slot) > MAX_ROWS_PER_SLOT and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
-        raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
+        raise BadReport(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
     thinking = thinks = phase == agent_pb2.PHASE_THINK
     answering = phase == agent_pb2.PHASE_OUTPUT
     if seen & FLAG_MARKER:
@@ -252,7 +253,7 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
     """Return slot, phase, flags and end rank, [4, rows], and token entropy and the log-probabilities of the end marker
     and of the likeliest token, [3, rows]. A phase that is not known becomes PHASE_UNSPECIFIED.
 
-    Raises ValueError if the columns differ in length.
+    Raises BadReport if the columns differ in length.
     """
     encoded = _encoded(columns)
     whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
@@ -261,11 +262,11 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
 
 
 def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
-    """Return the columns as byte_columns has them, [7, rows]. Raises ValueError if they differ in length."""
+    """Return the columns as byte_columns has them, [7, rows]. Raises BadReport if they differ in length."""
     if not (encoded := columns.byte_columns):
         return _packed_columns(columns)
     if len(encoded) % ROW_BYTES:
-        raise ValueError(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
+        raise BadReport(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
     return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
 
 
@@ -277,7 +278,7 @@ def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
 
 
 def spell_out(columns: agent_pb2.TokenColumns) -> None:
-    """Replace byte columns by the other columns. Raises ValueError if the number of bytes fits no rows."""
+    """Replace byte columns by the other columns. Raises BadReport if the number of bytes fits no rows."""
     whole, measured = columns_of(columns)
     columns.Clear()
     told: tuple[Any, ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
@@ -287,7 +288,7 @@ def spell_out(columns: agent_pb2.TokenColumns) -> None:
 
 
 def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
-    """Return the columns of a report without byte_columns as byte_columns would have them, [7, rows]. Raises ValueError
+    """Return the columns of a report without byte_columns as byte_columns would have them, [7, rows]. Raises BadReport
     if they differ in length."""
     packed = packed_fields(columns)
     told: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
@@ -298,6 +299,6 @@ def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
         measured[-1] = np.full(len(numbers[0]), np.nan, np.float32)
     lengths = [*map(len, numbers), *map(len, measured)]
     if len(set(lengths)) != 1:
-        raise ValueError(f"token columns must have one length; got {lengths}")
+        raise BadReport(f"token columns must have one length; got {lengths}")
     whole = np.concatenate(numbers).astype(np.uint32)
     return np.concatenate([whole, np.concatenate(measured).view(np.uint32)]).reshape(len(lengths), -1)

@@ -33,6 +33,8 @@ class Connection:
     overflowed: bool = False
     # Reason the control plane gives for ending the stream; empty while the stream is open.
     closing: str = ""
+    # Error of the control plane that ends the stream; None while there is none.
+    failure: Exception | None = None
     # Task that restores the last good revision after the engine refused the newest; None before that.
     restoring: asyncio.Task[None] | None = None
     # Set after every message of the agent, one for each call that waits for the outcome of a decision.
@@ -42,6 +44,11 @@ class Connection:
         """End the stream after the waiting responses have been sent."""
         self.closing = reason
         self.put([None])
+
+    def fail(self, failure: Exception) -> None:
+        """End the stream with an error of the control plane, after the waiting responses have been sent."""
+        self.failure = failure
+        self.close("internal")
 
     def wake(self) -> None:
         """Let the calls that wait for an outcome look again."""

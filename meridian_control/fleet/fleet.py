@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 
 class Fleet:
     """The engines of this replica.
@@ -94,7 +96,7 @@ class Fleet:
         self.departed = Departed()
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
-        self._policies = PolicyDelivery(self.connections, self._give_policy)
+        self._policies = PolicyDelivery(self.connections, self._deliver)
         self._freezes: tuple[Freeze, ...] = ()
         # Timer that runs when the next freeze ends.
         self._thawing: asyncio.TimerHandle | None = None
@@ -230,6 +232,9 @@ class Fleet:
         self._say(connection, session.on_policy(stored.revision, stored.policy), now)
         self._restore_last_good(connection)
 
+    def _deliver(self, connection: Connection, stored: StoredRevision) -> None:
+        self._safely(connection, self._give_policy, connection, stored)
+
     def note(self, session: Session, record: fleet_pb2.TraceRecord) -> None:
         """Add a record to the recordings of a session."""
         for recording in self._recording(session):
@@ -261,7 +266,11 @@ class Fleet:
         self._disconnect(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
-        session.close(now, followed=bool(self._streams_of(session.identity)))
+        try:
+            session.close(now, followed=bool(self._streams_of(session.identity)))
+        except Exception:
+            # An error of the control plane, often the one that has ended the stream. The engine has left all the same.
+            logger.exception("the session of engine %s could not be closed", session.hello.engine_id)
         connection.wake()
         self.closed_totals.add(session.totals)
         self.count_end(reason)
@@ -308,11 +317,23 @@ class Fleet:
         for connection in self.connections:
             session = connection.session
             if (found := self._freezes_of(session)) != session.freezing.freezes:
-                self._say(connection, session.on_freezes(found, now), now)
+                self._safely(connection, self._give_freezes, connection, found, now)
         self.share_pool()
         if left := [freeze.remaining(now) for freeze in freezes if freeze.end_time > now]:
             delay_s = min(left).total_seconds()
             self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
+
+    def _give_freezes(self, connection: Connection, freezes: tuple[Freeze, ...], now: datetime) -> None:
+        self._say(connection, connection.session.on_freezes(freezes, now), now)
+
+    def _safely(self, connection: Connection, give: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call `give` for one engine of several. An exception is an error of the control plane: it ends this engine's
+        stream, whose agent comes back with a snapshot, and the other engines are served."""
+        try:
+            give(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"engine {connection.session.hello.engine_id}")
+            connection.fail(error)
 
     @property
     def freezes(self) -> tuple[Freeze, ...]:

@@ -9,6 +9,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.pressure_messages import pressure_messages
+from meridian_control.decision_log.request_ids import is_called
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.signals import rpdi
 from meridian_control.handover import rule
@@ -165,7 +166,7 @@ def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) 
         return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
     for session in sessions:
         for _, opened in session.table.requests():
-            if opened.request_id == request_id:
+            if is_called(opened.request_id, request_id):
                 return subject_of(session.hello, opened)
     where = f'engine "{engine_id}"' if engine_id else "any engine"
     raise NotFound(f'no live request "{request_id}" on {where}')

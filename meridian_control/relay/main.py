@@ -14,7 +14,9 @@ from yarl import URL
 
 from meridian_control import __version__
 from meridian_control.common.addresses import flag_address
+from meridian_control.common.line_limit import LineLimit
 from meridian_control.common.metrics_listener import MetricsListener
+from meridian_control.common.plain_text import configure_logs, printable
 from meridian_control.relay.server import Relay
 
 if TYPE_CHECKING:
@@ -95,11 +97,12 @@ async def serve(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # The relay's clients can cause a line for each request.
+    configure_logs("WARNING", LineLimit())
     logger.setLevel(args.log_level.upper())
     try:
         asyncio.run(serve(args))
     except (OSError, ValueError) as error:
-        print(f"meridian-relay: {error}", file=sys.stderr)
+        print(f"meridian-relay: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0

@@ -63,6 +63,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if reader.done() and (failed := reader.exception()) is not None:
                 reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
                 raise failed
+            if connection.failure is not None:
+                reason = MeridianError.code
+                raise connection.failure
             reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
         except (asyncio.CancelledError, GeneratorExit):
             reason = "disconnected"

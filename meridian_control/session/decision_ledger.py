@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import outcome_name, reason_name
+from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.decision_log.records import Decision
 from meridian_control.session.shadow_comparison import ends_treated
@@ -138,9 +139,9 @@ class Ledger:
         self._count([self._finish(self.open.pop(decision_id), agent_pb2.OUTCOME_REQUEST_GONE)])
 
     def check(self) -> None:
-        """Raise ValueError if the agent leaves too many decisions without an outcome."""
+        """Raise BadReport if the agent leaves too many decisions without an outcome."""
         if (waiting := len(self.open)) > MAX_OPEN_DECISIONS:
-            raise ValueError(f"must leave at most {MAX_OPEN_DECISIONS} decisions without an outcome; got {waiting}")
+            raise BadReport(f"must leave at most {MAX_OPEN_DECISIONS} decisions without an outcome; got {waiting}")
 
     def forget(self, slot: int) -> None:
         """Drop the last decisions of a request that has ended."""

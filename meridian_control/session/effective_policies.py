@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from meridian.v1 import agent_pb2
 
 from meridian_control.budgets.stages import ShortenedBy, Shortening, in_stages, matching, shortened
 from meridian_control.common.enum_names import ENTROPY_REASONS
@@ -31,7 +32,6 @@ from meridian_control.policy.model import Policy, Who
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
     from meridian_control.budgets.charges import Charges
@@ -222,7 +222,10 @@ class Groups:
     def count_closed(self, closed: agent_pb2.RequestClosed) -> None:
         """Count a request that closes, which the table still holds, as treated or as control."""
         if self._experiment is not None and self._table.holds(closed.slot):
-            self._experiment.closed(self._table, closed.slot, closed.reason, handed_over=closed.handed_over)
+            # An abort without a client that has gone may be a stop string, which does no harm.
+            known = closed.reason != agent_pb2.FINISH_REASON_ABORT or closed.client_gone
+            reason = closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED
+            self._experiment.closed(self._table, closed.slot, reason, handed_over=closed.handed_over)
 
     def count_samples(
         self, slots: NDArray[np.int64], think_tokens: NDArray[np.int64], eat_nats: NDArray[np.float64]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.common.errors import BadReport
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import OUTPUT
@@ -70,7 +71,7 @@ class SessionHandovers:
     # ---------------------------------------------------------------------------------------------------------- reports
 
     def take(self, report: agent_pb2.StepReport, now: datetime) -> None:
-        """Take in a report whose requests the table still holds. Raises ValueError if columns differ in length."""
+        """Take in a report whose requests the table still holds. Raises BadReport if columns differ in length."""
         self._kv_used = report.kv_used
         for opened in report.opened:
             if opened.handed_over_ref:
@@ -82,7 +83,7 @@ class SessionHandovers:
 
     def _take_continued(self, told: agent_pb2.ContinuedColumns, now: datetime) -> None:
         if len({len(column) for column in (told.slot, told.transferred_tokens, told.first_token_ms)}) != 1:
-            raise ValueError("continued columns must have one length")
+            raise BadReport("continued columns must have one length")
         for slot, tokens, first_token_ms in zip(told.slot, told.transferred_tokens, told.first_token_ms, strict=True):
             self._continued(slot, tokens, first_token_ms, now)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meridian_control.common.errors import BadReport
 from meridian_control.decisions.token_rows import row_count
 
 if TYPE_CHECKING:
@@ -39,12 +40,12 @@ def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
     """Return the step in which each entry of a field came, [entries], counted from 0 within the report.
 
     If the agent does not say, the step is the last. name: of the field. Call `ages_ms` first, which checks the report.
-    Raises ValueError if the counts per step do not add up to the entries of the field.
+    Raises BadReport if the counts per step do not add up to the entries of the field.
     """
     if not (told := getattr(report.merged, name)[:]):
         return [max(report.steps, 1) - 1] * entries
     if len(told) != report.steps or sum(told) != entries:
-        raise ValueError(
+        raise BadReport(
             f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(told)} in {len(told)}"
         )
     return list(chain.from_iterable(map(repeat, range(len(told)), told)))
@@ -60,19 +61,19 @@ def step_of_rows(report: agent_pb2.StepReport) -> NDArray[np.int64]:
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
     """Return for each token row how many milliseconds before the report's last step it came, [rows].
 
-    Raises ValueError if the columns do not fit the report, if it merges too many steps, or if an age is out of range.
+    Raises BadReport if the columns do not fit the report, if it merges too many steps, or if an age is out of range.
     """
     merged, rows = report.merged, row_count(report.tokens)
     if not report.HasField("merged"):
         return np.zeros(rows)
     if report.steps > MAX_STEPS:
-        raise ValueError(f"a report must merge at most {MAX_STEPS} steps; got {report.steps}")
+        raise BadReport(f"a report must merge at most {MAX_STEPS} steps; got {report.steps}")
     told, age_ms = merged.rows[:], merged.age_ms[:]
     lengths = [len(column) for column in (told, merged.step_time_ms, merged.prefill_tokens, age_ms)]
     if lengths != [report.steps] * 4:
-        raise ValueError(f"columns of merged steps must have one entry for each of {report.steps}; got {lengths}")
+        raise BadReport(f"columns of merged steps must have one entry for each of {report.steps}; got {lengths}")
     if sum(told) != rows:
-        raise ValueError(f"merged steps must have all of the report's {rows} rows; got {sum(told)}")
+        raise BadReport(f"merged steps must have all of the report's {rows} rows; got {sum(told)}")
     if wrong := [age for age in age_ms if not 0 <= age <= MAX_AGE_MS]:
-        raise ValueError(f"age_ms must be in [0, {MAX_AGE_MS}]; got {wrong[0]}")
+        raise BadReport(f"age_ms must be in [0, {MAX_AGE_MS}]; got {wrong[0]}")
     return np.array(age_ms, np.float64).repeat(told)

@@ -12,6 +12,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import phase_name
+from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.common.report_bounds import is_measured
@@ -56,7 +57,7 @@ class Intake:
 
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> bool:
         """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer, because
-        the snapshot says unreported thinking. Raises ValueError if a request is out of range."""
+        the snapshot says unreported thinking. Raises BadReport if a request is out of range."""
         _check_length("requests", snapshot.requests)
         _check_length("ended", snapshot.ended)
         charged = self._charges.charged(snapshot.reported_session_id)
@@ -76,7 +77,7 @@ class Intake:
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
 
-        Raises ValueError if the report breaks the contract.
+        Raises BadReport if the report breaks the contract.
         """
         preempted, resumed, closed = report.preempted, report.resumed, report.closed
         for name, told in (
@@ -181,7 +182,7 @@ class Intake:
         same_answers = probes.same_answer[:] or [0] * len(slots)
         columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
-            raise ValueError("probe columns must have one length")
+            raise BadReport("probe columns must have one length")
         if self._groups.policy is None:
             return
         table, ledger = self._table, self._ledger
@@ -218,17 +219,17 @@ class Intake:
     def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
         """Take in the cycles and the repeated tokens that the agent has found.
 
-        Raises ValueError if the columns differ in length, or if a cycle is empty or shorter than a round.
+        Raises BadReport if the columns differ in length, or if a cycle is empty or shorter than a round.
         """
         columns = loops.slot, loops.period_tokens, loops.loop_tokens
         if len({len(column) for column in columns}) != 1:
-            raise ValueError("loop columns must have one length")
+            raise BadReport("loop columns must have one length")
         if len(repeats.slot) != len(repeats.repeated_tokens):
-            raise ValueError("repeat columns must have one length")
+            raise BadReport("repeat columns must have one length")
         slots, periods, tokens = (np.array(column, np.int64) for column in columns)
         if (bad := (periods < 1) | (tokens < periods)).any():
             row = int(bad.argmax())
-            raise ValueError(f"loops must have a round of at least 1 token; got {periods[row]} of {tokens[row]} tokens")
+            raise BadReport(f"loops must have a round of at least 1 token; got {periods[row]} of {tokens[row]} tokens")
         live = np.array([self._table.holds(slot) for slot in slots.tolist()], bool)
         self._table.set_loops(slots[live], periods[live], tokens[live])
         repeated = dict(zip(repeats.slot, repeats.repeated_tokens, strict=True))
@@ -273,6 +274,6 @@ def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
 
 
 def _check_length(name: str, told: Sized) -> None:
-    """Raise ValueError if a field has more entries than there can be requests; a message lists a request once."""
+    """Raise BadReport if a field has more entries than there can be requests; a message lists a request once."""
     if len(told) > MAX_SLOTS:
-        raise ValueError(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")
+        raise BadReport(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")

@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.common import report_bounds
 from meridian_control.common.enum_names import reason_name
-from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.errors import BadReport, InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.handover.results import Handovers
 from meridian_control.policy.model import Policy
@@ -242,7 +242,8 @@ class Session:
         return OperatorEnd(state, newest, think_tokens, [agent_pb2.ConnectResponse(directives=directives)])
 
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
-        """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract."""
+        """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract;
+        every other exception is an error of the control plane itself."""
         kind = message.WhichOneof("message")
         if self._journal is not None:
             self._journal.now = now
@@ -256,8 +257,8 @@ class Session:
                 return self._on_settings_status(message.settings_status, now)
             if kind == "freeze_status":
                 return self._on_freeze_status(message.freeze_status, now)
-        except ValueError as error:
-            raise InvalidRequest(str(kind), str(error)) from error
+        except BadReport as error:
+            raise BadReport(error.violation.message, str(kind)) from error
         raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
 
     def rest(self, now: datetime) -> None:

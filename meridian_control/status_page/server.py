@@ -19,6 +19,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.cluster import decision_queries
 from meridian_control.common.errors import MeridianError, NotFound
 from meridian_control.common.http_listener import HttpListener
+from meridian_control.common.plain_text import printable, printable_tree
 from meridian_control.status_page.contents import contents, plain
 
 if TYPE_CHECKING:
@@ -99,11 +100,13 @@ class StatusPage:
             request_id=request.query.get("id", ""), engine_id=request.query.get("engine", "")
         )
         try:
-            return web.json_response(plain(await decision_queries.explain(self._whole, asked)), headers=HEADERS)
+            return web.json_response(
+                printable_tree(plain(await decision_queries.explain(self._whole, asked))), headers=HEADERS
+            )
         except NotFound as error:
-            return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
+            return web.json_response({"error": printable(str(error))}, status=404, headers=HEADERS)
         except MeridianError as error:
-            return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
+            return web.json_response({"error": printable(str(error))}, status=400, headers=HEADERS)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send the fleet's state now and at every interval, as server-sent events, until the viewer leaves."""
@@ -135,7 +138,7 @@ class StatusPage:
                 now = self._whole.fleet.clock()
                 told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
                 # A page cannot read NaN, and would go on showing old contents as if they were live.
-                event = b"data: " + json.dumps(told, allow_nan=False).encode() + b"\n\n"
+                event = b"data: " + json.dumps(printable_tree(told), allow_nan=False).encode() + b"\n\n"
             except MeridianError as error:
                 event = trouble(str(error))
             except Exception:
@@ -154,4 +157,4 @@ def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
 
 
 def trouble(text: str) -> bytes:
-    return b"event: trouble\ndata: " + json.dumps(text).encode() + b"\n\n"
+    return b"event: trouble\ndata: " + json.dumps(printable(text)).encode() + b"\n\n"

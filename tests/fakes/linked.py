@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.directives import STEP_DECISIONS
 from meridian_agent.link.control_stream import Link
 from meridian_agent.vllm_adapter.scheduler_limits import Bounds, SchedulerLimits
@@ -82,7 +83,7 @@ class LinkedEngine:
     def _prepare(self, settings: agent_pb2.Settings) -> None:
         self.settings.append(settings)
         if self.refusal:
-            raise ValueError(self.refusal)
+            raise BadSettings(self.refusal)
 
     def _keep(self, settings: agent_pb2.Settings) -> None:
         self.kept.append(settings.revision)

@@ -199,7 +199,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """The request reached its largest number of tokens."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """The client aborted the request or disconnected."""
+    """vLLM's front end or an operation such as a pause has aborted the request. Unless RequestClosed.client_gone is set,
+    the reason may also be a stop string, which only the front end sees.
+    """
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """An error in the engine ended the request."""
 
@@ -213,7 +215,9 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """The request reached its largest number of tokens."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""The client aborted the request or disconnected."""
+"""vLLM's front end or an operation such as a pause has aborted the request. Unless RequestClosed.client_gone is set,
+the reason may also be a stop string, which only the front end sees.
+"""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """An error in the engine ended the request."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -1147,6 +1151,7 @@ class RequestClosed(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    CLIENT_GONE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Slot that the request had."""
     reason: Global___FinishReason.ValueType
@@ -1155,16 +1160,19 @@ class RequestClosed(_message.Message):
     """Whether the request ended at the end of its thinking, because a HandOver was in force. Another engine gives the
     answer.
     """
+    client_gone: _builtins.bool
+    """Whether the front end has aborted the request because its client disconnected or cancelled it."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         reason: Global___FinishReason.ValueType = ...,
         handed_over: _builtins.bool = ...,
+        client_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handed_over", b"handed_over", "reason", b"reason", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_gone", b"client_gone", "handed_over", b"handed_over", "reason", b"reason", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1866,8 +1866,8 @@ class ExplainRequestRequest(_message.Message):
     HANDED_OVER_REFS_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Request id in the engine, or the client's id without the parts that vLLM adds to it. If several requests match, the
-    newest is returned.
+    """Request id in the engine, or the id that the client knows: the id in vLLM's answer, or the client's own id. If
+    several requests match, the newest is returned, and the others are in `siblings`.
     """
     engine_id: _builtins.str
     """Id of the request's engine; empty for all engines."""
@@ -1904,7 +1904,11 @@ class ExplainRequestResponse(_message.Message):
     LIFE_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
     RELATED_FIELD_NUMBER: _builtins.int
+    SIBLINGS_FIELD_NUMBER: _builtins.int
+    SIBLINGS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
+    siblings_left_out: _builtins.int
+    """Number of siblings that are not listed."""
     @_builtins.property
     def life(self) -> Global___RequestLife:
         """History of the request."""
@@ -1918,6 +1922,12 @@ class ExplainRequestResponse(_message.Message):
         """Histories of the same client's request on other engines, before and after it was handed over, oldest first."""
 
     @_builtins.property
+    def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestLife]:
+        """Histories of the other requests with this client's id, such as the choices of a request with n above 1, newest
+        first.
+        """
+
+    @_builtins.property
     def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the replicas that did not answer; what they know is missing."""
 
@@ -1927,11 +1937,13 @@ class ExplainRequestResponse(_message.Message):
         life: Global___RequestLife | None = ...,
         live: Global___LiveRequest | None = ...,
         related: _abc.Iterable[Global___RequestLife] | None = ...,
+        siblings: _abc.Iterable[Global___RequestLife] | None = ...,
+        siblings_left_out: _builtins.int = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live", "related", b"related", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live", "related", b"related", "siblings", b"siblings", "siblings_left_out", b"siblings_left_out", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2976,7 +2988,7 @@ class EndThinkingRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Request id in the engine, or the client's id without the parts that vLLM adds to it."""
+    """Request id in the engine, or the id that the client knows. It must name one live request."""
     engine_id: _builtins.str
     """Id of the request's engine; empty for all engines."""
     reason: _builtins.str

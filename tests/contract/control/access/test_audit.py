@@ -292,7 +292,7 @@ async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) 
         await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="raise"))
     assert (raised.value.code(), raised.value.details()) == (
         grpc.StatusCode.INTERNAL,
-        "internal error of the control plane",
+        "internal error of the control plane (RuntimeError); its log has the traceback",
     )
     (record,) = await log.list(10, None, [])
     assert record.outcome == AuditOutcome("INTERNAL", "RuntimeError", "raise")

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
+from meridian.v1 import agent_pb2
 
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.common.errors import StoreUnavailable
@@ -22,7 +23,8 @@ from meridian_control.session.freeze_state import Match
 from meridian_control.status_page import server
 from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
 from tests.contract.control.decision_log.test_why import one_life
-from tests.contract.streams import Control, controlling
+from tests.contract.streams import Control, call_to, controlling
+from tests.fakes.agent import hello
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
@@ -94,6 +96,27 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
         assert life["events"][0]["kind"] == "opened"
         async with session.get(f"{address}/request", params={"id": "nobody"}) as missing:
             assert (missing.status, "nobody" in (await missing.json())["error"]) == (404, True)
+
+
+async def test_text_of_an_older_agent_is_shown_escaped(tmp_path: Path) -> None:
+    """Agents of 0.3.0 report what clients wrote. The page finds the request by what it shows and by what they wrote."""
+    hostile = "r\u202egnp.exe\x1b[31m\nCRITICAL"
+    opened = agent_pb2.RequestOpened(request_id=hostile, tenant=hostile, model=hostile)
+    report = agent_pb2.StepReport(step=1, steps=1, opened=[opened])
+    async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
+        async with call_to(control.target) as call:
+            await call.write(agent_pb2.ConnectRequest(hello=hello()))
+            await call.write(agent_pb2.ConnectRequest(step=report))
+            await until(lambda: control.names() == [hostile])
+            told = await first_event(session, address)
+            shown = told["requests"][0]["id"]
+            assert shown == r"r\u202egnp.exe\x1b[31m\nCRITICAL"
+            assert hostile not in json.dumps(told, ensure_ascii=False)
+            for asked in (shown, hostile):
+                async with session.get(f"{address}/request", params={"id": asked}) as found:
+                    assert (await found.json())["life"]["request_id"] == shown
+        async with session.get(f"{address}/request", params={"id": hostile + "?"}) as missing:
+            assert r"\u202e" in (await missing.json())["error"]
 
 
 async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,4 +220,4 @@ def test_a_fault_with_a_clients_words_can_be_told() -> None:
     guard = Guard()
     guard.note("observer", "r-\ud800")
     guard.switch_off("r-\ud800")
-    assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "r-?"
+    assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "r-\\ud800"

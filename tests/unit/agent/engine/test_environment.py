@@ -29,7 +29,7 @@ def test_bytes_that_are_no_text_fit_into_a_message(monkeypatch: pytest.MonkeyPat
     for name in ("MERIDIAN_ENGINE_ID", "MERIDIAN_LABELS", "MERIDIAN_URL"):
         monkeypatch.setenv(name, "pool=\udcff")
     told = agent_pb2.Hello(**identity_of_engine("0.32.0"))
-    assert (told.engine_id, dict(told.labels), told.url) == ("pool=?", {"pool": "?"}, "pool=?")
+    assert (told.engine_id, dict(told.labels), told.url) == ("pool=\\udcff", {"pool": "\\udcff"}, "pool=\\udcff")
 
 
 @pytest.mark.parametrize("named", ["dev", "", "0", "x.y", "0.x"])

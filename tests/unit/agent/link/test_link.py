@@ -10,6 +10,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
+from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.control_stream import REFUSED, REFUSED_S, Link
 
@@ -66,7 +67,7 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
     now_s = [1.0]
 
     def prepare(_: agent_pb2.Settings) -> None:
-        raise ValueError("no such marker")
+        raise BadSettings("no such marker")
 
     link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
     settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
@@ -80,7 +81,7 @@ def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
     """A control plane with another store counts revisions from 1, so a low number may be the newest refusal."""
 
     def prepare(_: agent_pb2.Settings) -> None:
-        raise ValueError("no such marker")
+        raise BadSettings("no such marker")
 
     link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
     for revision in (*range(100, 100 + REFUSED), 3, 101):

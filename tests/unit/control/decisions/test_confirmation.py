@@ -211,7 +211,7 @@ def test_the_floor_finds_enough_samples(confirm: int) -> None:
     made = stream(policy(scheduler={"min_think_tokens": 200}, entropy={**rules, "confirm_sentence_ends": confirm}))
     made.open("r", 400, 2, eat_nats=lambda _: 0.01)
     made.step(300)
-    life = made.log.find("r", "")
+    (life,) = made.log.find("r", "")
     assert life is not None
     (end,) = [event for event in life.events if isinstance(event, Decision) and event.kind == "force"]
     assert 200 <= end.outcome_think_tokens <= 202

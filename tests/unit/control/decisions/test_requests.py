@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import phases
+from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.decisions import token_rows as rows
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, RequestTable
@@ -63,7 +64,7 @@ def test_requests_join_their_first_step() -> None:
     assert not made.queued.any()
     made.take_joined(agent_pb2.JoinedColumns())
     assert [len(column) for column in made.joined] == [0, 0]
-    with pytest.raises(ValueError, match="joined columns must have one length"):
+    with pytest.raises(BadReport, match="joined columns must have one length"):
         made.take_joined(agent_pb2.JoinedColumns(slot=[1]))
 
 
@@ -93,7 +94,7 @@ def test_capacity_grows_and_keeps_what_is_there() -> None:
 def test_slots_out_of_range() -> None:
     made = RequestTable(1)
     made.open(opened(MAX_SLOTS - 1))
-    with pytest.raises(ValueError, match=f"slot must be below {MAX_SLOTS}; got {MAX_SLOTS}"):
+    with pytest.raises(BadReport, match=f"slot must be below {MAX_SLOTS}; got {MAX_SLOTS}"):
         made.open(opened(MAX_SLOTS))
     assert not made.holds(MAX_SLOTS)
     made.close(2**32 - 1)
@@ -114,12 +115,12 @@ def test_phases_of_another_version(phase: int) -> None:
 def test_columns_of_different_length() -> None:
     columns = tokens([(0, THINK, 0, 0.0)])
     columns.entropy_nats.append(0.0)
-    with pytest.raises(ValueError, match=r"one length; got \[1, 1, 1, 1, 2, 1, 1\]"):
+    with pytest.raises(BadReport, match=r"one length; got \[1, 1, 1, 1, 2, 1, 1\]"):
         table({}).add_tokens(columns)
 
 
 def test_byte_columns_that_end_within_a_row() -> None:
-    with pytest.raises(ValueError, match=r"byte_columns must have 28 bytes for each token; got 29 bytes"):
+    with pytest.raises(BadReport, match=r"byte_columns must have 28 bytes for each token; got 29 bytes"):
         table({}).add_tokens(agent_pb2.TokenColumns(byte_columns=bytes(29)))
 
 
@@ -177,7 +178,7 @@ def test_an_older_agent_sends_no_margins() -> None:
     assert made.boundary_count[0] == 1
     assert np.isnan(made.boundary_margins[0]).all()
     only_one = tokens([(0, THINK, 0, 1.0, 9, -4.0, -1.0), (0, THINK, 0, 1.0, 9, -4.0)])
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(BadReport, match="one length"):
         made.add_tokens(only_one)
 
 

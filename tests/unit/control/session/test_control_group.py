@@ -102,12 +102,12 @@ def test_explain_says_so_once() -> None:
     made.open(CONTROL)
     made.step(3)
     made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, "ema_alpha": 0.9}))
-    life = made.log.find(CONTROL, "")
+    (life,) = made.log.find(CONTROL, "")
     assert life is not None
     assert [event.kind for event in life.events if event.kind == "control_group"] == ["control_group"]
     made.open(TREATED)
     made.step(3)
-    life = made.log.find(TREATED, "")
+    (life,) = made.log.find(TREATED, "")
     assert life is not None
     assert not any(event.kind == "control_group" for event in life.events)
 

@@ -344,7 +344,7 @@ def test_of_what_an_agent_says_at_length_only_the_beginning_is_kept() -> None:
     made.step()
     outcomes = [{"decision_id": made_id, "outcome": 6, "detail": "x" * 9999} for made_id in made.session.open_decisions]
     made.say(outcomes=outcomes)
-    life = made.log.find("a", "")
+    (life,) = made.log.find("a", "")
     assert life is not None
     assert {len(event.detail) for event in life.events} == {MAX_TEXT}
     made.agent.refuse_settings = "y" * 9999

@@ -42,7 +42,7 @@ def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such() -> None
     assert made.session.totals.ends == {RESERVE: 1}
     assert made.session.totals.settled["cap", "applied"] == 1
     assert made.session.totals.below_cap == {}, "no rule saved these tokens"
-    life = made.log.find("a", "")
+    (life,) = made.log.find("a", "")
     assert life is not None
     (end,) = (e for e in life.events if getattr(e, "kind", "") == "think_end")
     assert (end.detail, end.think_tokens) == (RESERVE, 9)  # type: ignore[union-attr]

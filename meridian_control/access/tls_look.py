@@ -1,0 +1,136 @@
+"""Finds out why TLS with a server fails, after gRPC has failed: gRPC says "Socket closed" for most causes.
+
+The look makes one connection of its own, with Python's ssl, and speaks TLS and the first bytes of HTTP/2. It runs only
+after a failure, blocks for at most a few seconds, and never raises. The agent has a copy with the names of its
+variables.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+
+if TYPE_CHECKING:
+    from meridian_control.access.client_credentials import ClientCredentials
+
+CONNECT_S, ANSWER_S = 2.0, 2.0
+# Names of what sets the CA, and the certificate and its key, for the text.
+CA, CERT = "--ca (MERIDIAN_TLS_CA)", "--cert and --key (MERIDIAN_TLS_CERT, MERIDIAN_TLS_KEY)"
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the user of these credentials sets the CA, and the certificate with its key."""
+
+    ca: str = CA
+    cert: str = CERT
+
+
+def trouble(target: str, credentials: ClientCredentials, names: Names = Names()) -> str:
+    """Return why TLS with the server at `target` fails, and what to set; empty if the look finds nothing."""
+    if (place := host_and_port(target)) is None:
+        return ""
+    try:
+        with socket.create_connection(place, CONNECT_S) as connection:
+            if credentials.ca or credentials.cert:
+                return _secured(connection, place[0], credentials, names)
+            return _plain(connection, place[0], names)
+    except (OSError, ValueError):
+        # Nobody listens, or the files cannot be read, which gRPC's own error says.
+        return ""
+
+
+def host_and_port(target: str) -> tuple[str, int] | None:
+    """Return host and port of a gRPC target, None for one that names no TCP address."""
+    scheme, found, rest = target.partition("://")
+    name = rest.lstrip("/").rpartition("/")[2] if found else target
+    if (found and scheme not in ("dns", "ipv4", "ipv6")) or target.startswith(("unix:", "unix-abstract:")):
+        return None
+    for prefix in ("dns:", "ipv4:", "ipv6:"):
+        name = name.removeprefix(prefix)
+    host, _, port = name.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
+
+
+def _plain(connection: socket.socket, host: str, names: Names) -> str:
+    """Look whether the server that was called without TLS speaks TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with _handshake(connection, host, context):
+            pass
+    except ssl.SSLError as error:
+        # The server does not speak TLS either, unless its own alert refuses this client's.
+        if "ALERT" not in (error.reason or ""):
+            return ""
+    return f"the server wants TLS, and this client uses none: set {names.ca}"
+
+
+def _secured(connection: socket.socket, host: str, credentials: ClientCredentials, names: Names) -> str:
+    if expired := _expired(credentials.cert):
+        return f"the client certificate {credentials.cert} has expired on {expired}: renew {names.cert}"
+    context = ssl.create_default_context(cafile=credentials.ca or None)
+    if credentials.cert:
+        context.load_cert_chain(credentials.cert, credentials.key)
+    try:
+        with _handshake(connection, host, context) as secured:
+            return "" if _begins(secured) else _refused(credentials, names)
+    except ssl.SSLCertVerificationError as error:
+        return _unverified(error, host, credentials, names)
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
+            return f"the server uses no TLS, and this client does: unset {names.ca}, or give the server --tls-cert"
+        return _refused(credentials, names)
+    except (ConnectionError, EOFError):
+        return _refused(credentials, names)
+
+
+def _begins(connection: ssl.SSLSocket) -> bool:
+    """Return whether the server goes on after the handshake; a server that is silent may still do so.
+
+    A server that has let the client in begins with its HTTP/2 settings. With TLS 1.3 it looks at the client's
+    certificate only after the handshake has ended for the client.
+    """
+    connection.settimeout(ANSWER_S)
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+
+
+def _refused(credentials: ClientCredentials, names: Names) -> str:
+    if not credentials.cert:
+        return f"the server has ended the TLS handshake; it wants a client certificate (--client-ca): set {names.cert}"
+    return (
+        f"the server has ended the TLS handshake; it does not accept the client certificate {credentials.cert}: it "
+        "must be signed by the CA of the server's --client-ca, and the server's clock must be right"
+    )
+
+
+def _unverified(error: ssl.SSLCertVerificationError, host: str, credentials: ClientCredentials, names: Names) -> str:
+    why = error.verify_message
+    if "expired" in why:
+        return f"the server's certificate has expired: renew its --tls-cert ({why})"
+    if "mismatch" in why or "not valid for" in why:
+        return f"the server's certificate is not for {host}: use an address that it names, or renew its --tls-cert"
+    ca = credentials.ca or "the system's CAs"
+    return f"the server's certificate is not signed by {ca} ({why}): {names.ca} must name the CA of its --tls-cert"
+
+
+def _handshake(connection: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SSLSocket:
+    context.set_alpn_protocols(["h2"])
+    return context.wrap_socket(connection, server_hostname=host)
+
+
+def _expired(cert: str) -> str:
+    """Return the time at which a certificate has expired; empty if it has not, or if there is none."""
+    if not cert:
+        return ""
+    until = x509.load_pem_x509_certificate(Path(cert).read_bytes()).not_valid_after_utc
+    return until.strftime("%Y-%m-%d %H:%M UTC") if until < datetime.now(UTC) else ""

@@ -1,0 +1,171 @@
+"""TLS that fails: the agent, meridianctl and a replica that asks another name the cause and what to set. The servers
+are processes of their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+from typer.testing import CliRunner
+
+from meridian_agent.link.control_stream import Link
+from meridian_agent.link.credentials import AgentCredentials
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.cli.main import app
+from meridian_control.cluster import peers
+from meridian_control.cluster.membership import Replica
+from meridian_control.cluster.peers import Peers
+from tests.certificates import Authority, Issued
+from tests.fakes.agent import hello
+from tests.processes import Control, Process, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Servers:
+    secured: str
+    plain: str
+    good: Issued
+    expired: Issued
+    strange: Issued
+    process: Process
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("tls")
+    ours, other = Authority(folder), Authority(folder, "other")
+    server, good = ours.issue("server"), ours.issue("good")
+    options = ["--tls-cert", server.cert, "--tls-key", server.key, "--client-ca", server.ca]
+    (folder / "plain").mkdir()
+    secured = Control(folder, options=[str(part) for part in options], credentials=good.credentials().channel())
+    plain = Control(folder / "plain")
+    expired = ours.issue("expired", lasts=-timedelta(hours=1))
+    yield Servers(secured.target, plain.target, good, expired, other.issue("strange"), secured.process)
+    secured.process.stop()
+    plain.process.stop()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, the files of a client, and parts of the text that names the cause and what to set. `{ca}` stands for
+    what the client calls the setting of the CA, and `{cert}` for that of the certificate and its key."""
+
+    target: str
+    files: tuple[Path, ...]
+    parts: tuple[str, ...]
+
+
+def case(name: str, at: Servers) -> Case:
+    ca, cert, key = at.good.ca, at.good.cert, at.good.key
+    by_name = "localhost:" + at.secured.rpartition(":")[2]
+    return {
+        "plaintext to TLS": Case(at.secured, (), ("wants TLS", "set {ca}")),
+        "TLS to plaintext": Case(at.plain, (ca, cert, key), ("uses no TLS", "unset {ca}", "--tls-cert")),
+        "no certificate": Case(at.secured, (ca,), ("--client-ca", "set {cert}")),
+        "expired": Case(at.secured, (ca, at.expired.cert, at.expired.key), ("expired on", "renew {cert}")),
+        "of another CA": Case(at.secured, (ca, at.strange.cert, at.strange.key), ("does not accept", "--client-ca")),
+        "wrong CA": Case(at.secured, (at.strange.ca, cert, key), ("not signed by", "{ca} must name")),
+        "wrong host": Case(by_name, (ca, cert, key), ("not for localhost", "--tls-cert")),
+    }[name]
+
+
+NAMES = (
+    "plaintext to TLS",
+    "TLS to plaintext",
+    "no certificate",
+    "expired",
+    "of another CA",
+    "wrong CA",
+    "wrong host",
+)
+every_case = pytest.mark.parametrize("name", NAMES)
+
+
+@every_case
+def test_meridianctl_names_the_cause(servers: Servers, name: str) -> None:
+    found = case(name, servers)
+    flags = zip(("--ca", "--cert", "--key"), found.files, strict=False)
+    args = ["--server", found.target, *(str(part) for pair in flags for part in pair), "engines"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 3
+    for part in found.parts:
+        assert part.format(ca="--ca (MERIDIAN_TLS_CA)", cert="--cert and --key") in result.stderr
+
+
+@every_case
+def test_the_agents_log_names_the_cause(servers: Servers, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = case(name, servers)
+    credentials = AgentCredentials(*map(str, found.files))
+    link = Link([found.target], hello, _nothing, lambda _: None, credentials=credentials, jitter=lambda: 0.0)
+    with caplog.at_level(logging.WARNING, "vllm.meridian"):
+        link.start()
+        wait_for(lambda: "no stream to" in caplog.text, 60, "the agent to complain")
+        link.stop()
+    for part in found.parts:
+        assert part.format(ca="MERIDIAN_TLS_CA", cert="MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY") in caplog.text
+
+
+def _nothing(_: agent_pb2.Settings) -> None:
+    """Take in any settings."""
+
+
+@every_case
+@pytest.mark.usefixtures("_patient")
+async def test_a_replica_names_the_cause(servers: Servers, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = case(name, servers)
+    asking = Peers(lambda: [Replica("b", found.target)], ClientCredentials(*map(str, found.files)))
+    answers, silent = await asking.ask(peers_engines)
+    await asking.close()
+    assert (answers, silent) == ({}, ["b"])
+    for part in found.parts:
+        assert part.format(ca="MERIDIAN_TLS_CA", cert="MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY") in caplog.text
+
+
+async def peers_engines(peer: peers.Peer) -> object:
+    return await peer.fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=peers.CALL_TIMEOUT_S)
+
+
+def test_the_server_logs_who_has_left_without_a_call(servers: Servers) -> None:
+    """One line for each host, however often its clients fail, and none about a client that fits."""
+    for name in ("plaintext to TLS", "no certificate", "expired", "wrong CA"):
+        found = case(name, servers)
+        flags = zip(("--ca", "--cert", "--key"), found.files, strict=False)
+        CliRunner().invoke(app, ["--server", found.target, *(str(part) for pair in flags for part in pair), "engines"])
+    wait_for(lambda: "left without a call" in servers.process.output(), 60, "the server's line")
+    (line,) = [line for line in servers.process.output().splitlines() if "left without a call" in line]
+    assert "127.0.0.1 connected to the TLS port" in line
+    assert "WARNING" in line
+    for setting in ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "--client-ca", "--tls-cert"):
+        assert setting in line
+
+
+def test_a_client_that_fits_is_no_line_of_the_servers_log(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    server, good, expired = ours.issue("server"), ours.issue("good"), ours.issue("expired", lasts=-timedelta(hours=1))
+    options = ["--tls-cert", server.cert, "--tls-key", server.key, "--client-ca", server.ca]
+    control = Control(tmp_path, options=[str(part) for part in options], credentials=good.credentials().channel())
+    for issued in (good, good, expired):
+        flags = ["--ca", str(issued.ca), "--cert", str(issued.cert), "--key", str(issued.key)]
+        CliRunner().invoke(app, ["--server", control.target, *flags, "engines"])
+    # The line about the last client shows that the clients before it were looked at too.
+    wait_for(lambda: "left without a call" in control.process.output(), 60, "the server's line")
+    assert control.process.output().count("more since") == 0
+    control.process.stop()
+
+
+def test_a_client_that_fits_hears_nothing_of_tls(servers: Servers) -> None:
+    good = servers.good
+    flags = ["--ca", str(good.ca), "--cert", str(good.cert), "--key", str(good.key)]
+    result = CliRunner().invoke(app, ["--server", servers.secured, *flags, "engines"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    gone = CliRunner().invoke(app, ["--server", "127.0.0.1:1", *flags, "engines"])
+    assert gone.exit_code == 3
+    assert "TLS" not in gone.stderr

@@ -1,0 +1,189 @@
+"""What a client sees of its request beside what the engine has, through vLLM's own server: ids, ends, and hostile
+texts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+from typer.testing import CliRunner
+
+from meridian_control.cli.main import app
+from tests.data import maze
+from tests.engine.test_served import APART, Served
+from tests.processes import RPC_S, Control, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROMPT = maze.prompts(1, seed=5)[0]
+# Colours, the clipboard, lines that are erased, a forged line, another reading direction.
+HOSTILE = "rid\x1b[31m\nCRITICAL forged\r\x1b]52;c;aGk=\x07\x1b[2K\x1b[1A\u202egnp\u2028\x9b31m\x7f"
+RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> Iterator[tuple[Served, Control]]:
+    """Yield a server whose front end and engine core are processes of their own, and its control plane."""
+    control = Control(folder)
+    served = Served(folder, control.target, more=APART)
+    wait_for(served.ready, 300, "vLLM to serve")
+    wait_for(lambda: control.engine().acked_revision or True, 60, "the engine to connect")
+    yield served, control
+    served.process.stop()
+    control.process.stop()
+
+
+def post(served: Served, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{served.port}/v1/{path}"
+    body = {"model": "maze", "temperature": 0.0, **body}
+    answer = httpx.post(url, json=body, headers=headers, timeout=RPC_S * 6, verify=False)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, **more}
+
+
+def explained(control: Control, request_id: str, ends: int = 1) -> fleet_pb2.ExplainRequestResponse:
+    """Return what the control plane knows under an id, once so many requests of it have ended."""
+
+    def over() -> fleet_pb2.ExplainRequestResponse | None:
+        with control.channel() as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            asked = fleet_pb2.ExplainRequestRequest(request_id=request_id)
+            found = stub.ExplainRequest(asked, timeout=RPC_S)
+        lives = [found.life, *found.siblings]
+        return found if len(lives) == ends and all(life.HasField("close_time") for life in lives) else None
+
+    found: fleet_pb2.ExplainRequestResponse = wait_for(over, 60, f"{ends} requests to end as {request_id!a}")
+    return found
+
+
+def ctl(control: Control, *args: str) -> str:
+    result = CliRunner().invoke(app, ["--server", control.target, *args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_request_is_found_by_what_its_client_sees(both: tuple[Served, Control]) -> None:
+    served, control = both
+    own = {"X-Request-Id": "trace-7f"}
+    answers = {
+        "header": post(served, "chat/completions", chat(), own)["id"],
+        "body": post(served, "chat/completions", chat(request_id="mine-1"))["id"],
+        "random": post(served, "chat/completions", chat())["id"],
+        "completion": post(served, "completions", {"prompt": PROMPT, "max_tokens": 8, "request_id": "c-1"})["id"],
+        "response": post(served, "responses", {"input": PROMPT, "max_output_tokens": 40})["id"],
+        "chosen": post(served, "responses", {"input": PROMPT, "max_output_tokens": 40, "request_id": "chosen"})["id"],
+    }
+    for seen in (*answers.values(), "trace-7f", "mine-1", "c-1", "chosen"):
+        life = explained(control, seen).life
+        assert seen in life.request_id
+        assert life.request_id in ctl(control, "explain", seen)
+    decisions = json.loads(ctl(control, "decisions", "--request", answers["completion"], "-o", "json"))
+    assert all(answers["completion"] in made["request_id"] for made in decisions)
+
+
+def test_all_choices_and_prompts_of_a_call_are_shown(both: tuple[Served, Control]) -> None:
+    served, control = both
+    several = post(served, "chat/completions", chat(n=3, temperature=1.0))["id"]
+    found = explained(control, several, ends=3)
+    engine_ids = {life.request_id for life in (found.life, *found.siblings)}
+    assert {name.partition("_")[0] for name in engine_ids} == {"0", "1", "2"}
+    shown = ctl(control, "explain", several)
+    assert all(name in shown for name in engine_ids)
+    prompts = post(served, "completions", {"prompt": [PROMPT, PROMPT], "n": 2, "max_tokens": 4, "temperature": 1.0})
+    assert len({life.request_id for life in explained(control, prompts["id"], ends=4).siblings}) == 3
+    (one,) = {life.request_id for life in (found.life, *found.siblings) if life.request_id.startswith("1_")}
+    assert explained(control, one).life.request_id == one
+
+
+def test_a_live_call_is_offered_by_its_choices(both: tuple[Served, Control]) -> None:
+    served, control = both
+
+    async def run() -> None:
+        async with served.client() as client:
+            chunks = await client.chat.completions.create(
+                **chat(n=2, temperature=1.0, max_tokens=900),
+                model="maze",
+                stream=True,
+                extra_body={"ignore_eos": True, "request_id": "two"},
+            )
+            await anext(aiter(chunks))
+            await asyncio.to_thread(wait_for, lambda: len(control.requests()) == 2, 60, "both choices")
+            offered = await asyncio.to_thread(
+                CliRunner().invoke, app, ["--server", control.target, "end", "chatcmpl-two"]
+            )
+            assert "0_chatcmpl-two-" in offered.output
+            assert "1_chatcmpl-two-" in offered.output
+            shown = await asyncio.to_thread(ctl, control, "requests", "--request", "two", "-o", "json")
+            assert len(json.loads(shown)) == 2
+            assert json.loads(await asyncio.to_thread(ctl, control, "requests", "--request", "x", "-o", "json")) == []
+            await chunks.close()
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_is_no_disconnect(both: tuple[Served, Control]) -> None:
+    served, control = both
+    text = post(served, "completions", {"prompt": PROMPT, "max_tokens": 40})["choices"][0]["text"]
+    stop = text.split()[5]
+    answer = post(served, "completions", {"prompt": PROMPT, "max_tokens": 40, "stop": [stop], "request_id": "stopped"})
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == stop
+    life = explained(control, "stopped").life
+    assert life.events[-1].detail == "stop"
+
+
+def test_a_client_that_leaves_is_told_as_one(both: tuple[Served, Control]) -> None:
+    served, control = both
+
+    async def leave() -> None:
+        async with served.client() as client:
+            chunks = await client.chat.completions.create(
+                **chat(n=2, temperature=1.0, max_tokens=900),
+                model="maze",
+                stream=True,
+                extra_body={"ignore_eos": True, "request_id": "left"},
+            )
+            await anext(aiter(chunks))
+            await chunks.close()
+
+    asyncio.run(leave())
+    found = explained(control, "left", ends=2)
+    assert {life.events[-1].detail for life in (found.life, *found.siblings)} == {"the client has gone"}
+
+
+def test_hostile_texts_reach_no_terminal_and_no_log(both: tuple[Served, Control]) -> None:
+    served, control = both
+    extra = {"meridian_tenant": HOSTILE, "meridian_slo_class": HOSTILE, "meridian_effort": HOSTILE}
+    extra |= {"meridian_max_think_tokens": HOSTILE}
+    for _ in range(40):
+        post(served, "completions", {"prompt": "1", "max_tokens": 2, "request_id": HOSTILE, "vllm_xargs": extra})
+    shown = ""
+    for args in (["explain", HOSTILE], ["decisions"], ["requests"], ["engines"], ["explain", HOSTILE, "-o", "json"]):
+        shown += ctl(control, *args)
+    assert "CRITICAL forged" in shown
+    assert not RAW.search(shown)
+    assert not re.search("^CRITICAL", shown, re.MULTILINE)
+    escaped = explained(control, HOSTILE, ends=33).life.request_id
+    assert escaped in ctl(control, "explain", escaped)
+    log = re.sub("\x1b\\[[0-9;]*m", "", served.process.output())
+    lines = [line for line in log.split("\n") if "must be a number of tokens" in line]
+    assert 1 < len(lines) < 20, "the rate is limited"
+    assert all("meridian: request" in line and not RAW.search(line) for line in lines)
+    assert not re.search("^.{0,60}CRITICAL", log, re.MULTILINE)
+
+
+def test_the_reasons_of_old_agents_stay_readable() -> None:
+    """The field is new in the message, and an old agent's abort has it unset."""
+    assert not agent_pb2.RequestClosed(reason=agent_pb2.FINISH_REASON_ABORT).client_gone
