@@ -11,6 +11,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.link.identity import targets
 from meridian_agent.vllm_adapter import client_effort, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
@@ -33,6 +34,9 @@ def install() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if getattr(SchedulerConfig, _INSTALLED, False):
+        return
+    if not targets():
+        logger.error("meridian: MERIDIAN_CONTROL names no usable address: this process runs stock vLLM")
         return
     setattr(SchedulerConfig, _INSTALLED, True)
     if reason := unfit():
