@@ -286,6 +286,11 @@ def host_of(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
+def said_by(author: str, context: Context) -> str:
+    """Return who makes a change, for the log: the author that the request names, or else the caller, and the host."""
+    return f"{author or caller.get().name or 'an unnamed caller'} at {host_of(context.peer())}"
+
+
 def _outcome(error: Exception, context: Context) -> AuditOutcome:
     if isinstance(error, grpc.aio.AbortError):
         return AuditOutcome(context.code().name, str(context.details()))

@@ -17,6 +17,7 @@ import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ CALL_TIMEOUT_S = 2.0
 LOOK_S = 1.0
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
+    NO_PROXY,
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
     # Largest response; a response carries all engines or all requests of a replica.

@@ -1,0 +1,73 @@
+"""Sets up the log of the control plane's programs, as lines of text or as JSON objects, one a line.
+
+Text in a log line may come from callers, so control characters are escaped: no caller can forge a line, or reach the
+terminal that shows the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+FORMATS = ("text", "json")
+VARIABLE = "MERIDIAN_LOG_FORMAT"
+LEVELS = ("debug", "info", "warning", "error")
+# C0 and C1 control characters, the line separators of Unicode, and what changes the direction of text.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    """Return a text in which each control character is written as in a Python string."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class TextFormatter(logging.Formatter):
+    """Writes a record as one line, followed by the lines of its traceback if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return escaped(super().formatMessage(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as a JSON object with time, level, logger, message and, if it has one, its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def add_flags(parser: argparse.ArgumentParser, log_format: str) -> None:
+    """Add the flags of the log to a program's parser. log_format: the default form."""
+    parser.add_argument("--log-level", default="info", choices=LEVELS)
+    parser.add_argument(
+        "--log-format",
+        default=log_format,
+        choices=FORMATS,
+        help=f"form of the log: lines of text, or a JSON object a line; default: {VARIABLE}, else text",
+    )
+
+
+def begin(args: argparse.Namespace) -> None:
+    """Write the log to standard error in the form and from the level that the flags name; other packages' records only
+    from WARNING on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if args.log_format == "json" else TextFormatter())
+    logging.basicConfig(level="WARNING", handlers=[handler])
+    logging.captureWarnings(True)
+    logging.getLogger("meridian_control").setLevel(args.log_level.upper())
