@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm.meridian")
 REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
 # Seconds within which the control plane must answer the agent's end of the stream.
-GOODBYE_S = 0.5
+GOODBYE_S = 2.0
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the

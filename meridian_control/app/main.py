@@ -154,9 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"meridian-control: {error}", file=sys.stderr)
         return 2
     logs.begin(args)
-    # grpcio logs a traceback for every metadata value that is not UTF-8, however many callers send.
-    of_grpc = logging.getLogger("grpc._cython.cygrpc")
-    of_grpc.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
     try:
         with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
             asyncio.run(serve(args, DecisionLog(settled, ended)))

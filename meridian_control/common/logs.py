@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 FORMATS = ("text", "json")
 VARIABLE = "MERIDIAN_LOG_FORMAT"
+# Largest number of lines a minute about callers that do not speak HTTP, and of characters that each shows of them.
+STRANGERS_A_MINUTE, MAX_STRANGER_CHARS = 10, 100
 LEVELS = ("debug", "info", "warning", "error")
 # C0 and C1 control characters, the line separators of Unicode, and what changes the direction of text.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -52,6 +56,31 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(told)
 
 
+class StrangerFilter(logging.Filter):
+    """Turns the traceback that aiohttp logs for bytes that are no HTTP request into one line, and lets through few such
+    lines, because every caller can cause them. A caller that hangs up during its own request causes no line."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        # Start of the minute that is being counted, and the number of its lines.
+        self._since, self._lines = clock(), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
+        if not type(error).__module__.startswith("aiohttp."):
+            return True
+        if self._clock() - self._since >= 60:
+            self._since, self._lines = self._clock(), 0
+        self._lines += 1
+        text = " ".join(str(error).split())[:MAX_STRANGER_CHARS]
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}, which is no HTTP: %s", (text,), None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        return self._lines <= STRANGERS_A_MINUTE
+
+
 def add_flags(parser: argparse.ArgumentParser, log_format: str) -> None:
     """Add the flags of the log to a program's parser. log_format: the default form."""
     parser.add_argument("--log-level", default="info", choices=LEVELS)
@@ -70,4 +99,8 @@ def begin(args: argparse.Namespace) -> None:
     handler.setFormatter(JsonFormatter() if args.log_format == "json" else TextFormatter())
     logging.basicConfig(level="WARNING", handlers=[handler])
     logging.captureWarnings(True)
+    logging.getLogger("aiohttp.server").addFilter(StrangerFilter())
+    # grpcio logs a traceback for every metadata value that is not UTF-8, however many callers send.
+    of_grpc = logging.getLogger("grpc._cython.cygrpc")
+    of_grpc.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
     logging.getLogger("meridian_control").setLevel(args.log_level.upper())

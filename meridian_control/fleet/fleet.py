@@ -153,6 +153,11 @@ class Fleet:
         others = (c.session.hello.incarnation for c in self._by_engine.get(session.hello.engine_id, ()))
         return next((other for other in others if other != session.hello.incarnation), "")
 
+    def sharing_name(self) -> int:
+        """Return the number of connected engines that have the name of another connected engine."""
+        named = [{c.session.hello.incarnation for c in found} for found in self._by_engine.values()]
+        return sum(len(incarnations) for incarnations in named if len(incarnations) > 1)
+
     def _disconnect(self, connection: Connection) -> None:
         engine_id = connection.session.hello.engine_id
         self.connections.discard(connection)

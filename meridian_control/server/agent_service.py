@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.fleet import Fleet
+    from meridian_control.session.session import Session
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 HELLO_S = 10.0
 # Seconds within which an engine whose stream broke off has a new stream, unless it is lost.
 BACK_S = 3.0
+# Seconds within which gRPC cancels a call whose connection is broken; less than an agent waits for its stream's end.
+BREAKS_S = 0.2
 # Seconds between two looks for engines whose streams broke off.
 LOOK_S = 1.0
 EPOCH = datetime.fromtimestamp(0, UTC)
@@ -66,17 +69,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise
         reader = asyncio.create_task(self._read(connection, request_iterator))
         # Callers choose engine ids, so their number is unbounded and the log lines are rate-limited.
-        told = self._faults.may_log(host_of(context.peer()), "connections", CONNECTIONS)
+        host = host_of(context.peer())
+        told = self._faults.may_log(host, "connections", CONNECTIONS)
         if told:
-            logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
-            if other := self._fleet.namesake(connection.session):
-                logger.warning(
-                    "engine %s (%s) has the name of an engine that is still connected (%s): if both run, give each a "
-                    "MERIDIAN_ENGINE_ID of its own",
-                    first.hello.engine_id,
-                    first.hello.incarnation,
-                    other,
-                )
+            self._log_connected(connection.session)
         reason = "agent_closed"
         try:
             while (response := await connection.outgoing.get()) is not None:
@@ -88,6 +84,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
                 raise failed
             reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
+            if reason == "agent_closed":
+                # The agent's side ends also if the connection breaks; gRPC cancels the call soon after that.
+                await asyncio.sleep(BREAKS_S)
         except (asyncio.CancelledError, GeneratorExit):
             reason = "disconnected"
             raise
@@ -97,9 +96,21 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if told:
                 logger.info("engine %s left: %s", first.hello.engine_id, reason)
             if reason == "disconnected":
-                self._broken_off[connection.session.identity] = self._fleet.clock(), host_of(context.peer())
+                self._broken_off[connection.session.identity] = self._fleet.clock(), host
                 if self._looking is None or self._looking.done():
                     self._looking = asyncio.create_task(self._look_for_lost())
+
+    def _log_connected(self, session: Session) -> None:
+        engine_id, incarnation = session.identity
+        logger.info("engine %s connected (%s)", engine_id, incarnation)
+        if other := self._fleet.namesake(session):
+            logger.warning(
+                "engine %s (%s) has the name of an engine that is still connected (%s): if both run, give each a "
+                "MERIDIAN_ENGINE_ID of its own",
+                engine_id,
+                incarnation,
+                other,
+            )
 
     async def _look_for_lost(self) -> None:
         """Log which of the engines whose streams broke off have no new stream to any replica after BACK_S seconds."""

@@ -50,7 +50,7 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
             made.freeze_id,
             "all engines" if whom == Match() else whom,
             until,
-            said_by(request.author, context),
+            said_by(request.author),
             request.reason,
         )
         return freeze_pb2.FreezeResponse(freeze=_to_message(made))
@@ -58,7 +58,7 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
     async def Thaw(self, request: freeze_pb2.ThawRequest, context: Context) -> freeze_pb2.ThawResponse:  # noqa: N802
         ended = await self._store.thaw(request.freeze_id)
         for freeze in ended:
-            logger.info("freeze %d is thawed by %s", freeze.freeze_id, said_by("", context))
+            logger.info("freeze %d is thawed by %s", freeze.freeze_id, said_by())
         return freeze_pb2.ThawResponse(freezes=map(_to_message, ended))
 
     async def ListFreezes(  # noqa: N802

@@ -66,7 +66,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.UpdatePolicyResponse:
         if not request.HasField("policy"):
             raise InvalidRequest("policy", "must be set")
-        stored, changes = await self._put(from_proto(request.policy), request, request.reason, context)
+        stored, changes = await self._put(from_proto(request.policy), request, request.reason)
         return policy_pb2.UpdatePolicyResponse(revision=_to_message(stored), changes=_changes(changes))
 
     async def RollbackPolicy(  # noqa: N802
@@ -76,7 +76,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise InvalidRequest("revision", "must be at least 1; got 0")
         wanted = await self._store.get(request.revision)
         reason = request.reason or f"rollback to revision {request.revision}"
-        stored, changes = await self._put(wanted.policy, request, reason, context)
+        stored, changes = await self._put(wanted.policy, request, reason)
         return policy_pb2.RollbackPolicyResponse(revision=_to_message(stored), changes=_changes(changes))
 
     async def ListRevisions(  # noqa: N802
@@ -120,9 +120,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise NotFound("no policy is stored yet")
         return stored
 
-    async def _put(
-        self, policy: Policy, request: Writing, reason: str, context: Context
-    ) -> tuple[StoredRevision, list[FieldChange]]:
+    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[FieldChange]]:
         """Store a policy and return the revision and its changes; with validate_only, only make the checks."""
         check_texts(request)
         stored: StoredRevision | None
@@ -133,7 +131,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 stored = StoredRevision(0, "", policy, request.author, reason, self._clock())
         else:
             stored = await self._commit(policy, request, reason)
-            logger.info("policy revision %d by %s: %s", stored.revision, said_by(request.author, context), reason)
+            logger.info("policy revision %d by %s: %s", stored.revision, said_by(request.author), reason)
         before = await self._readable(stored.revision - 1 if stored.revision else newest)
         if before is not None:
             before_etag.set(before.etag)

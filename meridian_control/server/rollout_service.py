@@ -68,7 +68,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 made = rules.begin(0, plan, (await self._store.policies.check(request.etag), 0), by)
             else:
                 made = await self._store.start(plan, policy, request.etag, by)
-                who = said_by(request.author, context)
+                who = said_by(request.author)
                 logger.info("rollout %d is started by %s: %s", made.rollout_id, who, request.reason)
                 await self._rollouts.look()
         before = await self._store.policies.get(made.stable_revision)
@@ -107,21 +107,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def PauseRollout(  # noqa: N802
         self, request: rollout_pb2.PauseRolloutRequest, context: Context
     ) -> rollout_pb2.PauseRolloutResponse:
-        return rollout_pb2.PauseRolloutResponse(rollout=await self._steer(request, rules.pause, context))
+        return rollout_pb2.PauseRolloutResponse(rollout=await self._steer(request, rules.pause))
 
     async def ResumeRollout(  # noqa: N802
         self, request: rollout_pb2.ResumeRolloutRequest, context: Context
     ) -> rollout_pb2.ResumeRolloutResponse:
-        return rollout_pb2.ResumeRolloutResponse(rollout=await self._steer(request, rules.resume, context))
+        return rollout_pb2.ResumeRolloutResponse(rollout=await self._steer(request, rules.resume))
 
     async def AbortRollout(  # noqa: N802
         self, request: rollout_pb2.AbortRolloutRequest, context: Context
     ) -> rollout_pb2.AbortRolloutResponse:
-        return rollout_pb2.AbortRolloutResponse(rollout=await self._steer(request, rules.abort, context))
+        return rollout_pb2.AbortRolloutResponse(rollout=await self._steer(request, rules.abort))
 
-    async def _steer(
-        self, request: Steering, change: Callable[[Rollout, By], Rollout], context: Context
-    ) -> rollout_pb2.Rollout:
+    async def _steer(self, request: Steering, change: Callable[[Rollout, By], Rollout]) -> rollout_pb2.Rollout:
         check_texts(request)
         by = By(self._clock(), request.author, request.reason, request.request_id)
 
@@ -137,7 +135,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         before_etag.set(found.etag)
         saved = await self._store.change(found, steered)
         if saved.changes != found.changes:
-            who = said_by(request.author, context)
+            who = said_by(request.author)
             logger.info("rollout %d is %s by %s: %s", saved.rollout_id, saved.events[-1].event, who, request.reason)
         await self._rollouts.look()
         return saved.message()
