@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import plain_log
+from meridian_agent.link.identity import targets
 from meridian_agent.vllm_adapter import client_effort, front_end_aborts, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
@@ -36,6 +37,9 @@ def install() -> None:
     if getattr(SchedulerConfig, _INSTALLED, False):
         return
     plain_log.install()
+    if not targets():
+        logger.error("meridian: MERIDIAN_CONTROL names no usable address: this process runs stock vLLM")
+        return
     setattr(SchedulerConfig, _INSTALLED, True)
     if reason := unfit():
         _after_choosing(SchedulerConfig, functools.partial(_say_absent, reason))

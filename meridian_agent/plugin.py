@@ -12,7 +12,7 @@ def register() -> None:
 
 
 def _install() -> None:
-    if not os.environ.get("MERIDIAN_CONTROL", "").strip(" ,"):
+    if not os.environ.get("MERIDIAN_CONTROL", "").strip(", \t\r\n"):
         return
     try:
         from meridian_agent import install

@@ -2,7 +2,7 @@
 
 import sys
 
-from meridian_control.app.main import main
+from meridian_control.programs import control
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(control())

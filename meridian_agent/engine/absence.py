@@ -14,7 +14,9 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
+from meridian_agent.link.engine_name import EngineName
 from meridian_agent.link.identity import identity_of_engine, rank_of, targets
+from meridian_agent.link.settings_file import state_folder
 from meridian_agent.vllm_adapter.version import vllm_version
 
 if TYPE_CHECKING:
@@ -31,7 +33,10 @@ def say_absent(reason: str, scheduler: Any, connect: Callable[..., Link] = Link)
     logger.error("meridian: no agent in this engine, vLLM runs as stock; %s", reason)
     try:
         config = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
-        identity = identity_of_engine(vllm_version(), rank_of(config))
+        name = getattr(scheduler, "engine_name", None) or EngineName(state_folder(), rank_of(config))
+        # The claim on the name lasts as long as the engine.
+        scheduler.engine_name = name
+        identity = identity_of_engine(vllm_version(), name.name)
 
         def hello() -> agent_pb2.Hello:
             return agent_pb2.Hello(**identity, fault=reason, state=agent_pb2.AGENT_STATE_OFF)

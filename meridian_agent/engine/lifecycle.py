@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,8 @@ from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
+from meridian_agent.link.engine_name import EngineName
+from meridian_agent.link.environment import is_true
 from meridian_agent.link.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.settings_check import check
 from meridian_agent.link.settings_file import StateFile, state_folder
@@ -56,14 +57,19 @@ class Lifecycle:
         self.agent: Agent | None = None
         model = scheduler.vllm_config.model_config.served_model_name
         self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
-        self._identity = identity_of_engine(vllm_version(), rank_of(scheduler.vllm_config.parallel_config))
-        self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
+        folder = state_folder()
+        self._name = EngineName(folder, rank_of(scheduler.vllm_config.parallel_config))
+        # An agent that fails to start is reported under the same name.
+        scheduler.engine_name = self._name
+        self._identity = identity_of_engine(vllm_version(), self._name.name)
+        self._state = StateFile(folder, self._name.file_name, self._model)
+        self._targets = targets()
         self._template = tokenizer.Template()
         # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._told_unknown = ""
         self._facts = EngineFacts(self._model, b"", False, None, guard.note, ("none", ""), self.limits)
         self.link = Link(
-            targets(),
+            self._targets,
             self.hello,
             self.prepare,
             self._took,
@@ -104,13 +110,18 @@ class Lifecycle:
         )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         self._start_from_file(agent)
-        if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
+        if is_true("MERIDIAN_FREEZE", True, "the engine is frozen"):
             logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
             self.link.lease.freeze_for(math.inf)
         self.agent = agent
         self._guard.on_trip = self.link.step_aside
-        name = type(self._scheduler).__name__
-        logger.info("meridian: governing %s, control plane %s", name, ", ".join(targets()))
+        logger.info(
+            "meridian: agent %s governs %s as engine %s, control plane %s",
+            self._identity["agent_version"],
+            type(self._scheduler).__name__,
+            self._name.name,
+            ", ".join(self._targets),
+        )
         self.link.start()
         return agent
 
@@ -161,6 +172,11 @@ class Lifecycle:
         if self.agent is None or self._no_entropy:
             return "none", self._no_entropy
         return self.agent.measuring.backend
+
+    def stop(self) -> None:
+        """End the stream, and let another engine have the name."""
+        self.link.stop()
+        self._name.release()
 
     def disarm(self) -> None:
         """Let all requests give their answers on this engine."""

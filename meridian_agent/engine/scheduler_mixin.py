@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from meridian_agent.engine.agent import Agent
+    from meridian_agent.link.engine_name import EngineName
 
 
 @functools.cache
@@ -42,6 +43,8 @@ class GovernedScheduler:
     # The agent; None while it is off.
     _agent: Agent | None = None
     _lifecycle: Lifecycle | None = None
+    # The engine's name; None until it is known.
+    engine_name: EngineName | None = None
     _guard: Guard
     # Number of scheduled steps whose output is still to come.
     _under_way = 0
@@ -151,7 +154,7 @@ class GovernedScheduler:
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         if self._lifecycle is not None:
             # The stream is ended while the agent is off, too.
-            Guard("the stream ends with the process").run(self._lifecycle.link.stop)
+            Guard("the stream ends with the process").run(self._lifecycle.stop)
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------------------- under the guard

@@ -20,7 +20,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT
-from meridian_agent.core.request_info import clean
+from meridian_agent.core.request_info import MAX_ID, clean
 from meridian_agent.link import tls_look
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
@@ -43,6 +43,8 @@ REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
 # Status codes with which gRPC reports a TLS handshake that fails, or one that the agent waits for in vain.
 MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+# Seconds within which the control plane must answer the agent's end of the stream.
+GOODBYE_S = 2.0
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
@@ -118,10 +120,17 @@ class Link:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the stream and the thread; records that wait to be sent are lost."""
+        """End the stream and the thread, without waiting for them. The agent ends its side of the stream first, so that
+        the control plane knows that the engine shuts down. Records that are not sent within GOODBYE_S are lost."""
         self._stop.set()
-        self.restart()
         self.outbox.ring.put(None)
+        # The thread is no daemon, so that the process does not end before the control plane knows.
+        threading.Thread(target=self._say_goodbye, name="meridian-goodbye").start()
+
+    def _say_goodbye(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(GOODBYE_S)
+        self.restart()
 
     def restart(self) -> None:
         """End the stream, also one that is just being opened; the next stream begins with a new Hello."""
@@ -282,6 +291,12 @@ class Link:
             self.outbox.byte_columns = response.welcome.reads_byte_columns
             self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
+            if other := response.welcome.other_incarnation:
+                logger.warning(
+                    "meridian: another process (%s) is connected to the control plane under this engine's name: if it "
+                    "still runs, give each engine a MERIDIAN_ENGINE_ID of its own",
+                    clean(other, MAX_ID),
+                )
             self.lease.found()
             self.mailbox.while_idle(self.outbox.begin_idle)
             self.lease.say_state()

@@ -1,5 +1,5 @@
 """Reads the certificates, the key and the token with which agent and control plane identify themselves, from files that
-the environment names.
+the environment names, and opens the agent's channels.
 
 The files are read again for every stream, so that they can be replaced while the engine runs. Runs on the link's
 thread.
@@ -7,40 +7,54 @@ thread.
 
 from __future__ import annotations
 
-import os
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import grpc
 
+from meridian_agent.link.environment import complain, read
+from meridian_agent.link.identity import is_address
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
 
+logger = logging.getLogger("vllm.meridian")
+
+
 @dataclass(frozen=True)
 class AgentCredentials:
     """Paths of the files, empty for none. The stream uses TLS if `ca` or `cert` is set; the token is never sent without
-    TLS."""
+    TLS.
+
+    proxy: URL of the HTTP proxy between the agent and the control plane, empty for none.
+    """
 
     ca: str = ""
     cert: str = ""
     key: str = ""
     token_file: str = ""
+    proxy: str = ""
 
     @classmethod
     def from_environment(cls) -> Self:
-        names = ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "MERIDIAN_TLS_KEY", "MERIDIAN_TOKEN_FILE")
-        return cls(*(os.environ.get(name, "") for name in names))
+        ca, cert, key = map(read, ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "MERIDIAN_TLS_KEY"))
+        return cls(ca, cert, key, read("MERIDIAN_TOKEN_FILE"), _proxy())
 
     def open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         """Open a channel to `target`. Raises OSError or ValueError if a file cannot be used."""
+        # Without this, gRPC would use the proxies of http_proxy and https_proxy, which are meant for other programs.
+        proxy = ("grpc.http_proxy", self.proxy) if self.proxy else ("grpc.enable_http_proxy", 0)
+        options = [*options, proxy]
         if not self.ca and not self.cert:
             return grpc.insecure_channel(target, options)
         if bool(self.cert) != bool(self.key):
             raise ValueError("MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY belong together")
-        ca, cert, key = (Path(path).read_bytes() if path else None for path in (self.ca, self.cert, self.key))
+        files = {"MERIDIAN_TLS_CA": self.ca, "MERIDIAN_TLS_CERT": self.cert, "MERIDIAN_TLS_KEY": self.key}
+        ca, cert, key = (_bytes(name, path) if path else None for name, path in files.items())
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -54,8 +68,28 @@ class AgentCredentials:
             return ()
         if not self.ca and not self.cert:
             raise ValueError("MERIDIAN_TOKEN_FILE needs TLS: set MERIDIAN_TLS_CA")
-        token = Path(self.token_file).read_text(encoding="ascii").strip()
+        token = _bytes("MERIDIAN_TOKEN_FILE", self.token_file).decode("ascii").strip()
         if not token.isprintable():
             # gRPC would refuse the token with an error that quotes it.
             raise ValueError("the token in MERIDIAN_TOKEN_FILE has control characters")
         return (("authorization", f"Bearer {token}"),)
+
+
+def _bytes(name: str, path: str) -> bytes:
+    """Return the contents of the file that a variable names. Raises ValueError, which has the variable's name."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name}={path!a}: {error.strerror}") from error
+
+
+def _proxy() -> str:
+    """Return the URL in MERIDIAN_PROXY, empty if it is unset or cannot be used."""
+    said = read("MERIDIAN_PROXY")
+    host = said.removeprefix("http://").rstrip("/")
+    if said and (host == said or not is_address(host.rpartition("@")[2])):
+        complain("MERIDIAN_PROXY", said, "no URL http://host:port; the agent uses no proxy")
+        return ""
+    if said:
+        logger.info("meridian: the stream goes through the proxy %s", host.rpartition("@")[2])
+    return said

@@ -16,10 +16,12 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc
+from meridian_agent.link.credentials import AgentCredentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import grpc
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ def _keep_core() -> grpc.Channel:
     the core has a timer thread that it does not know of, and the next fork would wait for that thread for ever while it
     holds the interpreter's lock.
     """
-    return grpc.insecure_channel("localhost")
+    return AgentCredentials().open("localhost", ())
 
 
 class Forks:

@@ -7,10 +7,12 @@ start. Knows no vLLM and no network. A file that cannot be read or written is lo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import queue
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,27 +21,66 @@ from urllib.parse import quote
 from google.protobuf import json_format
 from meridian.v1 import agent_pb2
 
+from meridian_agent.link.environment import home_folder, read
+
 logger = logging.getLogger("vllm.meridian")
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
 
 
-def state_folder() -> Path:
-    """Return the folder in MERIDIAN_STATE_DIR, or else `meridian` in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("MERIDIAN_STATE_DIR") or Path(cache) / "meridian")
+def state_folder() -> Path | None:
+    """Return the folder in MERIDIAN_STATE_DIR, or else `meridian` in the user's cache directory; None if there is
+    neither, because the user has no home folder."""
+    if said := read("MERIDIAN_STATE_DIR"):
+        return Path(os.path.expanduser(said))
+    cache, home = Path(read("XDG_CACHE_HOME")), home_folder()
+    # A relative path in XDG_CACHE_HOME is not valid.
+    if cache.is_absolute():
+        return cache / "meridian"
+    return home / ".cache" / "meridian" if home is not None else None
+
+
+def command_of() -> str:
+    """Return a short text that stands for the command line of this engine's server. It tells servers of one host apart,
+    because their ports differ."""
+    return hashlib.sha256("\0".join(sys.argv).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def kept_command(folder: Path | None, name: str) -> str | None:
+    """Return `command_of` for the engine that wrote the settings file of this name last; None without a file."""
+    if folder is None:
+        return None
+    try:
+        path = _path(folder, name)
+        kept = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_BYTES else None
+        return str(kept.get("command", "")) if isinstance(kept, dict) else ""
+    except OSError:
+        return None
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{quote(name, safe='')}.json"
 
 
 class StateFile:
-    """The settings file of one engine in `folder`. `keep` may be called on any thread."""
+    """The settings file of one engine in `folder`, None to keep no settings. `keep` may be called on any thread.
 
-    def __init__(self, folder: Path, engine_id: str, model: str) -> None:
-        self.path = folder / f"{quote(engine_id, safe='')}.json"
-        self._owner = {"format": FORMAT, "engine_id": engine_id, "model": model}
+    name: name of the engine, which no other engine with the same folder has.
+    """
+
+    def __init__(self, folder: Path | None, name: str, model: str) -> None:
+        self.path = _path(folder, name) if folder is not None else None
+        self._owner = {"format": FORMAT, "engine_id": name, "model": model}
         self._wanted: queue.SimpleQueue[agent_pb2.Settings] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._complained = False
+        if folder is None:
+            logger.warning(
+                "meridian: no settings are kept for a restart: there is no home folder; set MERIDIAN_STATE_DIR"
+            )
 
     def load(self) -> agent_pb2.Settings | None:
         """Read the settings from the file; None if it has no settings that this engine can use.
@@ -47,6 +88,8 @@ class StateFile:
         A policy section with a lease of its own is an experiment, which must end if the engine restarts without the
         control plane: so the cap and the answer reserve of such a section are left out.
         """
+        if self.path is None:
+            return None
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"larger than {MAX_BYTES} bytes")
@@ -72,6 +115,8 @@ class StateFile:
 
     def keep(self, settings: agent_pb2.Settings) -> None:
         """Write these settings soon, on the writer's thread; they replace settings that still wait to be written."""
+        if self.path is None:
+            return
         with contextlib.suppress(queue.Empty):
             while True:
                 self._wanted.get_nowait()
@@ -97,7 +142,9 @@ class StateFile:
             self._complained = True
 
     def _write(self, settings: agent_pb2.Settings) -> None:
-        text = json.dumps({**self._owner, "settings": json_format.MessageToDict(settings)}, indent=1)
+        assert self.path is not None
+        kept = {**self._owner, "command": command_of(), "settings": json_format.MessageToDict(settings)}
+        text = json.dumps(kept, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:

@@ -6,12 +6,21 @@ again for every call, so that its file can be replaced while the client runs.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
 import grpc
+
+from meridian_control.common.environment import read
+
+# Environment variable of each path.
+VARIABLES = {
+    "ca": "MERIDIAN_TLS_CA",
+    "cert": "MERIDIAN_TLS_CERT",
+    "key": "MERIDIAN_TLS_KEY",
+    "token_file": "MERIDIAN_TOKEN_FILE",
+}
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,7 @@ class ClientCredentials:
     @classmethod
     def from_environment(cls) -> Self:
         """Return the credentials that the agent's environment variables name (`MERIDIAN_TLS_CA` and so on)."""
-        names = ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "MERIDIAN_TLS_KEY", "MERIDIAN_TOKEN_FILE")
-        return cls(*(os.environ.get(name, "") for name in names))
+        return cls(**{field: read(variable) for field, variable in VARIABLES.items()})
 
     def over(self, other: ClientCredentials) -> ClientCredentials:
         """Return these credentials, with each unset path taken from `other`."""

@@ -21,7 +21,17 @@ from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, befo
 from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.handshakes import Handshakes
 from meridian_control.access.rate_limits import Kind, Limiter
-from meridian_control.access.roles import NOBODY, OPEN, Access, AccessRule, Principal, Role, caller, rule_of
+from meridian_control.access.roles import (
+    NOBODY,
+    OPEN,
+    Access,
+    AccessRule,
+    Principal,
+    Role,
+    caller,
+    caller_host,
+    rule_of,
+)
 from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
 
 if TYPE_CHECKING:
@@ -188,6 +198,7 @@ class _Gated:
                 await gate.finish(gate.audit.refuse(_call(principal, peer, self._method), _outcome(error, context)))
             raise
         caller.set(principal)
+        caller_host.set(host_of(peer))
         self._call, self._let_in = _call(principal, peer, self._method), True
         return place
 
@@ -293,6 +304,11 @@ def _call(principal: Principal, peer: str, method: str) -> Call:
 def host_of(peer: str) -> str:
     """Return a peer's address without the port: `ipv4:10.0.0.7` for `ipv4:10.0.0.7:41234`."""
     return peer.rpartition(":")[0]
+
+
+def said_by(author: str = "") -> str:
+    """Return who makes a change, for the log: the author that the request names, or else the caller, and the host."""
+    return f"{author or caller.get().name or 'an unnamed caller'} at {caller_host.get()}"
 
 
 def _outcome(error: Exception, context: Context) -> AuditOutcome:

@@ -138,8 +138,10 @@ class Principal:
 
 NOBODY = Principal("", Role.NONE)
 ANYBODY = Principal("", Role.ANY)
-# The principal of the call that is being served.
+# The principal of the call that is being served, and its host. A service that goes on after its caller has hung up must
+# not ask gRPC for the host, because gRPC has let the call go.
 caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
+caller_host: ContextVar[str] = ContextVar("caller_host", default="")
 
 
 def rule_of(method: str) -> AccessRule:

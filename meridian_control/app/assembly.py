@@ -126,12 +126,12 @@ def build(
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
     services = Services(
-        agent=AgentService(fleet, faults, rollouts.look),
+        agent=AgentService(fleet, faults, rollouts.look, whole.engines),
         policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),
         fleet=FleetService(whole),
         audit=AuditService(audit),
         freeze=FreezeService(freezes, fleet.clock),
-        rollout=RolloutService(rollouts, fleet.clock),
+        rollout=RolloutService(rollouts, fleet.clock, whole.engines),
     )
     gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
     server = ControlServer(services, fleet, gate, interceptors)
@@ -150,6 +150,8 @@ async def assemble(
     if args.max_engines < 1:
         raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
+    if not args.store.strip():
+        raise ValueError("--store must name a SQLite file or a PostgreSQL database; got ''")
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)

@@ -6,7 +6,6 @@ The module reads TLS files and does no other I/O, and does not know the services
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,9 @@ from meridian_control import __version__
 from meridian_control.access.rate_limits import CallLimits
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.membership import own_host
+from meridian_control.common import logs
 from meridian_control.common.addresses import is_loopback, split_address
+from meridian_control.common.environment import choice, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,21 +23,29 @@ if TYPE_CHECKING:
     import grpc
 
 
+def file(text: str) -> Path:
+    """Return the path in a flag. An empty path would be the working directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
+
+
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags. Raises BadVariable for a default that an environment variable gives."""
     p = argparse.ArgumentParser(prog="meridian-control", description="The control plane for reasoning models on vLLM.")
     p.add_argument(
         "--listen", default="127.0.0.1:50051", help="address of the gRPC server: host:port, :port for all, unix:PATH"
     )
-    p.add_argument("--tls-cert", type=Path, help="PEM certificate chain of the server; read again when it changes")
-    p.add_argument("--tls-key", type=Path, help="PEM key of the server's certificate")
+    p.add_argument("--tls-cert", type=file, help="PEM certificate chain of the server; read again when it changes")
+    p.add_argument("--tls-key", type=file, help="PEM key of the server's certificate")
     p.add_argument(
         "--client-ca",
-        type=Path,
+        type=file,
         help="PEM certificates of the CA that must have signed each client's certificate, even if a client has a token",
     )
     p.add_argument(
         "--access",
-        type=Path,
+        type=file,
         help="file that assigns roles to callers; read again when it changes. Without this file and --client-ca, the "
         "control plane accepts changes from this host only",
     )
@@ -58,24 +67,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--health-listen", default="", help="address that serves gRPC health alone, without TLS, for probes")
     files = p.add_mutually_exclusive_group()
     files.add_argument(
-        "--policy", type=Path, help="policy file for an empty store; default: ./meridian.toml, then the user's file"
+        "--policy", type=file, help="policy file for an empty store; default: ./meridian.toml, then the user's file"
     )
-    files.add_argument("--policy-dir", type=Path, help="directory whose meridian.toml is put in force at each change")
+    files.add_argument("--policy-dir", type=file, help="directory whose meridian.toml is put in force at each change")
     p.add_argument(
         "--store",
-        default=os.environ.get("MERIDIAN_STORE", "meridian.db"),
-        help="store of the policy revisions: a SQLite file, or postgresql://… for several replicas",
+        default=read("MERIDIAN_STORE") or "meridian.db",
+        help="store of the policy revisions: a SQLite file, or postgresql://… for several replicas; default: "
+        "MERIDIAN_STORE, else meridian.db",
     )
     p.add_argument(
         "--advertise",
         help="host:port at which other replicas reach this one; default: --listen with the host's own address",
     )
     p.add_argument(
-        "--decision-log", type=Path, help="rotated JSON lines file for decisions and their outcomes; default: none"
+        "--decision-log", type=file, help="rotated JSON lines file for decisions and their outcomes; default: none"
     )
     p.add_argument(
         "--otlp-endpoint",
-        default=os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"),
+        default=read("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or read("OTEL_EXPORTER_OTLP_ENDPOINT"),
         help="gRPC endpoint that gets requests as OpenTelemetry traces; default: none",
     )
     p.add_argument(
@@ -83,11 +93,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--otlp-metrics-endpoint",
-        default=os.environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
+        default=read("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
         help="gRPC endpoint that gets the metrics of /metrics too, as OpenTelemetry metrics; default: none",
     )
     p.add_argument("--otlp-metrics-interval", type=float, default=60.0, help="seconds between two such exports")
-    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
     p.add_argument("--version", action="version", version=__version__)
     return p
 

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
+from meridian_control import __version__
 from meridian_control.access.handshakes import Handshakes
 from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
+from meridian_control.common import logs
+from meridian_control.common.environment import BadVariable
 from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.common.metrics_listener import MetricsListener
-from meridian_control.common.plain_text import configure_logs, printable
+from meridian_control.common.plain_text import printable
 from meridian_control.decision_log.jsonl_file import decision_file
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.status_page.server import StatusPage
@@ -109,18 +112,21 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             handshakes.watch(bound)
         if parts.replicas is not None:
             ending.push_async_callback(leave, parts.replicas)
-        logger.info("listening on %s (%s), store %s", *_where(args, address, bound))
+        logger.info("meridian-control %s listening on %s", __version__, _where(args, address, bound))
         if notice := access_notice(args):
             logger.warning("%s", notice)
         await until_signal([*parts.jobs(), garbage.collect()])
         logger.info("shutting down: draining the streams")
 
 
-def _where(args: argparse.Namespace, address: str, port: int) -> tuple[str, str, str]:
-    """Return address, security and store for the log; the store's address is left out, as it may hold a password."""
+def _where(args: argparse.Namespace, address: str, port: int) -> str:
+    """Return addresses, security and store for the log; the store's address is left out, as it may hold a password."""
     security = f"{'TLS' if args.tls_cert else 'no TLS'}, {args.access or 'no access file'}"
     where = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
-    return where, security, "PostgreSQL" if "://" in args.store else args.store
+    others = {"/metrics": args.metrics_listen, "status page": args.page_listen, "health": args.health_listen}
+    served = "".join(f", {name} on {listen}" for name, listen in others.items() if listen)
+    store = "PostgreSQL" if "://" in args.store else f"SQLite {args.store}"
+    return f"{where} for gRPC ({security}){served}; store {store}"
 
 
 async def leave(replicas: Replicas) -> None:
@@ -151,12 +157,12 @@ async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    configure_logs("WARNING")
-    # grpcio logs a traceback for every metadata value that is not UTF-8, however many callers send.
-    of_grpc = logging.getLogger("grpc._cython.cygrpc")
-    of_grpc.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
-    logger.setLevel(args.log_level.upper())
+    try:
+        args = parser().parse_args(argv)
+    except BadVariable as error:
+        print(f"meridian-control: {printable(str(error))}", file=sys.stderr)
+        return 2
+    logs.begin(args)
     try:
         with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
             asyncio.run(serve(args, DecisionLog(settled, ended)))

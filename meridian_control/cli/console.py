@@ -5,7 +5,6 @@ The module knows no command, and uses one thread and blocking calls. All text th
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meridian_control.access import tls_look
-from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.access.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.cli import contexts
+from meridian_control.common.addresses import is_target
+from meridian_control.common.channels import proxy_option
+from meridian_control.common.environment import BadVariable, read
 from meridian_control.common.errors import PolicyError
 from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document
 from meridian_control.offline.trace_file import FileError
@@ -74,26 +76,39 @@ class Target:
     credentials: ClientCredentials
 
     def resolve(self) -> tuple[str, ClientCredentials]:
-        """Return the address of the server and the credentials for it. Raises FileError."""
+        """Return the address of the server and the credentials for it. Raises FileError, BadVariable."""
         server, context = self.server, self.context
         if not server and not context:
-            server, context = os.environ.get("MERIDIAN_SERVER", ""), os.environ.get("MERIDIAN_CONTEXT", "")
+            server, context = read("MERIDIAN_SERVER"), read("MERIDIAN_CONTEXT")
+            if server:
+                _check("MERIDIAN_SERVER", server)
+        elif server:
+            _check("--server", server)
         found = None if server else contexts.find(context)
         if found is not None:
+            _check("the server of the context", found.server)
             return found.server, self.credentials.over(found.credentials())
         return server or DEFAULT_SERVER, self.credentials.over(ClientCredentials.from_environment())
 
     def channel(self) -> grpc.Channel:
-        """Return a channel to the server. Raises FileError, also if a file of the credentials cannot be read."""
+        """Return a channel to the server. Raises FileError or BadVariable, also if a file cannot be read."""
         server, credentials = self.resolve()
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), proxy_option()]
         try:
             tls = credentials.channel()
         except OSError as error:
-            raise FileError(Path(error.filename), "", f"cannot be read: {error.strerror}") from error
+            named = {path: name for name, path in vars(credentials).items()}.get(error.filename, "")
+            where = f"; named by --{named.replace('_', '-')}, {VARIABLES[named]} or the context" if named else ""
+            raise FileError(Path(error.filename), "", f"cannot be read: {error.strerror}{where}") from error
         except ValueError as error:
             fail(INVALID, str(error))
         return grpc.secure_channel(server, tls, options) if tls else grpc.insecure_channel(server, options)
+
+
+def _check(name: str, server: str) -> None:
+    """Exit if an address of the control plane cannot be used. name: what gives the address."""
+    if not is_target(server):
+        raise BadVariable(name, server, "an address host:port")
 
 
 @dataclass(frozen=True)
@@ -184,8 +199,14 @@ def say_document(text: str) -> None:
 
 def warn_unreachable(replicas: Iterable[str]) -> None:
     """Name on standard error the replicas whose data is missing from an answer about the fleet."""
-    if names := ", ".join(sorted(set(replicas))):
-        say(f"replicas that did not answer, so that their data is missing: {names}", err=True)
+    for line in unreachable_lines(replicas):
+        say(line, err=True)
+
+
+def unreachable_lines(replicas: Iterable[str]) -> list[str]:
+    """Return the line that names the replicas whose data is missing; no line if there are none."""
+    names = ", ".join(sorted(set(replicas)))
+    return [f"replicas that did not answer, so that their data is missing: {names}"] if names else []
 
 
 def pages(call: Any, request: Any) -> Iterator[Any]:
@@ -230,7 +251,7 @@ def reported(target: Target | None = None) -> Iterator[None]:
         yield
     except PolicyError as error:
         fail(INVALID, *map(str, error.violations()))
-    except FileError as error:
+    except (FileError, BadVariable) as error:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
         cause = tls_look.trouble(*target.resolve()) if target and error.code() in MAY_BE_TLS else ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.common.environment import config_home, read
 from meridian_control.offline.trace_file import FileError
 
 
@@ -33,8 +34,10 @@ class Context(_Strict):
     token_file: str = ""
 
     def credentials(self) -> ClientCredentials:
-        said = (self.ca, self.cert, self.key, self.token_file)
-        return ClientCredentials(*(str(path().parent / os.path.expanduser(name)) if name else "" for name in said))
+        """Return the credentials; a relative path starts at the folder of the context file."""
+        said, file = (self.ca, self.cert, self.key, self.token_file), path()
+        folder = file.parent if file is not None else Path()
+        return ClientCredentials(*(str(folder / os.path.expanduser(name)) if name else "" for name in said))
 
 
 class Contexts(_Strict):
@@ -42,14 +45,19 @@ class Contexts(_Strict):
     contexts: dict[str, Context] = {}
 
 
-def path() -> Path:
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Path(os.environ.get("MERIDIAN_CONTEXTS") or home / "meridian" / "contexts.toml")
+def path() -> Path | None:
+    """Return the context file; None if the environment names none and the user has no home folder."""
+    if said := read("MERIDIAN_CONTEXTS"):
+        return Path(os.path.expanduser(said))
+    home = config_home()
+    return home / "meridian" / "contexts.toml" if home is not None else None
 
 
 def load() -> Contexts:
     """Return the contexts of the context file, or no contexts if the file does not exist. Raises FileError."""
     file = path()
+    if file is None:
+        return Contexts()
     try:
         return Contexts.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -71,7 +79,9 @@ def find(name: str) -> Context | None:
     found = load()
     wanted = name or found.current
     if wanted and wanted not in found.contexts:
+        if (file := path()) is None:
+            raise FileError(Path("meridian/contexts.toml"), "", "there is no home folder: set MERIDIAN_CONTEXTS")
         raise FileError(
-            path(), "", f'has no context "{wanted}"; known contexts: {", ".join(sorted(found.contexts)) or "none"}'
+            file, "", f'has no context "{wanted}"; known contexts: {", ".join(sorted(found.contexts)) or "none"}'
         )
     return found.contexts[wanted] if wanted else None

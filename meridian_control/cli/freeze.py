@@ -27,6 +27,7 @@ from meridian_control.cli.console import (
     say,
     show,
 )
+from meridian_control.cli.expected import AllowNone, Expected, LeastEngines, all_engines, connected
 from meridian_control.cli.policy import Author
 from meridian_control.session.freeze_state import Match
 
@@ -63,8 +64,13 @@ def freeze(
     ] = None,
     author: Author = "",
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the engines confirm the freeze.")] = 10.0,
+    engines: LeastEngines = None,
+    allow_none: AllowNone = False,
 ) -> None:
-    """Put all engines, or those that match, back to stock vLLM for a limited time, and print how many confirmed."""
+    """Put all engines, or those that match, back to stock vLLM for a limited time, and print how many confirmed.
+
+    The command fails unless every matching engine has confirmed, and at least one. The freeze stays in force also then.
+    """
     labels = dict(pair.split("=", 1) if "=" in pair else fail(INVALID, _bad_label(pair)) for pair in label or ())
     match = freeze_pb2.FreezeMatch(engine_ids=engine or (), model=model, engine_labels=labels)
     request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
@@ -72,44 +78,44 @@ def freeze(
     with connect(context) as client:
         made = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
         say(f"freeze {made.freeze_id} until {_time(made)}")
-        _wait_for_confirmations(client, made, wait)
+        _wait_for_confirmations(client, made, wait, Expected(engines, allow_none))
 
 
 def _bad_label(pair: str) -> str:
     return f"--label must be KEY=VALUE; got {pair!r}"
 
 
-def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_s: float) -> None:
-    """Print how many engines have confirmed a freeze; exit with FAILED unless all have confirmed within `wait_s`."""
+def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_s: float, expected: Expected) -> None:
+    """Print how many engines have confirmed a freeze; exit with FAILED unless all that are expected have."""
     began = time.monotonic()
     while True:
-        wanted = [engine for engine in _connected(client) if _is_meant(engine, made)]
-        missing = [engine.engine_id for engine in wanted if not _is_frozen(engine, made)]
+        known, unreachable = all_engines(client)
+        found = [engine for engine in known if _is_meant(engine, made)]
+        wanted = connected(found)
+        missing = [f"{engine.engine_id} has not confirmed" for engine in wanted if not _is_frozen(engine, made)]
+        missing += expected.missing(found, unreachable)
         waited_s = time.monotonic() - began
         # Only an engine's own replica can match the engine's labels, and that replica learns of the freeze within
         # HEARD_S.
-        known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
-        if (known and not missing) or waited_s >= wait_s:
+        is_known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
+        if (is_known and not missing) or waited_s >= wait_s:
             break
         time.sleep(POLL_INTERVAL_S)
     if not wanted:
         say("no connected engine matches; engines that match are frozen as soon as they connect")
-        return
-    say(f"{len(wanted) - len(missing)} of {len(wanted)} connected engines confirmed")
+    else:
+        confirmed = sum(_is_frozen(engine, made) for engine in wanted)
+        say(f"{confirmed} of {len(wanted)} connected engines confirmed")
     if missing:
-        fail(FAILED, *(f"{engine_id} has not confirmed" for engine_id in missing))
-
-
-def _connected(client: Client) -> list[fleet_pb2.Engine]:
-    found = (e for page in pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()) for e in page.engines)
-    return [engine for engine in found if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+        fail(FAILED, *missing)
 
 
 def _is_meant(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
     if made.freeze_id in engine.freeze.freeze_ids:
         return True
-    match = Match(tuple(made.match.engine_ids), made.match.model)
-    return not made.match.engine_labels and match.matches(engine.engine_id, engine.model, {})
+    labels = tuple(made.match.engine_labels.items())
+    match = Match(tuple(made.match.engine_ids), made.match.model, labels)
+    return match.matches(engine.engine_id, engine.model, engine.labels)
 
 
 def _is_frozen(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:

@@ -19,7 +19,6 @@ from meridian_control.cli.console import (
     FAILED,
     INVALID,
     LARGEST_ID,
-    Client,
     Output,
     OutputOption,
     Target,
@@ -34,6 +33,7 @@ from meridian_control.cli.console import (
     warn_unreachable,
 )
 from meridian_control.cli.end import end
+from meridian_control.cli.expected import AllowNone, Expected, LeastEngines, all_engines, connected, same_names
 from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
@@ -52,6 +52,7 @@ from meridian_control.common.enum_names import entropy_backend_name
 from meridian_control.decision_log.request_ids import is_called
 
 POLL_INTERVAL_S = 0.3
+NONE_CONNECTED = "no engine is connected"
 
 HELP = """Read and change Meridian's policy, show engines, requests and decisions, end the thinking of a
 request, and record and replay traces.
@@ -101,7 +102,7 @@ def options(
 def engines(context: typer.Context, output: OutputOption = Output.table) -> None:
     """List the engines with their state, policy revision and load."""
     with connect(context) as client:
-        found, unreachable = _engines(client)
+        found, unreachable = all_engines(client)
     show(found, output, engine_table(found))
     warn_unreachable(unreachable)
     if output is Output.table:
@@ -115,6 +116,8 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
         for blind in (engine for engine in found if engine.unknown_markers):
             say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
+        for name in same_names(found):
+            say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
         for line in (*pool_lines(found), *limit_lines(found)):
             say(line)
 
@@ -159,9 +162,9 @@ def pressure(
     """List the pressure entries of each connected engine: their levels, the measured values and their targets, and the
     newest changes of the level."""
     with connect(context) as client:
-        found, unreachable = _connected(client)
+        found, unreachable = all_engines(client)
     warn_unreachable(unreachable)
-    rows = [e for e in found if engine in ("", e.engine_id)]
+    rows = [e for e in connected(found) if engine in ("", e.engine_id)]
     if output is Output.table:
         console().print(pressure_table(rows))
         return
@@ -176,40 +179,36 @@ def wait(
         int | None, typer.Option(min=1, max=LARGEST_ID, help="Revision to wait for; default: the one in force.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 60.0,
+    engines: LeastEngines = None,
+    allow_none: AllowNone = False,
 ) -> None:
-    """Wait until every connected engine has applied a policy revision, and print the engines that have not."""
+    """Wait until every engine has applied a policy revision, and print the engines that have not.
+
+    The command fails if no engine is connected, and names each engine whose stream broke off in the last ten minutes.
+    """
+    expected = Expected(engines, allow_none)
     deadline = time.monotonic() + timeout
     with connect(context) as client:
         # The call fails if the revision was never stored, so that no engine could apply it.
         wanted = current(client, revision or 0).revision
-        connected, unreachable = _connected(client)
-        while (behind := [engine for engine in connected if engine.acked_revision < wanted]) or unreachable:
-            if refused := [engine for engine in behind if _refused(engine, wanted)]:
-                others = [f"{e.engine_id} is at revision {e.acked_revision}" for e in behind if e not in refused]
-                fail(FAILED, *(f"{engine.engine_id} refused: {engine.nack_error}" for engine in refused), *others)
+        while True:
+            found, unreachable = all_engines(client)
+            live, missing = connected(found), expected.missing(found, unreachable)
+            behind = [engine for engine in live if engine.acked_revision < wanted]
+            if not behind and not missing:
+                break
+            lines = [f"{e.engine_id} is at revision {e.acked_revision}" for e in behind if not _refused(e, wanted)]
+            if refused := [f"{e.engine_id} refused: {e.nack_error}" for e in behind if _refused(e, wanted)]:
+                fail(FAILED, *refused, *lines)
             if time.monotonic() >= deadline:
-                warn_unreachable(unreachable)
-                fail(FAILED, *(f"{engine.engine_id} is at revision {engine.acked_revision}" for engine in behind))
+                fail(FAILED, *lines, *missing)
             time.sleep(POLL_INTERVAL_S)
-            connected, unreachable = _connected(client)
-    say(f"revision {wanted} is applied on all {len(connected)} connected engines")
-
-
-def _connected(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
-    found, unreachable = _engines(client)
-    return [engine for engine in found if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED], unreachable
+    say(f"revision {wanted} is applied on all {len(live)} connected engines" if live else NONE_CONNECTED)
 
 
 def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
     """Return whether the engine has refused the revision or a newer one; `nack_error` is about `engine.revision`."""
     return bool(engine.nack_error) and engine.revision >= revision
-
-
-def _engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
-    """Return the engines of all replicas, and the ids of the replicas that did not answer."""
-    found = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
-    unreachable = [name for page in found for name in page.unreachable_replicas]
-    return [engine for page in found for engine in page.engines], unreachable
 
 
 def main() -> None:

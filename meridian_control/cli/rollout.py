@@ -86,6 +86,8 @@ def rollout_start(
         answer = client.rollout.StartRollout(request, timeout=CALL_TIMEOUT_S)
     if diff:
         console().print(change_table(answer.changes, ("before", "after")))
+    for warning in answer.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     if dry_run:
         say(f"{file} and {steps}: valid, nothing started")
     else:
@@ -241,7 +243,7 @@ def _readings(rollout: rollout_pb2.Rollout) -> Table:
     shown = new_table("guardrail", "value", "limit", "observed", "others", "")
     for r in rollout.guardrails:
         value = f"{r.value:.4g}" if r.HasField("value") else ""
-        verdict = "violated" if r.violated else "waiting" if r.waiting else ""
+        verdict = "violated" if r.violated else "waiting" if r.waiting else "" if value else "not measured"
         add(shown, r.guardrail, value, f"{r.limit:.4g}", r.observations, r.stable_observations or "", verdict)
     return shown
 

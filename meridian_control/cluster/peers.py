@@ -18,6 +18,7 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_control.access import tls_look
 from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusC
 NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
+    NO_PROXY,
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
     # Largest response; a response carries all engines or all requests of a replica.

@@ -1,6 +1,18 @@
-"""Splits the addresses that the programs of the control plane listen on. Pure."""
+"""Splits the addresses on which the control plane's programs listen, and checks those that they connect to. Pure."""
 
 import ipaddress
+
+# Schemes of gRPC's addresses that need not end with a port.
+SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "xds:")
+
+
+def is_target(address: str) -> bool:
+    """Whether gRPC can connect to an address: host:port, or an address with a scheme that gRPC knows."""
+    if address.startswith(SCHEMES):
+        return True
+    host, _, port = address.rpartition(":")
+    plain = host.startswith("[") == host.endswith("]") == (":" in host) and not set("/ @") & set(host)
+    return bool(host) and plain and port.isdecimal() and len(port) <= 5 and 0 < int(port) <= 65535
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -76,12 +76,3 @@ class PlainFormatter(logging.Formatter):
 def indented(text: str) -> str:
     """Return lines of text, such as a traceback, each printable and indented by two blanks."""
     return "\n".join(f"  {printable(line)}" for line in text.split("\n") if line)
-
-
-def configure_logs(level: str, *filters: logging.Filter) -> None:
-    """Write this program's log to standard error, formatted by PlainFormatter, but for lines that a filter stops."""
-    handler = logging.StreamHandler()
-    for one in filters:
-        handler.addFilter(one)
-    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])

@@ -123,7 +123,12 @@ class Fleet:
         if self.budgets.stages:
             session.on_budget_stages(self.budgets.stages)
             self.note(session, stages_record(session, now))
-        welcome = agent_pb2.Welcome(session_id=session_id, server_version=__version__, reads_byte_columns=True)
+        welcome = agent_pb2.Welcome(
+            session_id=session_id,
+            server_version=__version__,
+            reads_byte_columns=True,
+            other_incarnation=self.namesake(session),
+        )
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         freezes = self._freezes_of(session)
         if freezes or session.frozen:
@@ -145,6 +150,16 @@ class Fleet:
     def _streams_of(self, identity: tuple[str, str]) -> list[Connection]:
         """Return the connections of an engine's process. identity: engine id and incarnation."""
         return [c for c in self._by_engine.get(identity[0], ()) if c.session.identity == identity]
+
+    def namesake(self, session: Session) -> str:
+        """Return the incarnation of another process that has a stream under the session's engine id; empty for none."""
+        others = (c.session.hello.incarnation for c in self._by_engine.get(session.hello.engine_id, ()))
+        return next((other for other in others if other != session.hello.incarnation), "")
+
+    def sharing_name(self) -> int:
+        """Return the number of connected engines that have the name of another connected engine."""
+        named = [{c.session.hello.incarnation for c in found} for found in self._by_engine.values()]
+        return sum(len(incarnations) for incarnations in named if len(incarnations) > 1)
 
     def _disconnect(self, connection: Connection) -> None:
         engine_id = connection.session.hello.engine_id
@@ -278,7 +293,10 @@ class Fleet:
         # An engine with a newer stream is still connected, so the state that is kept for the engine must stay.
         if engine_id not in self._by_engine:
             session.shadow.new_stream()
-            self.departed.add(engine_view(session, connected=False), session.lease_s, now)
+            view = engine_view(session, connected=False)
+            # A stream that the agent itself has ended tells that the engine shuts down.
+            view.lost = reason != "agent_closed"
+            self.departed.add(view, session.lease_s, now)
         for gone in (forgotten := self.departed.forget(now)):
             self.shadows.pop(gone, None)
         self.handovers.forget(forgotten)

@@ -61,6 +61,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         shadow=session.shadow.messages(),
         pressures=pressure_messages(session.pressure),
         engine_limits=engine_limits(session),
+        labels=hello.labels,
     )
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:

@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
+from meridian_control.common.environment import config_home
 from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
 from meridian_control.policy.section import Section
@@ -68,8 +69,8 @@ def find(explicit: Path | None) -> Path | None:
         if not explicit.is_file():
             raise PolicyError([Violation(f"{explicit}:", "is not a file")])
         return explicit
-    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    candidates = (Path(FILE_NAME), config_home / "meridian" / FILE_NAME)
+    home = config_home()
+    candidates = [Path(FILE_NAME), *([home / "meridian" / FILE_NAME] if home is not None else [])]
     return next((path for path in candidates if path.is_file()), None)
 
 

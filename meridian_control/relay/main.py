@@ -13,10 +13,12 @@ from prometheus_client import REGISTRY
 from yarl import URL
 
 from meridian_control import __version__
+from meridian_control.common import logs
 from meridian_control.common.addresses import flag_address
+from meridian_control.common.environment import BadVariable, choice
 from meridian_control.common.line_limit import LineLimit
 from meridian_control.common.metrics_listener import MetricsListener
-from meridian_control.common.plain_text import configure_logs, printable
+from meridian_control.common.plain_text import printable
 from meridian_control.relay.server import Relay
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--think-end", default="</think>", help="text with which the model ends its thinking")
     p.add_argument("--drain-s", type=float, default=30.0, help="seconds for requests under way after SIGTERM")
-    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
     p.add_argument("--version", action="version", version=__version__)
     return p
 
@@ -96,10 +98,13 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    try:
+        args = parser().parse_args(argv)
+    except BadVariable as error:
+        print(f"meridian-relay: {printable(str(error))}", file=sys.stderr)
+        return 2
     # The relay's clients can cause a line for each request.
-    configure_logs("WARNING", LineLimit())
-    logger.setLevel(args.log_level.upper())
+    logs.begin(args, LineLimit())
     try:
         asyncio.run(serve(args))
     except (OSError, ValueError) as error:

@@ -22,7 +22,12 @@ class Step(Section):
     """The engines that get the candidate in this step, and the time for which they are watched before the next step."""
 
     engine_labels: Mapping[str, Glob] = Field({}, description="Globs by label name; empty matches every engine.")
-    percent: float = Field(100.0, ge=0, le=100, description="Share of matching engines, by a stable hash of their ids.")
+    percent: float = Field(
+        100.0,
+        ge=0,
+        le=100,
+        description="Share of matching engines, by a stable hash of their ids; 0 to watch the others only.",
+    )
     bake_s: float = Field(600.0, gt=0, le=30 * 86_400, description="Seconds from the step's start to the next step.")
 
     @model_validator(mode="after")
@@ -30,6 +35,12 @@ class Step(Section):
         if not self.model_fields_set & {"engine_labels", "percent"}:
             raise PydanticCustomError("nobody", "must have engine_labels or percent")
         return self
+
+    def __str__(self) -> str:
+        """Return whom the step selects, in words."""
+        labels = ", ".join(f"{name}={glob}" for name, glob in sorted(self.engine_labels.items()))
+        share = "all engines" if self.percent == 100 else f"{self.percent:g} % of the engines, by a hash of their ids"
+        return share + (f", with {labels}" if labels else "")
 
     def matches(self, rollout_id: int, engine_id: str, labels: Mapping[str, str]) -> bool:
         """Whether an engine belongs to the step."""

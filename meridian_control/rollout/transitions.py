@@ -4,7 +4,7 @@ All functions are pure and depend on state, measurements and time. The module do
 stored or brought to engines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -75,7 +75,7 @@ def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> R
     rollout = _updated(
         rollout,
         guardrails=readings,
-        waiting_for=_waiting_for(sample, readings),
+        waiting_for=_waiting_for(rollout, sample, readings),
         baked_s=rollout.baked_s + (elapsed_s if running else 0.0),
     )
     if violated := [reading for reading in readings if reading.violated]:
@@ -143,12 +143,41 @@ def _updated(rollout: Rollout, **fields: Any) -> Rollout:
     return rollout.model_copy(update=fields)
 
 
-def _waiting_for(sample: Sample, readings: tuple[GuardrailReading, ...]) -> str:
+def warnings(rollout: Rollout, engines: Collection[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return a line for each step that would wait for engines. engines: id and labels of each connected engine."""
+    if not engines:
+        return ["no engine is connected: the rollout waits until one connects"]
+    found = []
+    for number, step in enumerate(rollout.plan.step, 1):
+        steps = rollout.plan.step[:number]
+        chosen = any(each.matches(rollout.rollout_id, *engine) for each in steps for engine in engines)
+        if not chosen and not _selects_nobody(rollout, number):
+            found.append(
+                f"step {number} selects none of the {len(engines)} connected engines ({step}): it waits until an "
+                "engine that it selects connects"
+            )
+    return found
+
+
+def _selects_nobody(rollout: Rollout, number: int) -> bool:
+    """Whether a step is meant to have no engine: its share is 0, and a later step has one. Such a step only watches the
+    engines with the previous policy."""
+    return rollout.plan.step[number - 1].percent == 0 and number < len(rollout.plan.step)
+
+
+def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailReading, ...]) -> str:
     if not sample.candidate_engines + sample.other_engines:
         return "an engine to connect"
     if sample.pending:
         return f"{sample.pending} engines to apply the candidate"
     if sample.missing:
         return f"{sample.missing} engines to connect again"
+    if not sample.candidate_engines and not _selects_nobody(rollout, rollout.step):
+        # Nothing is measured on a candidate, so no guardrail can be violated.
+        step = rollout.plan.step[rollout.step - 1]
+        return (
+            f"an engine with the candidate: step {rollout.step} selects none of the {sample.other_engines} connected "
+            f"engines ({step}); connect one, or abort and start again with another plan"
+        )
     short = [reading.guardrail for reading in readings if reading.waiting]
     return f"observations for {', '.join(short)}" if short else ""

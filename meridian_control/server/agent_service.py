@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from meridian.v1 import agent_pb2, agent_pb2_grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
 from meridian_control.access.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.access.interceptor import host_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.fleet import Fleet
+    from meridian_control.session.session import Session
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,13 +30,30 @@ logger = logging.getLogger(__name__)
 
 # Seconds within which an agent must send its Hello on a new stream.
 HELLO_S = 10.0
+# Seconds within which an engine whose stream broke off has a new stream, unless it is lost.
+BACK_S = 3.0
+# Seconds within which gRPC cancels a call whose connection is broken; less than an agent waits for its stream's end.
+BREAKS_S = 0.2
+# Seconds between two looks for engines whose streams broke off.
+LOOK_S = 1.0
+EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """The servicer. `refresh` brings the newest state of the store to the fleet; `Fleet.join` may call it."""
+    """The servicer. `refresh` brings the newest state of the store to the fleet; `Fleet.join` may call it. `engines`
+    returns the engines of all replicas, and the ids of the replicas that did not answer."""
 
-    def __init__(self, fleet: Fleet, faults: ClientFaults, refresh: Callable[[], Awaitable[None]]) -> None:
-        self._fleet, self._faults, self._refresh = fleet, faults, refresh
+    def __init__(
+        self,
+        fleet: Fleet,
+        faults: ClientFaults,
+        refresh: Callable[[], Awaitable[None]],
+        engines: Callable[[], Awaitable[tuple[list[fleet_pb2.Engine], list[str]]]],
+    ) -> None:
+        self._fleet, self._faults, self._refresh, self._engines = fleet, faults, refresh, engines
+        # Engines whose streams broke off, as (id, incarnation), with the time and the host; a task looks for them.
+        self._broken_off: dict[tuple[str, str], tuple[datetime, str]] = {}
+        self._looking: asyncio.Task[None] | None = None
 
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
@@ -50,9 +69,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise
         reader = asyncio.create_task(self._read(connection, request_iterator))
         # Callers choose engine ids, so their number is unbounded and the log lines are rate-limited.
-        told = self._faults.may_log(host_of(context.peer()), "connections", CONNECTIONS)
+        host = host_of(context.peer())
+        told = self._faults.may_log(host, "connections", CONNECTIONS)
         if told:
-            logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
+            self._log_connected(connection.session)
         reason = "agent_closed"
         try:
             while (response := await connection.outgoing.get()) is not None:
@@ -60,13 +80,13 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 if connection.overflowed and connection.outgoing.empty():
                     # Responses were left out, so the agent must come back with a snapshot.
                     break
-            if reader.done() and (failed := reader.exception()) is not None:
+            if (failed := _failure(connection, reader)) is not None:
                 reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
                 raise failed
-            if connection.failure is not None:
-                reason = MeridianError.code
-                raise connection.failure
             reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
+            if reason == "agent_closed":
+                # The agent's side ends also if the connection breaks; gRPC cancels the call soon after that.
+                await asyncio.sleep(BREAKS_S)
         except (asyncio.CancelledError, GeneratorExit):
             reason = "disconnected"
             raise
@@ -75,6 +95,46 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._fleet.leave(connection, reason)
             if told:
                 logger.info("engine %s left: %s", first.hello.engine_id, reason)
+            if reason == "disconnected":
+                self._broken_off[connection.session.identity] = self._fleet.clock(), host
+                if self._looking is None or self._looking.done():
+                    self._looking = asyncio.create_task(self._look_for_lost())
+
+    def _log_connected(self, session: Session) -> None:
+        engine_id, incarnation = session.identity
+        logger.info("engine %s connected (%s)", engine_id, incarnation)
+        if other := self._fleet.namesake(session):
+            logger.warning(
+                "engine %s (%s) has the name of an engine that is still connected (%s): if both run, give each a "
+                "MERIDIAN_ENGINE_ID of its own",
+                engine_id,
+                incarnation,
+                other,
+            )
+
+    async def _look_for_lost(self) -> None:
+        """Log which of the engines whose streams broke off have no new stream to any replica after BACK_S seconds."""
+        while self._broken_off:
+            await asyncio.sleep(LOOK_S)
+            now = self._fleet.clock()
+            due = {k: v for k, v in self._broken_off.items() if abs((now - v[0]).total_seconds()) >= BACK_S}
+            if not due:
+                continue
+            self._broken_off = {k: v for k, v in self._broken_off.items() if k not in due}
+            engines, _ = await self._engines()
+            live = [engine for engine in engines if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+            same = {(engine.engine_id, engine.incarnation) for engine in live}
+            began = {engine.engine_id: engine.connect_time.ToDatetime(UTC) for engine in sorted(live, key=_connected)}
+            for (engine_id, incarnation), (left, host) in due.items():
+                # An older stream under the same id belongs to another engine.
+                came_back = (engine_id, incarnation) in same or began.get(engine_id, EPOCH) >= left
+                if not came_back and self._faults.may_log(host, "lost", CONNECTIONS):
+                    logger.warning(
+                        "engine %s (%s) is lost: its stream broke off, and it has not come back within %g s",
+                        engine_id,
+                        incarnation,
+                        BACK_S,
+                    )
 
     async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
         try:
@@ -87,6 +147,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise
         finally:
             await connection.outgoing.put(None)
+
+
+def _connected(engine: fleet_pb2.Engine) -> int:
+    return engine.connect_time.ToNanoseconds()
+
+
+def _failure(connection: Connection, reader: asyncio.Task[None]) -> BaseException | None:
+    """Return the error that ends a stream, None if there is none."""
+    failed = reader.exception() if reader.done() else None
+    return failed or connection.failure
 
 
 async def _first(requests: AsyncIterator[agent_pb2.ConnectRequest]) -> agent_pb2.ConnectRequest | None:

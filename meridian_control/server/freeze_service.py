@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
+from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import page
 from meridian_control.session.freeze_state import Freeze, Match
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from meridian_control.fleet.freeze_store import FreezeStore
 
     Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
 
 MIN_DURATION, MAX_DURATION = timedelta(seconds=1), timedelta(days=7)
 # Largest number of globs and labels of a freeze, and of characters in each.
@@ -40,10 +44,21 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
         for name in ("author", "reason"):
             _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
         made = await self._store.add(match, self._clock() + duration, request.author, request.reason)
+        whom, until = made.match, f"{made.end_time:%Y-%m-%d %H:%M:%S} UTC"
+        logger.warning(
+            "freeze %d of %s until %s by %s: %s",
+            made.freeze_id,
+            "all engines" if whom == Match() else whom,
+            until,
+            said_by(request.author),
+            request.reason,
+        )
         return freeze_pb2.FreezeResponse(freeze=_to_message(made))
 
     async def Thaw(self, request: freeze_pb2.ThawRequest, context: Context) -> freeze_pb2.ThawResponse:  # noqa: N802
         ended = await self._store.thaw(request.freeze_id)
+        for freeze in ended:
+            logger.info("freeze %d is thawed by %s", freeze.freeze_id, said_by())
         return freeze_pb2.ThawResponse(freezes=map(_to_message, ended))
 
     async def ListFreezes(  # noqa: N802

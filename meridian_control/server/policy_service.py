@@ -6,6 +6,7 @@ All methods run on the gRPC server's event loop.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 from typing import Any, TypeAlias
@@ -15,12 +16,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
 from meridian_control.access.audit_log import before_etag
+from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import FieldChange, Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHeader, StoredRevision
+
+logger = logging.getLogger(__name__)
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Writing: TypeAlias = policy_pb2.UpdatePolicyRequest | policy_pb2.RollbackPolicyRequest
@@ -127,6 +131,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 stored = StoredRevision(0, "", policy, request.author, reason, self._clock())
         else:
             stored = await self._commit(policy, request, reason)
+            logger.info("policy revision %d by %s: %s", stored.revision, said_by(request.author), reason)
         before = await self._readable(stored.revision - 1 if stored.revision else newest)
         if before is not None:
             before_etag.set(before.etag)

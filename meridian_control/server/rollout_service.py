@@ -6,11 +6,13 @@ loop.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
 from meridian_control.access.audit_log import before_etag
+from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import diff
@@ -21,7 +23,7 @@ from meridian_control.rollout.state import By, Rollout
 from meridian_control.server.policy_service import check_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from datetime import datetime
 
     import grpc
@@ -30,19 +32,27 @@ if TYPE_CHECKING:
 
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
+logger = logging.getLogger(__name__)
+
 Steering: TypeAlias = (
     rollout_pb2.PauseRolloutRequest | rollout_pb2.ResumeRolloutRequest | rollout_pb2.AbortRolloutRequest
 )
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """The servicer. `clock` gives aware time.
+    """The servicer. `clock` gives aware time. `engines` returns the engines of all replicas, and the ids of silent
+    replicas.
 
     If a caller hangs up, a stored change stays, and the fleet gets the change from `Rollouts.follow` or the next tick.
     """
 
-    def __init__(self, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
-        self._rollouts, self._store, self._clock = rollouts, rollouts.store, clock
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        clock: Callable[[], datetime],
+        engines: Callable[[], Awaitable[tuple[list[fleet_pb2.Engine], list[str]]]],
+    ) -> None:
+        self._rollouts, self._store, self._clock, self._engines = rollouts, rollouts.store, clock, engines
 
     async def StartRollout(  # noqa: N802
         self, request: rollout_pb2.StartRolloutRequest, context: Context
@@ -58,13 +68,27 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 made = rules.begin(0, plan, (await self._store.policies.check(request.etag), 0), by)
             else:
                 made = await self._store.start(plan, policy, request.etag, by)
+                who = said_by(request.author)
+                logger.info("rollout %d is started by %s: %s", made.rollout_id, who, request.reason)
                 await self._rollouts.look()
         before = await self._store.policies.get(made.stable_revision)
         before_etag.set(before.etag)
         changes = [
             policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
         ]
-        return rollout_pb2.StartRolloutResponse(rollout=made.message(), changes=changes)
+        return rollout_pb2.StartRolloutResponse(
+            rollout=made.message(), changes=changes, warnings=await self._warnings(made)
+        )
+
+    async def _warnings(self, rollout: Rollout) -> list[str]:
+        """Return what the author should know about the rollout's steps. A rollout without an id is seen as the next
+        one, because the engines of a step depend on the id."""
+        if not rollout.rollout_id:
+            newest = await self._store.newest()
+            rollout = rollout.model_copy(update={"rollout_id": newest.rollout_id + 1 if newest is not None else 1})
+        engines, _ = await self._engines()
+        live = [e for e in engines if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+        return rules.warnings(rollout, [(engine.engine_id, engine.labels) for engine in live])
 
     async def GetRollout(  # noqa: N802
         self, request: rollout_pb2.GetRolloutRequest, context: Context
@@ -110,5 +134,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             raise NotFound("no rollout is active")
         before_etag.set(found.etag)
         saved = await self._store.change(found, steered)
+        if saved.changes != found.changes:
+            who = said_by(request.author)
+            logger.info("rollout %d is %s by %s: %s", saved.rollout_id, saved.events[-1].event, who, request.reason)
         await self._rollouts.look()
         return saved.message()

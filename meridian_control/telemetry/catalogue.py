@@ -42,6 +42,13 @@ REPLICA = (
         "`off` for more than a few minutes: the engines run as stock vLLM; `meridianctl engines` says why.",
     ),
     _gauge(
+        "meridian_engines_sharing_name",
+        (),
+        "Engines connected to this replica that have the name of another engine connected to it. `meridian_engines` "
+        "counts a name once, and the series of an engine are those of its newest stream.",
+        "Not 0 for longer than a minute: two engines run under one name. Give each a `MERIDIAN_ENGINE_ID` of its own.",
+    ),
+    _gauge(
         "meridian_engines_without_series",
         (),
         "Connected engines beyond the first 500, which have no series of their own.",

@@ -140,6 +140,7 @@ class FleetCollector(Collector):
             ("meridian_replica_leads", [((), self._leads())]),
             ("meridian_policy_revision", [((), self._fleet.revision)]),
             ("meridian_engines", [((), len(newest))]),
+            ("meridian_engines_sharing_name", [((), self._fleet.sharing_name())]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", _agents(states)),

@@ -20,6 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from meridian_control import __version__
+from meridian_control.common.channels import NO_PROXY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +45,9 @@ class MetricsExport:
 
     def __init__(self, endpoint: str, interval_s: float, registry: CollectorRegistry) -> None:
         secure = endpoint.startswith("https://")
-        self._exporter = OTLPMetricExporter(endpoint, insecure=not secure, timeout=EXPORT_TIMEOUT_S)
+        self._exporter = OTLPMetricExporter(
+            endpoint, insecure=not secure, timeout=EXPORT_TIMEOUT_S, channel_options=(NO_PROXY,)
+        )
         named = Resource.create({"service.name": "meridian-control", "service.version": __version__})
         self._resource = Resource({"service.instance.id": socket.gethostname()}).merge(named)
         self._registry, self._interval_s = registry, interval_s

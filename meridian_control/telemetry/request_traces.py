@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from meridian_control import __version__
+from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.decision_log.records import Decision
 from meridian_control.session.decision_ledger import CARRIED_OUT, ENDING
@@ -48,7 +49,12 @@ class Tracing:
         resource = Resource.create({"service.name": "meridian-control", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
         self._provider.add_span_processor(
-            BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint, insecure=not secure, timeout=EXPORT_TIMEOUT_S))
+            BatchSpanProcessor(
+                exporter
+                or OTLPSpanExporter(
+                    endpoint, insecure=not secure, timeout=EXPORT_TIMEOUT_S, channel_options=(NO_PROXY,)
+                )
+            )
         )
         self._tracer = self._provider.get_tracer("meridian_control", __version__)
         self._propagator = TraceContextTextMapPropagator()

@@ -32,7 +32,7 @@ def rebuild(scheduler: Any) -> Any:
     """Return a new agent, as a restart of the engine makes it."""
     from meridian_agent.core.guard import Guard
 
-    scheduler._lifecycle.link.stop()
+    scheduler._lifecycle.stop()
     scheduler._lifecycle.link._thread.join(10)
     scheduler._lifecycle.limits.restore()
     scheduler._guard = Guard()
@@ -173,7 +173,7 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     revision = control.apply({**LIMITED, "model": {"maze": {"closing_text": text}}})
     capped = chat(llm, cases(), GREEDY)
     assert capped[0][12:14] == llm.get_tokenizer().encode(text, add_special_tokens=False)
-    file = state_file()
+    file = state_file(scheduler)
     wait_for(lambda: (kept := file.load()) and kept.revision == revision, 20, "the settings to be kept")
     kill(control, agent)
     again = rebuild(scheduler)
@@ -187,12 +187,10 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
 
 
-def state_file() -> Any:
-    from meridian_agent.link.identity import identity_of_engine
+def state_file(scheduler: Any) -> Any:
     from meridian_agent.link.settings_file import StateFile, state_folder
-    from meridian_agent.vllm_adapter.version import vllm_version
 
-    return StateFile(state_folder(), identity_of_engine(vllm_version())["engine_id"], "maze")
+    return StateFile(state_folder(), scheduler.engine_name.file_name, "maze")
 
 
 @pytest.mark.usefixtures("lost")

@@ -235,8 +235,10 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_unset_means_nothing_is_imported() -> None:
-    done = python(NO_OP)
+@pytest.mark.parametrize("value", [None, "", ",", " , ", "\n\t,"])
+def test_unset_means_nothing_is_imported(value: str | None) -> None:
+    """A variable that names no address at all counts as unset."""
+    done = python(NO_OP, **({} if value is None else {"MERIDIAN_CONTROL": value}))
     assert done.returncode == 0, done.stderr
 
 

@@ -115,7 +115,9 @@ def test_without_a_control_plane_the_reserve_holds_also_after_a_restart(
     """An engine that starts without a control plane takes the reserve from its settings file."""
     revision = control.apply(reserve(25))
     end, params = agent.tracker.markers.end[0], endless(agent, max_tokens=60)
-    wait_for(lambda: (kept := state_file().load()) and kept.revision == revision, 20, "the settings to be kept")
+    wait_for(
+        lambda: (kept := state_file(scheduler).load()) and kept.revision == revision, 20, "the settings to be kept"
+    )
     kill(control, agent)
     assert chat(llm, [opened()], params)[0].index(end) == 60 - 25 - 1
     again = rebuild(scheduler)

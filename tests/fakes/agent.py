@@ -36,7 +36,7 @@ ALL = agent_pb2.Capabilities(
 
 def hello(engine_id: str = "engine", **fields: Any) -> agent_pb2.Hello:
     fields = {"capabilities": ALL, "block_size_tokens": 16, "num_blocks": 64, "max_num_seqs": 8, **fields}
-    return agent_pb2.Hello(engine_id=engine_id, incarnation="1", model="m", **fields)
+    return agent_pb2.Hello(engine_id=engine_id, **{"incarnation": "1", "model": "m", **fields})
 
 
 @dataclass

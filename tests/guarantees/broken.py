@@ -356,7 +356,7 @@ BROKEN: tuple[Broken, ...] = (
         UNSET,
         "hooks are imported whatever the environment says",
         PLUGIN,
-        '    if not os.environ.get("MERIDIAN_CONTROL", "").strip(" ,"):\n        return\n',
+        '    if not os.environ.get("MERIDIAN_CONTROL", "").strip(", \\t\\r\\n"):\n        return\n',
         "    import meridian_agent.install\n",
         "tests/engine/test_faults.py::test_unset_means_nothing_is_imported",
     ),

@@ -123,7 +123,7 @@ class World:
         self.plants = [Plant(self, f"engine-{n}") for n in range(kinds.choice((1, 1, 1, 2)))]
 
     def patches(self) -> None:
-        self.patch.setenv("MERIDIAN_CONTROL", "control")
+        self.patch.setenv("MERIDIAN_CONTROL", "control:1")
         self.patch.setattr(lifecycle_module, "Link", partial(SteppedLink, self.network))
         self.patch.setattr(lifecycle_module, "StateFile", NoFile)
         self.patch.setattr(scheduler_module, "Guard", partial(Guard, clock=self.timeline.time))

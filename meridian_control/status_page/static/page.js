@@ -31,7 +31,8 @@ function showSummary(state) {
   const candidate = (state.rollouts || []).filter(isActive).map((r) => `, ${r.candidate_revision} in a rollout`);
   // Screen readers read the summary aloud whenever it changes, so it has no numbers that change all the time.
   setText("summary", `${counted(t.engines, "engine")} connected, ` +
-    `${t.troubled ? number.format(t.troubled) : "none"} in trouble, policy revision ${state.revision || "none"}${candidate.join("")}`);
+    (t.engines || t.troubled ? `${t.troubled ? number.format(t.troubled) : "none"} in trouble, ` : "") +
+    `policy revision ${state.revision || "none"}${candidate.join("")}`);
   const missing = state.unreachable.length
     ? `No answer from replica ${state.unreachable.join(", ")}. This page lacks the engines there.` : "";
   notice("access", state.access);

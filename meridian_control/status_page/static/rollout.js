@@ -42,7 +42,8 @@ function showActive(r) {
     : r.waiting_for ? `The rollout waits for ${r.waiting_for}.` : "";
   notice("rollout-waiting", waits);
   table("guardrails", r.guardrails, (g) => g.guardrail, (g) => [
-    g.guardrail, g.violated ? ["violated", "bad"] : g.waiting ? ["too few observations", "warn"] : ["within", "good"],
+    g.guardrail, g.violated ? ["violated", "bad"] : g.waiting ? ["too few observations", "warn"]
+      : g.value == null ? ["not measured", "warn"] : ["within", "good"],
     [short(g.value), "num"], [short(g.limit), "num"], [number.format(g.observations), "num"],
     [+g.stable_observations ? number.format(g.stable_observations) : "", "num"],
   ], "The plan has no guardrails, or nothing has been measured yet.");

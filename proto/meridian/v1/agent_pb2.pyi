@@ -1831,22 +1831,28 @@ class Welcome(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     READS_BYTE_COLUMNS_FIELD_NUMBER: _builtins.int
+    OTHER_INCARNATION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of this stream's session, for logs and traces."""
     server_version: _builtins.str
     """Version of the control plane, as in `meridian_control.__version__`."""
     reads_byte_columns: _builtins.bool
     """Whether the control plane reads TokenColumns.byte_columns, which take less time to write and to read."""
+    other_incarnation: _builtins.str
+    """Incarnation of another process that has a stream under the same engine id; empty if there is none. Either that
+    process has ended and its stream has not yet, or two engines have the same id.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         server_version: _builtins.str = ...,
         reads_byte_columns: _builtins.bool = ...,
+        other_incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_byte_columns", b"reads_byte_columns", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["other_incarnation", b"other_incarnation", "reads_byte_columns", b"reads_byte_columns", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -525,6 +525,7 @@ class StartRolloutResponse(_message.Message):
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollout(self) -> Global___Rollout:
         """The rollout; with validate_only the one that would start, without ids and revisions."""
@@ -533,15 +534,20 @@ class StartRolloutResponse(_message.Message):
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.PolicyChange]:
         """Fields that differ between the policy in force and the candidate."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the caller should know before the rollout goes on, such as a step that selects no engine; one line each."""
+
     def __init__(
         self,
         *,
         rollout: Global___Rollout | None = ...,
         changes: _abc.Iterable[_policy_pb2.PolicyChange] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "rollout", b"rollout", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

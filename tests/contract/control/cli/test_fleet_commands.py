@@ -8,6 +8,7 @@ from asyncio.subprocess import PIPE
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
 from tests.contract.ctl import (
@@ -147,6 +148,49 @@ async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control, f
     control.fleet.engines = [engine("b", 0, nack_error="old")]
     result = await control("wait", "--revision", 2, "--timeout", 0)
     assert result.stderr == "b is at revision 0\n"
+
+
+NONE = "no engine is connected; --allow-none accepts that\n"
+LOST = "b is lost: its stream broke off, and it has not come back\n"
+
+
+@pytest.mark.parametrize(
+    ("engines", "options", "code", "said"),
+    [
+        ((), (), FAILED, NONE),
+        ((), ("--allow-none",), OK, "no engine is connected\n"),
+        ((), ("--engines", "1"), FAILED, "no engine is connected, of at least 1\n"),
+        (("a",), (), OK, "revision 1 is applied on all 1 connected engines\n"),
+        (("a",), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\n"),
+        (("a", "b!"), (), FAILED, LOST),
+        (("b!",), (), FAILED, NONE + LOST),
+        (("b-",), (), FAILED, NONE + "b has left\n"),
+        (("b!",), ("--allow-none",), OK, "no engine is connected\n"),
+        (("a", "b!"), ("--engines", "1"), OK, "revision 1 is applied on all 1 connected engines\n"),
+        (("a", "b!"), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\nb has left\n"),
+        # An engine that has shut down is not expected back.
+        (("a", "b-"), (), OK, "revision 1 is applied on all 1 connected engines\n"),
+    ],
+)
+async def test_wait_for_engines_that_are_not_there(
+    control: Control, file: Path, *, engines: tuple[str, ...], options: tuple[str, ...], code: int, said: str
+) -> None:
+    """b! is an engine whose stream broke off, and b- one that has shut down."""
+    await control("policy", "apply", "-f", file)
+    gone = {"": CONNECTED, "!": 0, "-": 0}
+    control.fleet.engines = [engine(e[0], 1, state=gone[e[1:]], lost=e[1:] == "!") for e in engines]
+    result = await control("wait", "--timeout", 0, *options)
+    assert (result.exit_code, result.stdout + result.stderr) == (code, said)
+
+
+async def test_wait_for_an_engine_that_comes_back(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    control.fleet.engines = [engine("a", 1), engine("b", 0, state=0, lost=True)]
+    waiting = asyncio.create_task(control("wait"))
+    done, _ = await asyncio.wait([waiting], timeout=0.5)
+    assert not done
+    control.fleet.engines[1] = engine("b", 1)
+    assert (await waiting).stdout == "revision 1 is applied on all 2 connected engines\n"
 
 
 async def test_budgets(control: Control) -> None:

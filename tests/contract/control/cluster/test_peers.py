@@ -17,6 +17,7 @@ from meridian_control.cluster.peers import Peer, Peers
 from meridian_control.common.errors import ReplicaUnavailable
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.model import Policy
+from tests.contract.proxies import proxy
 from tests.fakes.control import utc_now
 from tests.unit.control.handover.engines import disagg
 
@@ -111,3 +112,15 @@ async def test_the_others_are_asked_for_engines_while_a_policy_of_the_fleet_hand
     await enough.wait()
     sharing.cancel()
     assert servicer.asked.is_set() == (decides != "nobody")
+
+
+async def test_replicas_use_no_proxy(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, _, made = silent
+    servicer.answers.set()
+    with proxy() as other:
+        for name, value in (other.environment | {"MERIDIAN_PROXY": other.url}).items():
+            monkeypatch.setenv(name, value)
+        heard, unreachable = await made.ask(listed)
+        assert (list(heard), unreachable, other.asked) == (["other"], [], [])

@@ -15,6 +15,7 @@ import pytest
 from google.protobuf import duration_pb2
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
+from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
 from meridian_control.common.errors import NotFound
 from meridian_control.fleet.freeze_store import FreezeStore
@@ -415,12 +416,15 @@ async def test_meridianctl(control: Control) -> None:
         assert "1 of 1 connected engines confirmed" in result.output
         assert not two.link.lease.frozen()
         assert (await run("thaw", server=server)).output == "freeze 2 has ended\n"
-        result = await run(*command, "--reason", "x", "--engine", "rak-*", server=server)
+        absent = "no connected engine matches; engines that match are frozen as soon as they connect\n"
+        result = await run(*command, "--reason", "x", "--engine", "rak-*", "--allow-none", server=server)
         assert result.exit_code == OK
-        assert result.output.endswith(
-            "no connected engine matches; engines that match are frozen as soon as they connect\n"
-        )
+        assert result.output.endswith(absent)
         assert (await run("thaw", server=server)).output == "freeze 3 has ended\n"
+        result = await run(*command, "--reason", "x", "--engine", "rak-*", "--wait", "0", server=server)
+        assert (result.exit_code, result.stderr) == (FAILED, "no engine is connected; --allow-none accepts that\n")
+        assert result.stdout.endswith(absent)
+        assert (await run("thaw", server=server)).output == "freeze 4 has ended\n"
         assert (await run("thaw", server=server)).output == "no freeze is in force\n"
         result = await run("thaw", "7", server=server)
         assert (result.exit_code, result.stderr) == (FAILED, "NOT_FOUND: freeze 7 is not in force\n")
@@ -429,16 +433,16 @@ async def test_meridianctl(control: Control) -> None:
 
 async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that has live requests and makes no step cannot confirm a freeze."""
-    connected, is_heard = cli_freeze._connected, threading.Event()
+    listed, is_heard = expected.all_engines, threading.Event()
 
-    def noted(client: Client) -> list[fleet_pb2.Engine]:
-        found = connected(client)
-        if any(engine.engine_id == "idle" and engine.freeze.confirmed for engine in found):
+    def noted(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        found = listed(client)
+        if any(engine.engine_id == "idle" and engine.freeze.confirmed for engine in found[0]):
             is_heard.set()
         return found
 
     # The wait is over once the command has heard of the one confirmation, however long that takes on a busy machine.
-    monkeypatch.setattr(cli_freeze, "_connected", noted)
+    monkeypatch.setattr(cli_freeze, "all_engines", noted)
     clock = SimpleNamespace(monotonic=lambda: 60.0 * is_heard.is_set(), sleep=time.sleep)
     monkeypatch.setattr(cli_freeze, "time", clock)
     with LinkedEngine([control.target], "stuck") as stuck, LinkedEngine([control.target], "idle"):

@@ -102,7 +102,12 @@ async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control
         await until(lambda: control.fleet.departed)
         found = await control.ticks(6)
         assert (found.step, found.waiting_for) == (1, "1 engines to connect again")
-        assert (await control.ticks(2)).step == 2, "no guardrail keeps the rollout from going on"
+        found = await control.ticks(6)
+        # No guardrail keeps the rollout from going on, but nobody has tried the candidate.
+        assert (found.step, found.waiting_for.partition(":")[0]) == (1, "an engine with the candidate")
+        with Engine(control, "c", "canary") as c:
+            await c.has(2)
+            assert (await control.ticks(2)).step == 2
 
 
 async def test_the_policy_does_not_change_meanwhile(control: Control) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import pwd
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -37,8 +38,8 @@ def kept(folder: Path, settings: agent_pb2.Settings = SETTINGS) -> StateFile:
 def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     file = kept(tmp_path / "new" / "folder")
     assert StateFile(tmp_path / "new" / "folder", "rack/7", "m").load() == SETTINGS
-    assert file.path.name == "rack%2F7.json"
-    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name], "no temporary file is left behind"
+    assert file.path == tmp_path / "new" / "folder" / "rack%2F7.json"
+    assert list(file.path.parent.iterdir()) == [file.path], "no temporary file is left behind"
 
 
 def test_the_newest_wins(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_what_cannot_be_used_is_ignored_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, said: str
 ) -> None:
     file = StateFile(tmp_path, "e", "m")
-    file.path.write_bytes(text.encode("latin-1"))
+    (tmp_path / "e.json").write_bytes(text.encode("latin-1"))
     assert file.load() is None
     (record,) = caplog.records
     assert str(file.path) in record.getMessage()
@@ -131,3 +132,27 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MERIDIAN_STATE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert state_folder() == tmp_path / "meridian"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_folder() == tmp_path / ".cache" / "meridian"
+    monkeypatch.setenv("MERIDIAN_STATE_DIR", "~/state")
+    assert state_folder() == tmp_path / "state"
+
+
+def test_without_a_home_folder_nothing_is_kept_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "MERIDIAN_STATE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_: int) -> NoReturn:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert state_folder() is None
+    file = StateFile(state_folder(), "e", "m")
+    file.keep(SETTINGS)
+    assert file.load() is None
+    assert [r.getMessage() for r in caplog.records] == [
+        "meridian: no settings are kept for a restart: there is no home folder; set MERIDIAN_STATE_DIR"
+    ]

@@ -221,6 +221,11 @@ def test_steps_follow_each_other_when_they_have_baked() -> None:
         (Sample(), "an engine to connect"),
         (seen(pending=2), "2 engines to apply the candidate"),
         (seen(missing=1), "1 engines to connect again"),
+        (
+            seen(candidate_engines=0),
+            "an engine with the candidate: step 1 selects none of the 1 connected engines (50 % of the engines, by a "
+            "hash of their ids); connect one, or abort and start again with another plan",
+        ),
         (itl((0.02, 9)), "observations for output_itl_p99_ratio"),
         (itl((0.02, 100), (0.02, 9)), "observations for output_itl_p99_ratio"),
     ],
@@ -232,9 +237,33 @@ def test_what_a_step_waits_for(sample: Sample, why: str) -> None:
     assert (rollout.state, rollout.waiting_for) == (State.COMPLETED, "")
 
 
-def test_a_step_without_engines_of_its_own_waits_for_no_observations() -> None:
-    rollout = started(guardrails=LIMITS)
-    assert tick(rollout, seen(candidate_engines=0), 1e6, NOW).state is State.COMPLETED
+@pytest.mark.parametrize("step", [{"percent": 50.0}, {"percent": 0.0}, {"engine_labels": {"pool": "a"}}])
+@pytest.mark.parametrize("others", [0, 1])
+def test_no_step_passes_without_an_engine(step: dict[str, Any], others: int) -> None:
+    """Without an engine that has the candidate no guardrail can be violated, so the candidate has not been tried."""
+    rollout = started({**step, "bake_s": 1.0}, guardrails=LIMITS)
+    after = tick(rollout, seen(candidate_engines=0, other_engines=others), 1e6, NOW)
+    assert (after.state, after.step) == (State.RUNNING, 1)
+    assert after.waiting_for
+
+
+def test_a_step_that_is_meant_for_no_engine_watches_the_others() -> None:
+    rollout = started({"percent": 0.0, "bake_s": 1.0}, {"percent": 100.0, "bake_s": 1.0}, guardrails=LIMITS)
+    after = tick(rollout, seen(candidate_engines=0), 1.0, NOW)
+    assert (after.step, after.waiting_for) == (2, "")
+
+
+def test_the_author_is_warned_of_steps_without_engines() -> None:
+    canary = {"engine_labels": {"pool": "canary-*"}}
+    rollout = started({"percent": 0.0}, canary, {"percent": 100.0})
+    assert rules.warnings(rollout, []) == ["no engine is connected: the rollout waits until one connects"]
+    assert rules.warnings(rollout, [("a", {"pool": "canary-1"})]) == []
+    assert rules.warnings(rollout, [("a", {"pool": "main"}), ("b", {})]) == [
+        "step 2 selects none of the 2 connected engines (all engines, with pool=canary-*): it waits until an "
+        "engine that it selects connects"
+    ]
+    # A step has the engines of the steps before it, too.
+    assert rules.warnings(started({"percent": 100.0}, canary), [("a", {})]) == []
 
 
 def test_nothing_to_compare_with_is_not_waited_for() -> None:

@@ -1,0 +1,40 @@
+"""Reads the environment variables of the control plane's programs. An empty variable counts as unset."""
+# ruff: noqa: N818 - BadVariable is named after the condition that it reports
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class BadVariable(ValueError):
+    """A variable whose value cannot be used; the text has the variable's name and the value."""
+
+    def __init__(self, name: str, said: str, wanted: str) -> None:
+        super().__init__(f"{name} must be {wanted}; got {said!r}")
+
+
+def read(name: str) -> str:
+    """Return the variable's value without blanks around it; empty if the variable is unset."""
+    return os.environ.get(name, "").strip()
+
+
+def config_home() -> Path | None:
+    """Return the folder of the user's configuration files, None if the user has no home folder."""
+    # A relative path in XDG_CONFIG_HOME is not valid.
+    if (said := Path(read("XDG_CONFIG_HOME"))).is_absolute():
+        return said
+    home = os.path.expanduser("~")
+    return Path(home) / ".config" if os.path.isabs(home) else None
+
+
+def choice(name: str, otherwise: str, choices: Sequence[str]) -> str:
+    """Return the variable's value, one of `choices`, or `otherwise` if it is unset. Raises BadVariable."""
+    said = read(name) or otherwise
+    if said not in choices:
+        raise BadVariable(name, said, " or ".join(choices))
+    return said

@@ -1,0 +1,36 @@
+"""The entry points of the programs. Each says in one line which extra is missing, if the package was installed without.
+
+The module imports only the standard library, because the agent's installation has none of the programs' packages.
+"""
+
+import sys
+from importlib import import_module
+
+# Distributions' own packages, whose absence is a fault of the installation that no extra mends.
+OWN = ("meridian", "meridian_control")
+
+
+def control() -> int:
+    return _run("meridian-control", "meridian_control.app.main")
+
+
+def ctl() -> int:
+    return _run("meridianctl", "meridian_control.cli.main")
+
+
+def relay() -> int:
+    return _run("meridian-relay", "meridian_control.relay.main")
+
+
+def _run(program: str, module: str) -> int:
+    try:
+        main = import_module(module).main
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in OWN:
+            raise
+        print(
+            f"{program}: the package {missing} is not installed: pip install 'meridian-llm[control]'", file=sys.stderr
+        )
+        return 2
+    return int(main() or 0)
