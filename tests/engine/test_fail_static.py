@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm import SamplingParams
 
+from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from tests.engine import ENGINE_ARGS, MAX_TOKENS, Run, cases, chat
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.engine.test_budgets import shown
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
+from tests.engine.test_rules import paragraph_rule
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -124,6 +126,46 @@ def test_requests_in_flight_are_let_go_and_taken_up_again(
     run.until(settled=settled)
     assert 200 < run.tokens["r"].index(end) < 900
     assert control.settled().outcomes["agent_off"] > dict(before.outcomes).get("agent_off", 0)
+
+
+def held_for_a_probe(llm: Any, agent: Any, control: Control, settled: Settled) -> Run:
+    """Return requests of which at least one is held for the decision from its probe."""
+    control.apply(paragraph_rule(MAX_HOLD_MS))
+    run = Run(llm)
+    for number, case in enumerate(cases()):
+        run.add(f"r{number}", case, GREEDY)
+    run.until(lambda: agent.probing.held, settled=settled)
+    assert agent.probing.held
+    return run
+
+
+def lets_go(agent: Any, run: Run, stock: list[list[int]]) -> None:
+    """Check that one step later no probe is under way and no request is held, and that all requests go on as stock."""
+    run.step()
+    assert (agent.probing.placed, agent.probing.held) == ({}, {})
+    run.until()
+    assert [run.tokens[f"r{number}"] for number in range(len(stock))] == stock
+
+
+@pytest.mark.usefixtures("thawed")
+def test_a_freeze_lets_held_requests_go(
+    llm: Any, agent: Any, control: Control, settled: Settled, stock: list[list[int]]
+) -> None:
+    run = held_for_a_probe(llm, agent, control, settled)
+    control.freeze()
+    wait_for(lambda: agent.link.mailbox.arrived, 20, "the freeze to arrive")
+    lets_go(agent, run, stock)
+
+
+@pytest.mark.usefixtures("lost")
+def test_the_end_of_a_lease_lets_held_requests_go(
+    llm: Any, agent: Any, control: Control, settled: Settled, stock: list[list[int]]
+) -> None:
+    run = held_for_a_probe(llm, agent, control, settled)
+    kill(control, agent)
+    ahead_s = agent.link.lease.lease_s + 1
+    agent.link.lease.clock = lambda: time.monotonic() + ahead_s
+    lets_go(agent, run, stock)
 
 
 @pytest.mark.usefixtures("lost")

@@ -111,12 +111,21 @@ async def test_times_of_the_fleet_follow_no_jump(store: str) -> None:
             assert before <= parts.whole.fleet.clock() < before + timedelta(minutes=10)
 
 
-async def test_replicas_take_the_time_from_their_database(postgres: Postgres) -> None:
-    """The machine's clock of one replica is an hour behind, which no engine and no freeze shows."""
+@pytest.mark.parametrize("apart", [timedelta(hours=-1), timedelta(hours=1)], ids=str)
+async def test_replicas_take_the_time_from_their_database(postgres: Postgres, apart: timedelta) -> None:
+    """The clocks of two replicas' machines are an hour apart, which no freeze shows: through either replica it is in
+    force on both, and for no longer than it was asked for."""
     # No database can be created within the event loop of the test.
     address = await asyncio.to_thread(postgres.database)
-    async with served(address) as (ahead, _):
-        Wall.jump = timedelta(hours=-1)
-        async with served(address) as (behind, _):
-            apart = ahead.whole.fleet.clock() - behind.whole.fleet.clock()
-            assert abs(apart) < timedelta(minutes=5)
+    async with served(address) as (one, _):
+        Wall.jump = apart
+        async with served(address) as (other, target), grpc.aio.insecure_channel(target) as channel:
+            assert abs(one.whole.fleet.clock() - other.whole.fleet.clock()) < timedelta(minutes=5)
+            request = freeze_pb2.FreezeRequest(reason="test")
+            request.duration.FromSeconds(600)
+            await freeze_pb2_grpc.FreezeServiceStub(channel).Freeze(request)
+            for replica in (one, other):
+                await replica.freezes.look()
+                (freeze,) = replica.whole.fleet.freezes
+                left = freeze.remaining(replica.whole.fleet.clock())
+                assert timedelta() < left <= timedelta(seconds=600)

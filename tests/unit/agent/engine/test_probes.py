@@ -228,6 +228,31 @@ def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.Monk
     assert (probing.placed, ended) == ({}, {0: {"a"}})
 
 
+def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A freeze and the end of a lease withdraw every probe, and each decision has its one outcome."""
+    monkeypatch.setattr(request_api, "aborted_status", lambda: "aborted")
+    taken_out: list[str] = []
+    scheduler: Any = SimpleNamespace(
+        finished_req_ids_dict=None, finish_requests=lambda request_id, _: taken_out.append(request_id), current_step=1
+    )
+    tracker = Tracker(MARKERS)
+    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    waiting, computed = (
+        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [1], 0, request()) for name in ("a", "b")
+    )
+    probing.placed["meridian-probe-1"] = Placed(1, waiting, 7, 40)
+    probing.placed["meridian-probe-2"] = Placed(2, computed, 7, 40, cost_tokens=2)
+    probing.held[waiting] = probing.held[computed] = 5
+    probing.keep_places(scheduler)
+    probing.end(scheduler)
+    assert (probing.placed, probing.held) == ({}, {})
+    assert sorted(taken_out) == ["meridian-probe-1", "meridian-probe-2"]
+    outcomes = [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes]
+    assert outcomes == [(1, Outcome.AGENT_OFF), (2, Outcome.AGENT_OFF)]
+    probing.end(scheduler)
+    assert len(tracker.record.outcomes) == 2
+
+
 def test_a_probe_that_ends_without_a_token() -> None:
     """vLLM may end a probe with an error, for example; the probe is refused, and that is no fault."""
     tracker = Tracker(MARKERS)
