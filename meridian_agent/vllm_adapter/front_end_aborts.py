@@ -4,8 +4,9 @@ vLLM's engine core gets nothing but the ids of requests to abort, in one message
 ends at a stop string looks like a disconnect. The front end's OutputProcessor knows the cause: `process_outputs` names
 the requests that have reached a stop string, and `abort_requests` is called for clients that have gone. `install` lets
 both add a mark for each id, which is an id that no request has; vLLM ignores ids that it does not know, because an
-abort may come after the end. The scheduler's hook reads the marks. If the front end has no hook, or passes unknown ids
-to no engine core, as vLLM's load balancer over data-parallel engines does, the cause stays unknown.
+abort may come after the end. The scheduler's hook reads the marks. vLLM's load balancer over data-parallel engines
+sends each id to the engine that has the request, so it learns where a mark belongs. If the front end has no hook, the
+cause stays unknown.
 
 Runs on the front end's event loop and, for `causes`, on the engine-core thread.
 """
@@ -36,6 +37,8 @@ def install() -> None:
             logger.warning("meridian: vLLM lacks %s: stop strings look like disconnects", ", ".join(lacks))
             return
         _wrap(importlib.import_module("vllm.v1.engine.output_processor").OutputProcessor)
+        if not required_api.missing(required_api.Imported(), required_api.BALANCER):
+            _wrap_balancer(importlib.import_module("vllm.v1.engine.core_client").DPLBAsyncMPClient)
     except Exception:
         logger.exception("meridian: stop strings look like disconnects")
 
@@ -58,6 +61,29 @@ def _wrap(processor: Any) -> None:
         return ids
 
     processor.process_outputs, processor.abort_requests = process_outputs, abort_requests
+
+
+def _wrap_balancer(client: Any) -> None:
+    abort = client.abort_requests_async
+
+    @functools.wraps(abort)
+    async def abort_requests_async(self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        placed: dict[str, Any] = {}
+        _marking(lambda: placed.update(_places(request_ids, self.reqs_in_flight)))
+        self.reqs_in_flight.update(placed)
+        try:
+            return await abort(self, request_ids, *args, **kwargs)
+        finally:
+            for mark in placed:
+                self.reqs_in_flight.pop(mark, None)
+
+    client.abort_requests_async = abort_requests_async
+
+
+def _places(request_ids: list[str], engines: dict[str, Any]) -> dict[str, Any]:
+    """Return the engine of each mark among these ids. engines: the engine of each request."""
+    found = {name: engines.get(name[_MARK_CHARS:]) for name in request_ids if name[:_MARK_CHARS] in _MARKS.values()}
+    return {mark: engine for mark, engine in found.items() if engine is not None}
 
 
 def _marking(mark: Callable[[], None]) -> None:

@@ -264,6 +264,9 @@ FRONT_END: Table = {
     "vllm.v1.engine.output_processor:OutputProcessorOutput": ("reqs_to_abort",),
 }
 
+# vLLM's load balancer over data-parallel engines; without it no mark has to find its engine.
+BALANCER: Table = {"vllm.v1.engine.core_client:DPLBAsyncMPClient": ("abort_requests_async(_)", "reqs_in_flight")}
+
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
 # The API that the agent uses in workers, one table for each of vLLM's model runners. A worker checks the table of the
 # runner that it has.

@@ -37,9 +37,9 @@ WAIT_S = 5.0
 # Seconds in which the log has one line about a host, and the number of hosts and of callers that are remembered.
 QUIET_S, REMEMBERED = 600.0, 4096
 TEXT = (
-    "%s connected to the TLS port and left without a call%s: its TLS handshake failed, or it tried none. A client "
-    "needs TLS (--ca, or MERIDIAN_TLS_CA, with the CA of --tls-cert) and, with --client-ca, a valid certificate of "
-    "that CA (--cert and --key, or MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY); its own log names the cause"
+    "%s connected to the TLS port and left without a call%s: its TLS handshake failed, or it tried none. It needs "
+    "TLS (--ca or MERIDIAN_TLS_CA, with the CA of --tls-cert) and, with --client-ca, a valid certificate of that CA "
+    "(--cert and --key, or MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY); its own log names the cause"
 )
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from tests.data import maze
+from tests.engine.test_data_parallel import RANKS
 from tests.engine.test_served import APART, Served
 from tests.processes import RPC_S, Control, wait_for
 
@@ -51,6 +52,19 @@ def post(served: Served, path: str, body: dict[str, Any], headers: dict[str, str
 
 def chat(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, **more}
+
+
+async def leave(served: Served) -> None:
+    """Send a chat with two choices, and disconnect after the first part of the answer."""
+    async with served.client() as client:
+        chunks = await client.chat.completions.create(
+            **chat(n=2, temperature=1.0, max_tokens=900),
+            model="maze",
+            stream=True,
+            extra_body={"ignore_eos": True, "request_id": "left"},
+        )
+        await anext(aiter(chunks))
+        await chunks.close()
 
 
 def explained(control: Control, request_id: str, ends: int = 1) -> fleet_pb2.ExplainRequestResponse:
@@ -146,21 +160,30 @@ def test_a_stop_string_is_no_disconnect(both: tuple[Served, Control]) -> None:
 
 def test_a_client_that_leaves_is_told_as_one(both: tuple[Served, Control]) -> None:
     served, control = both
-
-    async def leave() -> None:
-        async with served.client() as client:
-            chunks = await client.chat.completions.create(
-                **chat(n=2, temperature=1.0, max_tokens=900),
-                model="maze",
-                stream=True,
-                extra_body={"ignore_eos": True, "request_id": "left"},
-            )
-            await anext(aiter(chunks))
-            await chunks.close()
-
-    asyncio.run(leave())
+    asyncio.run(leave(served))
     found = explained(control, "left", ends=2)
     assert {life.events[-1].detail for life in (found.life, *found.siblings)} == {"the client has gone"}
+
+
+def test_the_causes_of_aborts_reach_each_data_parallel_rank(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    served = Served(tmp_path, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    try:
+        wait_for(served.ready, 300, "vLLM to serve")
+        wait_for(lambda: len(control.engines()) == 2, 60, "both ranks to connect")
+        prompt = {"prompt": PROMPT, "max_tokens": 40}
+        stop = post(served, "completions", prompt)["choices"][0]["text"].split()[5]
+        for number in range(4):
+            post(served, "completions", {**prompt, "stop": [stop], "request_id": f"stopped-{number}"})
+        asyncio.run(leave(served))
+        lives = [explained(control, f"stopped-{number}").life for number in range(4)]
+        left = explained(control, "left", ends=2)
+    finally:
+        served.process.stop()
+        control.process.stop()
+    assert {life.events[-1].detail for life in lives} == {"stop"}
+    assert {life.events[-1].detail for life in (left.life, *left.siblings)} == {"the client has gone"}
+    assert {life.engine_id for life in (*lives, left.life, *left.siblings)} == {"served", "served-dp1"}
 
 
 def test_hostile_texts_reach_no_terminal_and_no_log(both: tuple[Served, Control]) -> None:
