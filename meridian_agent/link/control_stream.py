@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import random
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -44,6 +45,8 @@ SETTLED_S = 1.0
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
 # server may only be slow.
 PATIENCE_S = (10.0, 60.0)
+# Texts with which gRPC's implementations refuse a message for its size.
+TOO_LARGE = re.compile("larger than max|exceeds (the )?maximum", re.IGNORECASE)
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -225,6 +228,10 @@ class Link:
                         logger.info("meridian: connected to %s", target)
                     self._receive(response)
             except grpc.RpcError as error:
+                if (refused_bytes := _refused_bytes(error, self.outbox.largest_snapshot_bytes)) is not None:
+                    self._gave_up = True
+                    self.outbox.bounds.shrink(refused_bytes)
+                    self._why = f"a message was too large, {_status(error)}; the next ones are smaller"
                 if heard and not self._stop.is_set():
                     logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
@@ -273,6 +280,7 @@ class Link:
         elif kind == "welcome":
             self.inbox.begin()
             self.outbox.byte_columns = response.welcome.reads_byte_columns
+            self.outbox.snapshot_parts = response.welcome.reads_snapshot_parts
             self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
             self.lease.found()
@@ -340,6 +348,16 @@ def _doubled(bounds: tuple[float, float], attempt: int) -> float:
 
 def _code(error: grpc.RpcError) -> grpc.StatusCode | None:
     return error.code() if isinstance(error, grpc.Call) else None
+
+
+def _refused_bytes(error: grpc.RpcError, largest: int) -> int | None:
+    """Return the bytes of the message that was refused for its size, None if none was. gRPC has no code of its own for
+    such a refusal, and each of its implementations has another text. largest: the bytes, if the text does not say."""
+    too_much, text = grpc.StatusCode.RESOURCE_EXHAUSTED, _status(error)
+    if not isinstance(error, grpc.Call) or error.code() is not too_much or not TOO_LARGE.search(text):
+        return None
+    told = re.search(r"\((\d+) vs\. \d+\)", text)
+    return int(told[1]) if told else largest
 
 
 def _status(error: grpc.RpcError) -> str:

@@ -6,9 +6,9 @@ Knows neither channel nor reconnection.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
@@ -16,15 +16,17 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.step_record import StepRecord, TextStep
 from meridian_agent.core.token_cycles import LoopSearch
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
-from meridian_agent.link.messages import mergeable, opened_message, step_report
+from meridian_agent.link.message_sizes import REPORT_HEAD_BYTES, Bounds, SnapshotRecord, record_bytes, reports_of
+from meridian_agent.link.messages import mergeable, step_report
 from meridian_agent.link.record_queue import RecordQueue
 from meridian_agent.link.unreported import SILENT_S, Unreported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from meridian_agent.link.lease import Lease
-    from meridian_agent.link.unreported import Group
+
+logger = logging.getLogger("vllm.meridian")
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
@@ -35,24 +37,6 @@ REST_S, IDLE_WAIT_S = 0.002, 1.0
 EMPTY_REPORT_S = 0.1
 # Number of newest reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
-
-
-@dataclass(slots=True)
-class SnapshotRecord:
-    """A snapshot to send: the rows of its requests, and the unreported thinking tokens of ended ones. session_id:
-    session of the newest stream that has brought tokens."""
-
-    step: int
-    rows: list[tuple[Any, ...]]
-    ended: list[tuple[Group, int]]
-    session_id: str
-
-    def message(self) -> agent_pb2.ConnectRequest:
-        snapshot = agent_pb2.Snapshot(step=self.step, requests=map(opened_message, self.rows))
-        snapshot.reported_session_id = self.session_id
-        for group, think_tokens in self.ended:
-            snapshot.ended.add(think_tokens=think_tokens, **group._asdict())
-        return agent_pb2.ConnectRequest(snapshot=snapshot)
 
 
 # A message of the link's own thread, a record of the engine's, or None, which ends the sender.
@@ -72,8 +56,12 @@ class Outbox:
         # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread, or on the
         # link's while the engine is idle.
         self.snapshot_due = False
-        # Whether the stream's control plane reads token rows as bytes; set before the stream's first report.
-        self.byte_columns = False
+        # Whether the stream's control plane reads token rows as bytes, and snapshots in parts; set before the stream's
+        # first report.
+        self.byte_columns = self.snapshot_parts = False
+        self.bounds = Bounds()
+        # Bytes of the largest message of a snapshot on this stream. A new stream would send the same message again.
+        self.largest_snapshot_bytes = 0
         # Returns the values of COUNTERS for a report that is about to be sent; they are totals.
         self.counters: Callable[[], tuple[float, ...]] = tuple
         self._streaming = False
@@ -179,7 +167,7 @@ class Outbox:
 
     def new_ring(self) -> RecordRing:
         """Replace the ring for a new stream and return the new ring."""
-        self.ring = RecordQueue()
+        self.ring, self.largest_snapshot_bytes = RecordQueue(), 0
         self._outcomes_out = self._outcomes_in
         return self.ring
 
@@ -194,7 +182,8 @@ class Outbox:
         step, ended = self.unreported.tell_idle()
         if ended:
             self._kept_outcomes, self.snapshot_due, self._streaming = [], False, True
-            self.ring.put(SnapshotRecord(step, [], ended, self.unreported.reported_session_id).message())
+            self.ring.lay(SnapshotRecord(step, [], ended, self.unreported.reported_session_id), presses=True)
+            self.ring.wake()
 
     def answered(self, step: int) -> None:
         """Note the answer to all steps up to this one, and measure the round trip of the report of this step. A later
@@ -224,7 +213,7 @@ class Outbox:
                 yield item
             elif isinstance(item, SnapshotRecord):
                 ring.took(1)
-                yield item.message()
+                yield from self._snapshot(item)
             else:
                 if 0 < (rests_s := reported_s + REST_S - self._lease.clock()) <= REST_S:
                     ring.rest(rests_s)
@@ -234,8 +223,27 @@ class Outbox:
                 last = batch[-1]
                 last.counters = self.counters()
                 self._queued[last.step % ROUND_TRIP_STEPS] = last.ended_s
-                yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
+                if len(batch) == 1 and record_bytes(last) > self.bounds.report - REPORT_HEAD_BYTES:
+                    for report in reports_of(last, self.bounds.report, self.byte_columns):
+                        yield agent_pb2.ConnectRequest(step=report)
+                else:
+                    yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
                 reported_s = self._lease.clock()
+
+    def _snapshot(self, snapshot: SnapshotRecord) -> Iterator[agent_pb2.ConnectRequest]:
+        """Yield the messages of a snapshot. The control plane may answer each of them, with the number of an older
+        report."""
+        self._queued.clear()
+        messages: Iterable[agent_pb2.ConnectRequest] = snapshot.parts(self.bounds.part)
+        if not self.snapshot_parts:
+            message, left_out = snapshot.whole(self.bounds.most)
+            messages = [message]
+            if left_out:
+                why = "the control plane reads no snapshot in parts, and they do not fit into its largest message"
+                logger.warning("meridian: %d live requests are not reported: %s", left_out, why)
+        for message in messages:
+            self.largest_snapshot_bytes = max(self.largest_snapshot_bytes, message.ByteSize())
+            yield message
 
     def _first(self, ring: RecordRing, search: LoopSearch) -> Message:
         """Return the oldest item that waits, once its report interval is over. Raises queue.Empty if none arrives in
@@ -246,7 +254,7 @@ class Outbox:
     def _gather(self, ring: RecordRing, first: StepRecord, search: LoopSearch) -> tuple[list[StepRecord], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits
         fits."""
-        batch = [first]
+        batch, size = [first], record_bytes(first)
         while len(batch) < max(MERGE_RECORDS, self._lease.report_interval_steps):
             try:
                 item = _record(ring.get_nowait(), search)
@@ -256,6 +264,9 @@ class Outbox:
                 ring.put(None)
                 break
             if not isinstance(item, StepRecord) or not mergeable(batch, item, self._lease.merge_loops):
+                return batch, item
+            size += record_bytes(item)
+            if size > self.bounds.report - REPORT_HEAD_BYTES:
                 return batch, item
             batch.append(item)
         return batch, None

@@ -120,7 +120,8 @@ class Fleet:
         if self.budgets.stages:
             session.on_budget_stages(self.budgets.stages)
             self.note(session, stages_record(session, now))
-        welcome = agent_pb2.Welcome(session_id=session_id, server_version=__version__, reads_byte_columns=True)
+        reads = {"reads_byte_columns": True, "reads_snapshot_parts": True}
+        welcome = agent_pb2.Welcome(session_id=session_id, server_version=__version__, **reads)
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         freezes = self._freezes_of(session)
         if freezes or session.frozen:

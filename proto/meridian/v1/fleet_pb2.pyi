@@ -1421,7 +1421,10 @@ class WatchFleetResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    REQUESTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
+    requests_left_out: _builtins.int
+    """Number of live requests that are left out because the message would be too large; ListRequests returns all."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """The engines, sorted by engine id."""
@@ -1439,11 +1442,12 @@ class WatchFleetResponse(_message.Message):
         *,
         engines: _abc.Iterable[Global___Engine] | None = ...,
         requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+        requests_left_out: _builtins.int = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "requests", b"requests", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "requests", b"requests", "requests_left_out", b"requests_left_out", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
