@@ -170,7 +170,7 @@ class Lifecycle:
         if self.unknown_markers != self._told_unknown:
             self._told_unknown = self.unknown_markers
             self._log_markers()
-            self.link.restart()
+            self.link.restart("the thinking markers have become known or unknown")
 
     @property
     def unknown_markers(self) -> str:

@@ -103,8 +103,9 @@ class Link:
         self._attempt = 0
         # (target, kind of error) of each failure that the log already has.
         self._complaints: set[tuple[str, object]] = set()
-        # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it.
-        self._why = ""
+        # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it. And the
+        # level of that line: the end may belong to normal work.
+        self._why, self._why_level = "", logging.WARNING
         # The agent ended the stream because too many messages or decisions waited.
         self._gave_up = False
         # The stream that is being opened must end at once, because its Hello or its deadline may be out of date.
@@ -119,12 +120,15 @@ class Link:
     def stop(self) -> None:
         """End the stream and the thread; records that wait to be sent are lost."""
         self._stop.set()
-        self.restart()
+        self.restart("the engine stops")
         self.outbox.ring.put(None)
 
-    def restart(self) -> None:
-        """End the stream, also one that is just being opened; the next stream begins with a new Hello."""
+    def restart(self, why: str = "its Hello is out of date", level: int = logging.INFO) -> None:
+        """End the stream, also one that is just being opened; the next stream begins with a new Hello. why: for the
+        log, which has it at this level."""
         self._outdated = True
+        if not self._why:
+            self._why, self._why_level = why, level
         if self._call is not None:
             self._call.cancel()
 
@@ -132,7 +136,7 @@ class Link:
         """Answer messages on the link's thread, because the engine calls no hook of the agent any more; a new Hello
         gives the reason."""
         self.mailbox.step_aside()
-        self.restart()
+        self.restart("the agent is off")
 
     def come_back(self) -> None:
         """Drop what was sent to the previous agent, and let the new agent begin with a snapshot of all live
@@ -159,8 +163,7 @@ class Link:
         """
         lease = self.lease
         if lease.connected and lease.over(unheard_s := lease.unheard_s()):
-            self._why = f"nothing heard for {unheard_s:.1f} s"
-            self.restart()
+            self.restart(f"nothing heard for {unheard_s:.1f} s", logging.WARNING)
         return lease.over(lease.silent_s())
 
     # ----------------------------------------------------------------------------------------- the link's own thread
@@ -198,7 +201,8 @@ class Link:
 
     def _stream(self, target: str, patience_s: float) -> bool:
         """Run one stream from its connection to its end; return whether the server answered at all."""
-        heard, self._why, self._outdated = False, "", False
+        heard, self._outdated = False, False
+        self._why, self._why_level = "", logging.WARNING
         ring = self.outbox.new_ring()
         try:
             shown = self._credentials.metadata()
@@ -232,8 +236,10 @@ class Link:
                     self._gave_up = True
                     self.outbox.bounds.shrink(refused_bytes)
                     self._why = f"a message was too large, {_status(error)}; the next ones are smaller"
+                if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED and not self._why:
+                    self._why, self._why_level = "the agent's rest is over", logging.INFO
                 if heard and not self._stop.is_set():
-                    logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
+                    logger.log(self._why_level, "meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
                     self._complain(target, _code(error), self._why or _status(error))
             finally:
@@ -243,6 +249,7 @@ class Link:
         return heard
 
     def _lose_patience(self, call: grpc.Call, patience_s: float) -> None:
+        self._why_level = logging.WARNING
         self._why = f"no answer within {patience_s:.0f} s"
         call.cancel()
 
@@ -281,6 +288,7 @@ class Link:
             self.inbox.begin()
             self.outbox.byte_columns = response.welcome.reads_byte_columns
             self.outbox.snapshot_parts = response.welcome.reads_snapshot_parts
+            self.outbox.heartbeat_s = response.welcome.heartbeat_ms / 1000
             self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
             self.lease.found()
@@ -288,14 +296,14 @@ class Link:
             self.lease.say_state()
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
-            self.restart()
+            self.restart("the control plane is going away")
 
     def _give_up(self, why: str) -> None:
         """End a stream on which too much waits: a new stream is better than a decision that gets lost without an
         outcome."""
         logger.error("meridian: too many %s; opening a new stream", why)
         self._gave_up = True
-        self.restart()
+        self.restart(f"too many {why}", logging.WARNING)
 
     def _receive_settings(self, settings: agent_pb2.Settings) -> None:
         try:

@@ -45,10 +45,12 @@ RecordRing = RecordQueue[Message | TextStep]
 
 
 class Outbox:
-    """The outbox of one engine. restart: ends the stream. give_up: ends the stream because too much waits; takes a text
-    that says what waits."""
+    """The outbox of one engine. restart: ends the stream; takes the reason. give_up: ends the stream because too much
+    waits; takes a text that says what waits."""
 
-    def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, lease: Lease, inbox: Inbox, restart: Callable[[str], None], give_up: Callable[[str], None]
+    ) -> None:
         self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
         # The ring of the current stream. Each stream has its own ring, so that the sender of an old stream cannot take
         # records of the next stream; None ends the sender.
@@ -60,6 +62,10 @@ class Outbox:
         # first report.
         self.byte_columns = self.snapshot_parts = False
         self.bounds = Bounds()
+        # Seconds without a message after which a heartbeat is sent on this stream, as Welcome says; 0 for none.
+        self.heartbeat_s = 0.0
+        # Publishes what no step has published, if the engine makes none; called on gRPC's thread while nothing waits.
+        self.at_rest: Callable[[], None] = lambda: None
         # Bytes of the largest message of a snapshot on this stream. A new stream would send the same message again.
         self.largest_snapshot_bytes = 0
         # Returns the values of COUNTERS for a report that is about to be sent; they are totals.
@@ -101,7 +107,7 @@ class Outbox:
             self._kept_outcomes += record.outcomes
             if lease.idle:
                 # No later record could carry these outcomes.
-                self._restart()
+                self._restart("the outcomes of the last step did not fit into the queue")
             return
         record.ended_s = now = lease.clock()
         if lease.unheard_since is not None and now - lease.unheard_since > SILENT_S:
@@ -167,7 +173,7 @@ class Outbox:
 
     def new_ring(self) -> RecordRing:
         """Replace the ring for a new stream and return the new ring."""
-        self.ring, self.largest_snapshot_bytes = RecordQueue(), 0
+        self.ring, self.largest_snapshot_bytes, self.heartbeat_s = RecordQueue(), 0, 0.0
         self._outcomes_out = self._outcomes_in
         return self.ring
 
@@ -197,13 +203,18 @@ class Outbox:
         yield agent_pb2.ConnectRequest(hello=hello())
         held: Message = None
         search = LoopSearch()
-        reported_s = -REST_S
+        reported_s, sent_s = -REST_S, self._lease.clock()
         while True:
             try:
                 item = held if held is not None else self._first(ring, search)
             except queue.Empty:
+                self.at_rest()
+                if not ring.qsize() and self._heartbeat_due(now := self._lease.clock(), sent_s):
+                    self._queued.clear()
+                    yield agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat())
+                    sent_s = now
                 continue
-            held = None
+            held, sent_s = None, self._lease.clock()
             if item is None:
                 return
             if isinstance(item, agent_pb2.ConnectRequest):
@@ -230,6 +241,13 @@ class Outbox:
                     yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
                 reported_s = self._lease.clock()
 
+    def _heartbeat_due(self, now: float, sent_s: float) -> bool:
+        """Return whether to send a heartbeat: nothing was sent for a while, or the engine makes no more steps and the
+        control plane, which answers at most once a second, has not answered the last report yet. sent_s: time at which
+        the newest message was sent."""
+        waits = self._lease.unheard_since is not None and not self._lease.idle
+        return self.heartbeat_s > 0 and (waits or now - sent_s >= self.heartbeat_s)
+
     def _snapshot(self, snapshot: SnapshotRecord) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the messages of a snapshot. The control plane may answer each of them, with the number of an older
         report."""
@@ -249,7 +267,8 @@ class Outbox:
         """Return the oldest item that waits, once its report interval is over. Raises queue.Empty if none arrives in
         time."""
         lease = self._lease
-        return _record(ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps), search)
+        wait_s = min(IDLE_WAIT_S if lease.idle else lease.merge_s, self.heartbeat_s or IDLE_WAIT_S)
+        return _record(ring.get(wait_s, lease.report_interval_steps), search)
 
     def _gather(self, ring: RecordRing, first: StepRecord, search: LoopSearch) -> tuple[list[StepRecord], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits

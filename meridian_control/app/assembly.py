@@ -144,12 +144,14 @@ async def assemble(
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
     if args.max_engines < 1:
         raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
+    if args.heartbeat and not 0.1 <= args.heartbeat <= 3600:
+        raise ValueError(f"--heartbeat must be 0, or from 0.1 to 3600 seconds; got {args.heartbeat:g}")
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     ending.push_async_callback(database.close)
     store = PolicyStore(database)
-    fleet = Fleet(clock, revision=store.get, decisions=log)
+    fleet = Fleet(clock, revision=store.get, decisions=log, heartbeat_s=args.heartbeat)
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")

@@ -57,12 +57,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds without a message after which an agent sends a heartbeat. Proxies cut idle streams after 5 s or more.
+HEARTBEAT_S = 3.0
+
 
 class Fleet:
     """The engines of this replica.
 
-    `clock` gives the current UTC time. `revision` reads a policy revision from the store, and raises NotFound,
-    StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps decisions.
+    `clock` gives the current UTC time. `heartbeat_s`: as in Welcome. `revision` reads a policy revision from the store,
+    and raises NotFound, StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps decisions.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class Fleet:
         *,
         revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
         decisions: DecisionLog | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self.clock = clock
+        self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
         self._revision = revision
         # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
@@ -120,8 +124,13 @@ class Fleet:
         if self.budgets.stages:
             session.on_budget_stages(self.budgets.stages)
             self.note(session, stages_record(session, now))
-        reads = {"reads_byte_columns": True, "reads_snapshot_parts": True}
-        welcome = agent_pb2.Welcome(session_id=session_id, server_version=__version__, **reads)
+        welcome = agent_pb2.Welcome(
+            session_id=session_id,
+            server_version=__version__,
+            reads_byte_columns=True,
+            reads_snapshot_parts=True,
+            heartbeat_ms=self._heartbeat_ms,
+        )
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         freezes = self._freezes_of(session)
         if freezes or session.frozen:

@@ -255,6 +255,8 @@ class Session:
             if kind == "step":
                 self._snapshot_parts.check_complete()
                 return self._on_step(message.step, now)
+            if kind == "heartbeat":
+                return self._answer(agent_pb2.ConnectResponse(), now, awaited=True)
             if kind == "settings_status":
                 return self._on_settings_status(message.settings_status, now)
             if kind == "freeze_status":

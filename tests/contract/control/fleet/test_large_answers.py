@@ -98,7 +98,7 @@ async def test_a_watcher_sees_the_requests_that_think_most(
 ) -> None:
     async with grpc.aio.insecure_channel(control.target, [("grpc.max_receive_message_length", 20 << 20)]) as channel:
         call = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet(fleet_pb2.WatchFleetRequest(local_only=local_only))
-        state = await call.read()
+        state: Any = await call.read()
         call.cancel()
     assert WATCH_BYTES * 0.9 < state.ByteSize() <= WATCH_BYTES + 64
     shown = len(state.requests)
