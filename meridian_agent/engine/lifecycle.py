@@ -69,6 +69,7 @@ class Lifecycle:
             credentials=AgentCredentials.from_environment(),
             rest_s=guard.rest_s,
             limits=self.limits.bounded,
+            is_paused=lambda: scheduler_api.is_paused(scheduler),
         )
 
     def start(self) -> Agent:

@@ -72,6 +72,7 @@ class Link:
         the agent as off ends after this time.
     clock: returns monotonic seconds.
     limits: returns the values that settings give the engine's limits. Called on the link's thread.
+    is_paused: returns whether vLLM is paused. Called on the link's thread.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class Link:
         credentials: AgentCredentials | None = None,
         rest_s: Callable[[], float] = lambda: 0.0,
         limits: Callable[[agent_pb2.Settings], agent_pb2.EngineLimitValues | None] = lambda _: None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lease = lease = Lease(clock)
         self._targets, self._hello, self._prepare, self._limits = targets, hello, prepare, limits
+        self._is_paused = is_paused
         self._credentials = credentials or AgentCredentials()
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
         self._forks = Forks()
@@ -345,8 +348,9 @@ class Link:
             logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, freeze.reason)
         elif was and not lease.frozen():
             logger.warning("meridian: thawed")
-        status = agent_pb2.ConnectRequest(freeze_status=lease.freeze_status(freeze.nonce))
-        self.mailbox.arrive(Arrived(status, self.outbox.ring))
+        status = lease.freeze_status(freeze.nonce)
+        status.paused = self._is_paused()
+        self.mailbox.arrive(Arrived(agent_pb2.ConnectRequest(freeze_status=status), self.outbox.ring))
 
 
 def _doubled(bounds: tuple[float, float], attempt: int) -> float:

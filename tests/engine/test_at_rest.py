@@ -151,6 +151,7 @@ def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(folder: Path, tm
             before = control.engine()
             control.freeze()
             confirmed(control, True)
+            assert control.engine().freeze.paused
             assert control.apply({"fallback": {"lease_ms": 2000}}) == revision + 1
             control.thaw()
             confirmed(control, False)

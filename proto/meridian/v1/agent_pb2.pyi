@@ -1822,6 +1822,7 @@ class FreezeStatus(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     LOCALLY_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
     """Nonce of the Freeze that this message answers; 0 in a Hello."""
     frozen: _builtins.bool
@@ -1830,16 +1831,21 @@ class FreezeStatus(_message.Message):
     """Whether MERIDIAN_FREEZE in the engine's environment freezes the engine. Such a freeze lasts until the engine is
     started without the variable.
     """
+    paused: _builtins.bool
+    """Whether vLLM was paused when the Freeze arrived (its /pause or /sleep). The engine then makes no step, and runs as
+    stock vLLM from its first step after the pause on.
+    """
     def __init__(
         self,
         *,
         nonce: _builtins.int = ...,
         frozen: _builtins.bool = ...,
         locally: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "locally", b"locally", "nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "locally", b"locally", "nonce", b"nonce", "paused", b"paused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
