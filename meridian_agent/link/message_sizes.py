@@ -3,17 +3,18 @@ the records of single steps. Pure; runs on the link's threads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.request_info import MAX_ID
 from meridian_agent.link.messages import opened_message, step_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from meridian_agent.core.step_record import StepRecord
     from meridian_agent.link.unreported import Group
 
 # Bytes of a part of a snapshot, and of a report. A single row of either is smaller. Some implementations of gRPC, which
@@ -26,6 +27,11 @@ LEAST_BYTES = 1 << 12
 # Largest numbers of bytes: of the numbers and tags of a row of each kind, without its texts.
 TOKEN_BYTES, PROBE_BYTES, SLOT_BYTES, OUTCOME_BYTES, OPENED_BYTES = 28, 64, 24, 40, 160
 STEP_BYTES, REPORT_HEAD_BYTES = 64, 512
+# Fields of a record with an entry for each token, request or decision; and the fields that only one of the reports of a
+# step has, as the others have them.
+ENTRIES = ("slots", "phases", "rows", "text", "flags", "opened", "probes", "looks", "loops", "repeats")
+ENTRIES += ("preempted", "resumed", "closed", "continued", "joined", "outcomes")
+NOTHING_ONCE: dict[str, Any] = {"prefill_tokens": 0, "counters": ()}
 
 
 @dataclass(slots=True)
@@ -117,31 +123,28 @@ def reports_of(record: StepRecord, most_bytes: int, byte_columns: bool) -> Itera
     at_once = max(1, most // TOKEN_BYTES)
     for begin in range(0, rows, at_once):
         cut = slice(begin, min(rows, begin + at_once))
-        part = _like(record, slots=record.slots[cut], phases=record.phases[cut], rows=record.rows[cut])
-        part.flags, part.told = flags[cut], record.told
+        part = _like(
+            record, slots=record.slots[cut], phases=record.phases[cut], rows=record.rows[cut], flags=flags[cut]
+        )
         # The control plane estimates the time of a step from its tokens.
         part.step_time_ms = record.step_time_ms * (cut.stop - cut.start) / rows
         yield step_report([part], byte_columns)
-    names = "joined", "probes", "loops", "repeats", "preempted", "resumed", "continued"
-    for name in names:
+    for name in ("joined", "probes", "loops", "repeats", "preempted", "resumed", "continued"):
         for some in _chunks(listed := getattr(record, name), [PROBE_BYTES] * len(listed), most):
             yield step_report([_like(record, **{name: some})], byte_columns)
     sizes = [OUTCOME_BYTES + _bytes(detail) for *_, detail in record.outcomes]
     for some in _chunks(record.outcomes, sizes, most):
         yield step_report([_like(record, outcomes=some)], byte_columns)
-    last = _like(record, handed_over=record.handed_over, prefill_tokens=record.prefill_tokens)
-    last.counters = record.counters
-    chunks = list(_chunks(record.closed, [SLOT_BYTES] * len(record.closed), most))
+    chunks = list(_chunks(record.closed, [SLOT_BYTES] * len(record.closed), most)) or [[]]
     for some in chunks[:-1]:
-        yield step_report([_like(record, closed=some, handed_over=record.handed_over)], byte_columns)
-    last.closed = chunks[-1] if chunks else []
-    yield step_report([last], byte_columns)
+        yield step_report([_like(record, closed=some)], byte_columns)
+    once = {name: getattr(record, name) for name in NOTHING_ONCE}
+    yield step_report([_like(record, closed=chunks[-1], **once)], byte_columns)
 
 
 def _like(record: StepRecord, **fields: Any) -> StepRecord:
-    """Return a record of the same step with these fields only."""
-    gauges = ("step", "ended_s", "step_time_ms", "kv_used", "running", "waiting", "state")
-    return StepRecord(**{name: getattr(record, name) for name in gauges}, **fields)
+    """Return the record with these entries in place of its own."""
+    return replace(record, **{**{name: [] for name in ENTRIES}, **NOTHING_ONCE, **fields})
 
 
 def _chunks(entries: Sequence[Any], sizes: Sequence[int], most_bytes: int) -> Iterator[list[Any]]:
@@ -165,8 +168,10 @@ def _tokens(record: StepRecord) -> int:
 
 def _opened_bytes(row: tuple[Any, ...]) -> int:
     info = row[1]
-    texts = info.request_id, info.model, info.tenant, info.slo_class, info.effort, info.traceparent
-    return OPENED_BYTES + _bytes(info.handed_over_ref) + sum([_bytes(text) for text in texts])
+    texts = info.model, info.tenant, info.slo_class, info.effort, info.traceparent, info.handed_over_ref
+    # The id is cleaned only when its message is made.
+    plain = info.request_id.isascii() and info.request_id.isprintable()
+    return OPENED_BYTES + (len(info.request_id[:MAX_ID]) if plain else 4 * MAX_ID) + sum([_bytes(t) for t in texts])
 
 
 def _bytes(text: str) -> int:
