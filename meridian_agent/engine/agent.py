@@ -84,6 +84,8 @@ class Agent:
         self.default_cap: int | None = None
         self.default_reserve = self._lapsed = 0
         self.frozen = False
+        # A freeze was confirmed while the engine made no step, and no step has looked at it yet.
+        self._freeze_confirmed = False
         # The settings and markers that this agent obeys, as the lease held them.
         self._obeyed: tuple[agent_pb2.Settings, Markers] | None = None
         self.preempted_think = self.output_critical = 0
@@ -128,7 +130,9 @@ class Agent:
             if one.settings is not None:
                 self.put_in_force(one.settings, one.markers)
         lapsed, frozen = self.link.lapsed(), self.lease.frozen()
-        if not (frozen or self.frozen) and any(one.status.freeze_status.frozen for one in taken):
+        was_frozen = self._freeze_confirmed or any(one.status.freeze_status.frozen for one in taken)
+        self._freeze_confirmed = False
+        if was_frozen and not (frozen or self.frozen):
             # A freeze began and ended between two steps, and the control plane has discarded its decisions.
             self._suspend(scheduler, lapsed, True)
         if taken or lapsed != self._lapsed or frozen != self.frozen:
@@ -215,6 +219,50 @@ class Agent:
             if live := self.tracker.by_id.get(request_id):
                 self.accounts.close(live, causes.get(request_id, "abort"))
             self.probing.ended(request_id)
+
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    def ended_between_steps(self, scheduler: Any) -> None:
+        """Publish the end of the last live request at once: in a program that calls vLLM's engine in its own process,
+        no step follows until the next request comes."""
+        if not (self.lease.idle or self.tracker.by_id or self._adoption):
+            self.calm.end()
+            self._fall_idle(scheduler)
+            self._publish(scheduler)
+            self._outbox.ring.wake()
+
+    def _fall_idle(self, scheduler: Any) -> None:
+        """Let the link's thread answer messages, because no request is live any more."""
+        self.mailbox.fall_idle(partial(self._take_all, scheduler))
+        self.directives.active_plan()
+
+    @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
+    def rest(self, scheduler: Any) -> None:
+        """Publish what no step has published, because the engine makes none although requests are live: vLLM is paused,
+        or a program does not call its engine. Called on the link's thread, while no step can begin.
+
+        Nothing of vLLM's scheduler is changed here. What settings and freezes change in it follows at the beginning of
+        the next step, which looks at them before it does anything else.
+        """
+        if self.lease.idle:
+            return
+        if taken := self.mailbox.take():
+            self._freeze_confirmed |= any(one.status.freeze_status.frozen for one in taken)
+            for one in taken:
+                self.mailbox.confirm(one)
+        self._take_inbox(math.inf)
+        self.directives.active_plan()
+        # The next step takes a full look.
+        self.calm.end()
+        self.lease.attention = True
+        begun = self.tracker.begun
+        if self.lease.connected and not (self._outbox.follows and (begun is None or begun.is_empty)):
+            self._publish(scheduler)
+
+    def _publish(self, scheduler: Any) -> None:
+        """Queue the record of what has happened since the newest step."""
+        self.accounts.state = self.lease.say_state()
+        self.accounts.complete_between_steps(scheduler)
+        self.accounts.send()
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Any) -> None:
@@ -376,8 +424,7 @@ class Agent:
             self.calm.end()
         self._adoption.extend(self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
-            self.mailbox.fall_idle(partial(self._take_all, scheduler))
-            self.directives.active_plan()
+            self._fall_idle(scheduler)
         record = self.accounts.complete(scheduler, told)
         if not runner_output.req_ids and self.link.outbox.says_nothing_new(record, is_live):
             return

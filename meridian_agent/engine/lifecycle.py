@@ -76,6 +76,7 @@ class Lifecycle:
             credentials=AgentCredentials.from_environment(),
             rest_s=guard.rest_s,
             limits=self.limits.bounded,
+            is_paused=lambda: scheduler_api.is_paused(scheduler),
         )
 
     def start(self) -> Agent:
@@ -190,7 +191,7 @@ class Lifecycle:
         if self.unknown_markers != self._told_unknown:
             self._told_unknown = self.unknown_markers
             self._log_markers()
-            self.link.restart()
+            self.link.restart("the thinking markers have become known or unknown")
 
     @property
     def unknown_markers(self) -> str:

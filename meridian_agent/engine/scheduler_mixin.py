@@ -8,6 +8,7 @@ the fault after that method has returned.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,12 @@ class GovernedScheduler:
     _guard: Guard
     # Number of scheduled steps whose output is still to come.
     _under_way = 0
+    # Number of steps that have begun and whose hooks have not all run; and whether the engine's thread is inside of
+    # `schedule` or `update_from_output`.
+    _stepping = 0
+    _inside = False
+    # Number of steps that have begun, and this number when the link's thread looked last.
+    _begun = _seen = 0
     # Whether a fault has left changes of the agent in the engine, and whether the queues were ordered by a plan at that
     # time.
     _to_restore = _ordered = False
@@ -57,6 +64,9 @@ class GovernedScheduler:
         # The original values of the scheduler's limits that are lowered in this step.
         self._stock_limits: list[Limit] = []
         self._guard = Guard()
+        # Held by the engine's thread while a step begins and while a hook between two steps runs, and by the link's
+        # thread while it publishes what no step has published.
+        self._between_steps = threading.RLock()
         if reason := self._guard.run(scheduler_api.ungovernable, self):
             say_absent(reason, self)
             return
@@ -71,6 +81,7 @@ class GovernedScheduler:
         # tokenizer.
         self._guard.starting = True
         self._lifecycle = Lifecycle(self, self._guard)
+        self._lifecycle.link.outbox.at_rest = self._at_rest
         agent = self._lifecycle.start()
         self._guard.starting = False
         return agent
@@ -80,7 +91,8 @@ class GovernedScheduler:
             self._guard.run(self._agent.admit, request)
         super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._guard.run(self._agent.opened, self, request)
+            with self._between_steps:
+                self._guard.run(self._agent.opened, self, request)
 
     def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None and not isinstance(request_ids, (str, NoneType)):
@@ -88,10 +100,22 @@ class GovernedScheduler:
             request_ids = list(request_ids)
         done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._guard.run(self._agent.finished, done, request_ids)
+            with self._between_steps:
+                self._guard.run(self._agent.finished, done, request_ids)
+                if not self._inside:
+                    self._guard.run(self._agent.ended_between_steps, self)
         return done
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        with self._between_steps:
+            self._stepping += 1
+        self._begun += 1
+        self._inside = True
+        output = self._schedule(*args, **kwargs)
+        self._inside = False
+        return output
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._guard.fault:
             self._settle_fault()
         if (agent := self._agent) is not None:
@@ -121,6 +145,13 @@ class GovernedScheduler:
         return base if self._guard.fault else merged
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._inside = True
+        outputs = self._update(scheduler_output, model_runner_output, *args, **kwargs)
+        self._inside = False
+        self._stepping -= 1
+        return outputs
+
+    def _update(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
         self._under_way -= 1
@@ -143,12 +174,14 @@ class GovernedScheduler:
             self._guard.run(self._agent.preempting, request)
         result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._guard.run(self._agent.preempted, self, request)
+            with self._between_steps:
+                self._guard.run(self._agent.preempted, self, request)
         return result
 
     def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
-            self._guard.run(self._agent.freeing, self, request)
+            with self._between_steps:
+                self._guard.run(self._agent.freeing, self, request)
         return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -156,6 +189,20 @@ class GovernedScheduler:
             # The stream is ended while the agent is off, too.
             Guard("the stream ends with the process").run(self._lifecycle.stop)
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
+
+    # ------------------------------------------------------------------------------------------- on the link's threads
+
+    def _at_rest(self) -> None:
+        """Publish what no step has published, if the engine has made none since the last call, for example because vLLM
+        is paused. Never waits for the engine's thread."""
+        seen, self._seen = self._seen, self._begun
+        if self._stepping or seen != self._begun or not self._between_steps.acquire(blocking=False):
+            return
+        try:
+            if seen == self._begun and not self._stepping and self._agent is not None:
+                self._guard.run(self._agent.rest, self)
+        finally:
+            self._between_steps.release()
 
     # ----------------------------------------------------------------------------------------------- under the guard
 

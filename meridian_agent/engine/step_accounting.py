@@ -165,6 +165,14 @@ class StepAccounting:
         record.step_time_ms = self._step_time_ms(self._lease.clock())
         return record
 
+    def complete_between_steps(self, scheduler: Any) -> None:
+        """Complete the record of what has happened since the newest step. A step may be under way, whose own record
+        follows."""
+        record = self._tracker.record
+        record.step, record.state, record.urgent = scheduler.current_step, self.state, True
+        record.kv_used = scheduler.kv_cache_manager.usage
+        record.running, record.waiting = scheduler.get_request_counts()
+
     def send(self) -> None:
         """Queue the record, which is complete."""
         sent = self._tracker.take_record()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import random
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ SETTLED_S = 1.0
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
 # server may only be slow.
 PATIENCE_S = (10.0, 60.0)
+# Texts with which gRPC's implementations refuse a message for its size.
+TOO_LARGE = re.compile("larger than max|exceeds (the )?maximum", re.IGNORECASE)
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -75,6 +78,7 @@ class Link:
         the agent as off ends after this time.
     clock: returns monotonic seconds.
     limits: returns the values that settings give the engine's limits. Called on the link's thread.
+    is_paused: returns whether vLLM is paused. Called on the link's thread.
     """
 
     def __init__(
@@ -90,9 +94,11 @@ class Link:
         credentials: AgentCredentials | None = None,
         rest_s: Callable[[], float] = lambda: 0.0,
         limits: Callable[[agent_pb2.Settings], agent_pb2.EngineLimitValues | None] = lambda _: None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lease = lease = Lease(clock)
         self._targets, self._hello, self._prepare, self._limits = targets, hello, prepare, limits
+        self._is_paused = is_paused
         self._credentials = credentials or AgentCredentials()
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
         self._forks = Forks()
@@ -106,8 +112,9 @@ class Link:
         self._attempt = 0
         # (target, kind of error) of each failure that the log already has.
         self._complaints: set[tuple[str, object]] = set()
-        # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it.
-        self._why = ""
+        # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it. And the
+        # level of that line: the end may belong to normal work.
+        self._why, self._why_level = "", logging.WARNING
         # The agent ended the stream because too many messages or decisions waited.
         self._gave_up = False
         # The stream that is being opened must end at once, because its Hello or its deadline may be out of date.
@@ -130,11 +137,14 @@ class Link:
     def _say_goodbye(self) -> None:
         if self._thread.ident is not None:
             self._thread.join(GOODBYE_S)
-        self.restart()
+        self.restart("the engine stops")
 
-    def restart(self) -> None:
-        """End the stream, also one that is just being opened; the next stream begins with a new Hello."""
+    def restart(self, why: str = "its Hello is out of date", level: int = logging.INFO) -> None:
+        """End the stream, also one that is just being opened; the next stream begins with a new Hello. why: for the
+        log, which has it at this level."""
         self._outdated = True
+        if not self._why:
+            self._why, self._why_level = why, level
         if self._call is not None:
             self._call.cancel()
 
@@ -142,7 +152,7 @@ class Link:
         """Answer messages on the link's thread, because the engine calls no hook of the agent any more; a new Hello
         gives the reason."""
         self.mailbox.step_aside()
-        self.restart()
+        self.restart("the agent is off")
 
     def come_back(self) -> None:
         """Drop what was sent to the previous agent, and let the new agent begin with a snapshot of all live
@@ -169,8 +179,7 @@ class Link:
         """
         lease = self.lease
         if lease.connected and lease.over(unheard_s := lease.unheard_s()):
-            self._why = f"nothing heard for {unheard_s:.1f} s"
-            self.restart()
+            self.restart(f"nothing heard for {unheard_s:.1f} s", logging.WARNING)
         return lease.over(lease.silent_s())
 
     # ----------------------------------------------------------------------------------------- the link's own thread
@@ -208,7 +217,8 @@ class Link:
 
     def _stream(self, target: str, patience_s: float) -> bool:
         """Run one stream from its connection to its end; return whether the server answered at all."""
-        heard, self._why, self._outdated = False, "", False
+        heard, self._outdated = False, False
+        self._why, self._why_level = "", logging.WARNING
         ring = self.outbox.new_ring()
         try:
             shown = self._credentials.metadata()
@@ -238,8 +248,14 @@ class Link:
                         logger.info("meridian: connected to %s", target)
                     self._receive(response)
             except grpc.RpcError as error:
+                if (refused_bytes := _refused_bytes(error, self.outbox.largest_snapshot_bytes)) is not None:
+                    self._gave_up = True
+                    self.outbox.bounds.shrink(refused_bytes)
+                    self._why = f"a message was too large, {_status(error)}; the next ones are smaller"
+                if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED and not self._why:
+                    self._why, self._why_level = "the agent's rest is over", logging.INFO
                 if heard and not self._stop.is_set():
-                    logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
+                    logger.log(self._why_level, "meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
                     self._complain(target, _code(error), self._why or _status(error), self._credentials)
             finally:
@@ -249,6 +265,7 @@ class Link:
         return heard
 
     def _lose_patience(self, call: grpc.Call, patience_s: float) -> None:
+        self._why_level = logging.WARNING
         self._why = f"no answer within {patience_s:.0f} s"
         call.cancel()
 
@@ -289,6 +306,8 @@ class Link:
         elif kind == "welcome":
             self.inbox.begin()
             self.outbox.byte_columns = response.welcome.reads_byte_columns
+            self.outbox.snapshot_parts = response.welcome.reads_snapshot_parts
+            self.outbox.heartbeat_s = response.welcome.heartbeat_ms / 1000
             self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
             if other := response.welcome.other_incarnation:
@@ -302,14 +321,14 @@ class Link:
             self.lease.say_state()
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
-            self.restart()
+            self.restart("the control plane is going away")
 
     def _give_up(self, why: str) -> None:
         """End a stream on which too much waits: a new stream is better than a decision that gets lost without an
         outcome."""
         logger.error("meridian: too many %s; opening a new stream", why)
         self._gave_up = True
-        self.restart()
+        self.restart(f"too many {why}", logging.WARNING)
 
     def _receive_settings(self, settings: agent_pb2.Settings) -> None:
         try:
@@ -354,8 +373,9 @@ class Link:
             logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, freeze.reason)
         elif was and not lease.frozen():
             logger.warning("meridian: thawed")
-        status = agent_pb2.ConnectRequest(freeze_status=lease.freeze_status(freeze.nonce))
-        self.mailbox.arrive(Arrived(status, self.outbox.ring))
+        status = lease.freeze_status(freeze.nonce)
+        status.paused = self._is_paused()
+        self.mailbox.arrive(Arrived(agent_pb2.ConnectRequest(freeze_status=status), self.outbox.ring))
 
 
 def _doubled(bounds: tuple[float, float], attempt: int) -> float:
@@ -365,6 +385,16 @@ def _doubled(bounds: tuple[float, float], attempt: int) -> float:
 
 def _code(error: grpc.RpcError) -> grpc.StatusCode | None:
     return error.code() if isinstance(error, grpc.Call) else None
+
+
+def _refused_bytes(error: grpc.RpcError, largest: int) -> int | None:
+    """Return the bytes of the message that was refused for its size, None if none was. gRPC has no code of its own for
+    such a refusal, and each of its implementations has another text. largest: the bytes, if the text does not say."""
+    too_much, text = grpc.StatusCode.RESOURCE_EXHAUSTED, _status(error)
+    if not isinstance(error, grpc.Call) or error.code() is not too_much or not TOO_LARGE.search(text):
+        return None
+    told = re.search(r"\((\d+) vs\. \d+\)", text)
+    return int(told[1]) if told else largest
 
 
 def _status(error: grpc.RpcError) -> str:

@@ -6,9 +6,9 @@ Knows neither channel nor reconnection.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
@@ -16,15 +16,17 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.step_record import StepRecord, TextStep
 from meridian_agent.core.token_cycles import LoopSearch
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
-from meridian_agent.link.messages import mergeable, opened_message, step_report
+from meridian_agent.link.message_sizes import REPORT_HEAD_BYTES, Bounds, SnapshotRecord, record_bytes, reports_of
+from meridian_agent.link.messages import mergeable, step_report
 from meridian_agent.link.record_queue import RecordQueue
 from meridian_agent.link.unreported import SILENT_S, Unreported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from meridian_agent.link.lease import Lease
-    from meridian_agent.link.unreported import Group
+
+logger = logging.getLogger("vllm.meridian")
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
@@ -37,34 +39,18 @@ EMPTY_REPORT_S = 0.1
 ROUND_TRIP_STEPS = 256
 
 
-@dataclass(slots=True)
-class SnapshotRecord:
-    """A snapshot to send: the rows of its requests, and the unreported thinking tokens of ended ones. session_id:
-    session of the newest stream that has brought tokens."""
-
-    step: int
-    rows: list[tuple[Any, ...]]
-    ended: list[tuple[Group, int]]
-    session_id: str
-
-    def message(self) -> agent_pb2.ConnectRequest:
-        snapshot = agent_pb2.Snapshot(step=self.step, requests=map(opened_message, self.rows))
-        snapshot.reported_session_id = self.session_id
-        for group, think_tokens in self.ended:
-            snapshot.ended.add(think_tokens=think_tokens, **group._asdict())
-        return agent_pb2.ConnectRequest(snapshot=snapshot)
-
-
 # A message of the link's own thread, a record of the engine's, or None, which ends the sender.
 Message: TypeAlias = StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None
 RecordRing = RecordQueue[Message | TextStep]
 
 
 class Outbox:
-    """The outbox of one engine. restart: ends the stream. give_up: ends the stream because too much waits; takes a text
-    that says what waits."""
+    """The outbox of one engine. restart: ends the stream; takes the reason. give_up: ends the stream because too much
+    waits; takes a text that says what waits."""
 
-    def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, lease: Lease, inbox: Inbox, restart: Callable[[str], None], give_up: Callable[[str], None]
+    ) -> None:
         self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
         # The ring of the current stream. Each stream has its own ring, so that the sender of an old stream cannot take
         # records of the next stream; None ends the sender.
@@ -72,8 +58,16 @@ class Outbox:
         # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread, or on the
         # link's while the engine is idle.
         self.snapshot_due = False
-        # Whether the stream's control plane reads token rows as bytes; set before the stream's first report.
-        self.byte_columns = False
+        # Whether the stream's control plane reads token rows as bytes, and snapshots in parts; set before the stream's
+        # first report.
+        self.byte_columns = self.snapshot_parts = False
+        self.bounds = Bounds()
+        # Seconds without a message after which a heartbeat is sent on this stream, as Welcome says; 0 for none.
+        self.heartbeat_s = 0.0
+        # Publishes what no step has published, if the engine makes none; called on gRPC's thread while nothing waits.
+        self.at_rest: Callable[[], None] = lambda: None
+        # Bytes of the largest message of a snapshot on this stream. A new stream would send the same message again.
+        self.largest_snapshot_bytes = 0
         # Returns the values of COUNTERS for a report that is about to be sent; they are totals.
         self.counters: Callable[[], tuple[float, ...]] = tuple
         self._streaming = False
@@ -113,7 +107,7 @@ class Outbox:
             self._kept_outcomes += record.outcomes
             if lease.idle:
                 # No later record could carry these outcomes.
-                self._restart()
+                self._restart("the outcomes of the last step did not fit into the queue")
             return
         record.ended_s = now = lease.clock()
         if lease.unheard_since is not None and now - lease.unheard_since > SILENT_S:
@@ -179,7 +173,7 @@ class Outbox:
 
     def new_ring(self) -> RecordRing:
         """Replace the ring for a new stream and return the new ring."""
-        self.ring = RecordQueue()
+        self.ring, self.largest_snapshot_bytes, self.heartbeat_s = RecordQueue(), 0, 0.0
         self._outcomes_out = self._outcomes_in
         return self.ring
 
@@ -194,7 +188,8 @@ class Outbox:
         step, ended = self.unreported.tell_idle()
         if ended:
             self._kept_outcomes, self.snapshot_due, self._streaming = [], False, True
-            self.ring.put(SnapshotRecord(step, [], ended, self.unreported.reported_session_id).message())
+            self.ring.lay(SnapshotRecord(step, [], ended, self.unreported.reported_session_id), presses=True)
+            self.ring.wake()
 
     def answered(self, step: int) -> None:
         """Note the answer to all steps up to this one, and measure the round trip of the report of this step. A later
@@ -208,13 +203,18 @@ class Outbox:
         yield agent_pb2.ConnectRequest(hello=hello())
         held: Message = None
         search = LoopSearch()
-        reported_s = -REST_S
+        reported_s, sent_s = -REST_S, self._lease.clock()
         while True:
             try:
                 item = held if held is not None else self._first(ring, search)
             except queue.Empty:
+                self.at_rest()
+                if not ring.qsize() and self._heartbeat_due(now := self._lease.clock(), sent_s):
+                    self._queued.clear()
+                    yield agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat())
+                    sent_s = now
                 continue
-            held = None
+            held, sent_s = None, self._lease.clock()
             if item is None:
                 return
             if isinstance(item, agent_pb2.ConnectRequest):
@@ -224,7 +224,7 @@ class Outbox:
                 yield item
             elif isinstance(item, SnapshotRecord):
                 ring.took(1)
-                yield item.message()
+                yield from self._snapshot(item)
             else:
                 if 0 < (rests_s := reported_s + REST_S - self._lease.clock()) <= REST_S:
                     ring.rest(rests_s)
@@ -234,19 +234,46 @@ class Outbox:
                 last = batch[-1]
                 last.counters = self.counters()
                 self._queued[last.step % ROUND_TRIP_STEPS] = last.ended_s
-                yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
+                if len(batch) == 1 and record_bytes(last) > self.bounds.report - REPORT_HEAD_BYTES:
+                    for report in reports_of(last, self.bounds.report, self.byte_columns):
+                        yield agent_pb2.ConnectRequest(step=report)
+                else:
+                    yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
                 reported_s = self._lease.clock()
+
+    def _heartbeat_due(self, now: float, sent_s: float) -> bool:
+        """Return whether to send a heartbeat: nothing was sent for a while, or the engine makes no more steps and the
+        control plane, which answers at most once a second, has not answered the last report yet. sent_s: time at which
+        the newest message was sent."""
+        waits = self._lease.unheard_since is not None and not self._lease.idle
+        return self.heartbeat_s > 0 and (waits or now - sent_s >= self.heartbeat_s)
+
+    def _snapshot(self, snapshot: SnapshotRecord) -> Iterator[agent_pb2.ConnectRequest]:
+        """Yield the messages of a snapshot. The control plane may answer each of them, with the number of an older
+        report."""
+        self._queued.clear()
+        messages: Iterable[agent_pb2.ConnectRequest] = snapshot.parts(self.bounds.part)
+        if not self.snapshot_parts:
+            message, left_out = snapshot.whole(self.bounds.most)
+            messages = [message]
+            if left_out:
+                why = "the control plane reads no snapshot in parts, and they do not fit into its largest message"
+                logger.warning("meridian: %d live requests are not reported: %s", left_out, why)
+        for message in messages:
+            self.largest_snapshot_bytes = max(self.largest_snapshot_bytes, message.ByteSize())
+            yield message
 
     def _first(self, ring: RecordRing, search: LoopSearch) -> Message:
         """Return the oldest item that waits, once its report interval is over. Raises queue.Empty if none arrives in
         time."""
         lease = self._lease
-        return _record(ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps), search)
+        wait_s = min(IDLE_WAIT_S if lease.idle else lease.merge_s, self.heartbeat_s or IDLE_WAIT_S)
+        return _record(ring.get(wait_s, lease.report_interval_steps), search)
 
     def _gather(self, ring: RecordRing, first: StepRecord, search: LoopSearch) -> tuple[list[StepRecord], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits
         fits."""
-        batch = [first]
+        batch, size = [first], record_bytes(first)
         while len(batch) < max(MERGE_RECORDS, self._lease.report_interval_steps):
             try:
                 item = _record(ring.get_nowait(), search)
@@ -256,6 +283,9 @@ class Outbox:
                 ring.put(None)
                 break
             if not isinstance(item, StepRecord) or not mergeable(batch, item, self._lease.merge_loops):
+                return batch, item
+            size += record_bytes(item)
+            if size > self.bounds.report - REPORT_HEAD_BYTES:
                 return batch, item
             batch.append(item)
         return batch, None

@@ -34,6 +34,11 @@ def is_async(scheduler: Any) -> bool:
     return isinstance(scheduler, AsyncScheduler)
 
 
+def is_paused(scheduler: Any) -> bool:
+    """Return whether vLLM is paused, so that it makes no step with requests. Any thread may call this."""
+    return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED")) != "UNPAUSED"
+
+
 def mask_facts(scheduler: Any) -> tuple[int, bool]:
     """Return the length of a row of token masks in words of 32 tokens, and whether vLLM's grammars constrain thinking,
     too, and not the answer only."""

@@ -149,6 +149,8 @@ async def assemble(
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
     if args.max_engines < 1:
         raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
+    if args.heartbeat and not 0.1 <= args.heartbeat <= 3600:
+        raise ValueError(f"--heartbeat must be 0, or from 0.1 to 3600 seconds; got {args.heartbeat:g}")
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
     if not args.store.strip():
         raise ValueError("--store must name a SQLite file or a PostgreSQL database; got ''")
@@ -156,7 +158,8 @@ async def assemble(
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)
     store = PolicyStore(database)
-    fleet = Fleet(SteadyClock(await database.now()), revision=store.get, decisions=log)
+    steady = SteadyClock(await database.now())
+    fleet = Fleet(steady, revision=store.get, decisions=log, heartbeat_s=args.heartbeat)
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")

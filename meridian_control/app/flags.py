@@ -16,6 +16,7 @@ from meridian_control.cluster.membership import own_host
 from meridian_control.common import logs
 from meridian_control.common.addresses import is_loopback, split_address
 from meridian_control.common.environment import choice, read
+from meridian_control.fleet.fleet import HEARTBEAT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,14 @@ def parser() -> argparse.ArgumentParser:
         help="let every caller that reaches --listen change everything, and allow any address for --page-listen",
     )
     p.add_argument("--max-engines", type=int, default=CallLimits.engines, help="largest number of connected engines")
+    p.add_argument(
+        "--heartbeat",
+        type=float,
+        default=HEARTBEAT_S,
+        metavar="SECONDS",
+        help="seconds without a message after which an agent sends a heartbeat, which is answered; less than the idle "
+        "timeout of any proxy between agents and control plane; 0 for none",
+    )
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
     p.add_argument(

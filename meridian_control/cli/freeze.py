@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import fleet_pb2, freeze_pb2
 from rich.table import Table
 
@@ -92,7 +93,11 @@ def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_
         known, unreachable = all_engines(client)
         found = [engine for engine in known if _is_meant(engine, made)]
         wanted = connected(found)
-        missing = [f"{engine.engine_id} has not confirmed" for engine in wanted if not _is_frozen(engine, made)]
+        missing = [
+            f"{engine.engine_id} has not confirmed: {_awaited(engine, made)}"
+            for engine in wanted
+            if not _is_frozen(engine, made)
+        ]
         missing += expected.missing(found, unreachable)
         waited_s = time.monotonic() - began
         # Only an engine's own replica can match the engine's labels, and that replica learns of the freeze within
@@ -106,8 +111,23 @@ def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_
     else:
         confirmed = sum(_is_frozen(engine, made) for engine in wanted)
         say(f"{confirmed} of {len(wanted)} connected engines confirmed")
+    for engine in wanted:
+        if engine.freeze.paused and _is_frozen(engine, made):
+            say(f"vLLM is paused on {engine.engine_id}: the freeze is in force from its first step on")
     if missing:
         fail(FAILED, *missing)
+
+
+def _awaited(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> str:
+    """Return what an engine's confirmation waits for."""
+    if made.freeze_id not in engine.freeze.freeze_ids:
+        return "its replica of the control plane has not sent the freeze to it yet"
+    told = f"came at {_clock(engine.report_time)}" if engine.HasField("report_time") else "is still to come"
+    return f"none of its steps has begun since; its last report {told}"
+
+
+def _clock(time: Timestamp) -> str:
+    return time.ToDatetime().strftime("%H:%M:%S UTC")
 
 
 def _is_meant(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:

@@ -87,7 +87,7 @@ def rollout_start(
     if diff:
         console().print(change_table(answer.changes, ("before", "after")))
     for warning in answer.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     if dry_run:
         say(f"{file} and {steps}: valid, nothing started")
     else:

@@ -54,7 +54,8 @@ def top(
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:
     room = max(1, terminal.height - len(state.engines) - OTHER_LINES)
     ordered = sorted(state.requests, key=lambda r: (-r.think_tokens, r.engine_id, r.request_id))
-    more = [Text(f"and {len(ordered) - room} more requests")] if len(ordered) > room else []
+    hidden = max(0, len(ordered) - room) + state.requests_left_out
+    more = [Text(f"and {hidden} more requests")] if hidden else []
     return Group(engine_table(state.engines), "", request_table(ordered[:room]), *more)
 
 

@@ -15,6 +15,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.cluster.peers import CALL_TIMEOUT_S
 from meridian_control.common.errors import NotFound
+from meridian_control.common.paging import MAX_PAGE_SIZE, fitting
 from meridian_control.fleet import savings
 from meridian_control.fleet.departed import Departed
 
@@ -30,8 +31,9 @@ CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 SHARE_S = 1.0
 # Seconds after which the leader no longer uses what a replica has answered before, if it has asked nobody since.
 FORGET_S = 10.0
-# Seconds for which all watchers share one query of the fleet.
-SHARED_S = 0.05
+# Seconds for which all watchers share one query of the fleet; largest number of bytes of its answer, unless the engines
+# alone have more.
+SHARED_S, WATCH_BYTES = 0.05, 16 << 20
 
 
 class WholeFleet:
@@ -87,11 +89,7 @@ class WholeFleet:
             return fleet_pb2.WatchFleetResponse(engines=engines, requests=self.fleet.requests(engine_id))
 
         async def ask(peer: Peer) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.LiveRequest]]:
-            request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True)
-            engines, answer = await asyncio.gather(
-                _engines(peer), peer.fleet.ListRequests(request, timeout=CALL_TIMEOUT_S)
-            )
-            return engines, list(answer.requests)
+            return await asyncio.gather(_engines(peer), _requests(peer, engine_id))
 
         heard, unreachable = await self.peers.ask(ask)
         heard[self.replica_id] = await self.local_engines(), self.fleet.requests(engine_id)
@@ -108,8 +106,15 @@ class WholeFleet:
         change the message."""
         now = asyncio.get_running_loop().time()
         if self._look is None or now - self._looked_at >= SHARED_S:
-            self._look, self._looked_at = asyncio.create_task(self.state()), now
+            self._look, self._looked_at = asyncio.create_task(self._look_at_all()), now
         return await asyncio.shield(self._look)
+
+    async def _look_at_all(self) -> fleet_pb2.WatchFleetResponse:
+        return bounded(await self.state())
+
+    async def watched_here(self) -> fleet_pb2.WatchFleetResponse:
+        """Return the engines and live requests of this replica."""
+        return bounded(await self.state(local_only=True))
 
     async def explain(
         self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound
@@ -249,9 +254,44 @@ def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
     return sorted(shown, key=lambda e: (e.engine_id, e.incarnation))
 
 
+def bounded(state: fleet_pb2.WatchFleetResponse) -> fleet_pb2.WatchFleetResponse:
+    """Return the state without the requests that do not fit into a message of WATCH_BYTES; those with the most thinking
+    tokens stay."""
+    if state.ByteSize() <= WATCH_BYTES:
+        return state
+    requests = sorted(state.requests, key=lambda live: -live.think_tokens)
+    del state.requests[:]
+    requests, left_out = (
+        requests[: (fits := fitting(requests, max(0, WATCH_BYTES - state.ByteSize())))],
+        requests[fits:],
+    )
+    state.requests.extend(sorted(requests, key=lambda live: (live.engine_id, live.request_id)))
+    state.requests_left_out = len(left_out)
+    return state
+
+
 async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
     return list((await _listed(peer)).engines)
 
 
 async def _listed(peer: Peer) -> fleet_pb2.ListEnginesResponse:
-    return await peer.fleet.ListEngines(fleet_pb2.ListEnginesRequest(local_only=True), timeout=CALL_TIMEOUT_S)
+    """Return all pages of a replica's engines as one."""
+    request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE)
+    answer = page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
+    while page.next_page_token:
+        request.page_token = page.next_page_token
+        page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
+        answer.engines.extend(page.engines)
+    return answer
+
+
+async def _requests(peer: Peer, engine_id: str) -> list[fleet_pb2.LiveRequest]:
+    """Return all pages of a replica's live requests."""
+    request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True, page_size=MAX_PAGE_SIZE)
+    found: list[fleet_pb2.LiveRequest] = []
+    while True:
+        page = await peer.fleet.ListRequests(request, timeout=CALL_TIMEOUT_S)
+        found.extend(page.requests)
+        if not page.next_page_token:
+            return found
+        request.page_token = page.next_page_token

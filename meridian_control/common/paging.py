@@ -1,6 +1,11 @@
-"""Checks page sizes and page tokens of list methods (AIP-158). All functions are pure."""
+"""Checks page sizes and page tokens of list methods (AIP-158), and bounds the bytes of a page. All functions are
+pure."""
 
 import re
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+
+from google.protobuf.message import Message
 
 from meridian_control.common.errors import InvalidRequest
 
@@ -24,3 +29,10 @@ def page(count: int, size: int, token: str) -> tuple[int, int, str]:
     limit, begin = checked(size, token)
     end = min(count, (begin or 0) + limit)
     return begin or 0, end, str(end) if end < count else ""
+
+
+def fitting(entries: Sequence[Message], most_bytes: int) -> int:
+    """Return how many of the first entries of a list fit into a message of `most_bytes`; at least one, if there is
+    one."""
+    sizes = accumulate(entry.ByteSize() + 8 for entry in entries)
+    return max(min(1, len(entries)), sum(1 for _ in takewhile(lambda size: size <= most_bytes, sizes)))

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+# Seconds without a message after which an agent sends a heartbeat. Proxies cut idle streams after 5 s or more.
+HEARTBEAT_S = 3.0
 
 
 class Fleet:
@@ -65,7 +67,7 @@ class Fleet:
 
     `clock` gives UTC, and is not set back or forward while the process runs. `revision` reads a policy revision from
     the store, and raises NotFound, StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps
-    decisions.
+    decisions. `heartbeat_s`: as in Welcome.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class Fleet:
         *,
         revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
         decisions: DecisionLog | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self.clock = clock
+        self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
         self._revision = revision
         # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
@@ -128,6 +131,8 @@ class Fleet:
             server_version=__version__,
             reads_byte_columns=True,
             other_incarnation=self.namesake(session),
+            reads_snapshot_parts=True,
+            heartbeat_ms=self._heartbeat_ms,
         )
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         freezes = self._freezes_of(session)

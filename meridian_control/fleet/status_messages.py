@@ -66,7 +66,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:
         view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in freezing.freezes)
-        view.freeze.confirmed = freezing.confirmed
+        view.freeze.confirmed, view.freeze.paused = freezing.confirmed, freezing.confirmed and freezing.paused
         if not freezing.locally and freezing.freezes:
             view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in freezing.freezes))
     view.connect_time.FromDatetime(session.connected_at)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from google.protobuf import proto
 from google.protobuf.message import DecodeError
 from meridian.v1 import fleet_pb2
+
+from meridian_control.session.snapshot_parts import SnapshotParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,11 +102,13 @@ class _Bounded:
 
 
 def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
-    """Yield the records of a trace file, in order.
+    """Yield the records of a trace file, in order. A snapshot that came in parts is one record, in the place of its
+    last part.
 
     Raises FileError with the place at which the file is cut off or is not a trace.
     """
     offset = 0
+    snapshots: defaultdict[str, SnapshotParts] = defaultdict(SnapshotParts)
     try:
         with gzip.open(path) as file:
             while True:
@@ -115,6 +120,10 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
                     return
                 if not record.session_id or record.WhichOneof("message") is None:
                     raise FileError(path, f" at byte {offset} (uncompressed)", "is not a record of a trace")
+                if record.up.HasField("snapshot"):
+                    if (snapshot := snapshots[record.session_id].add(record.up.snapshot)) is None:
+                        continue
+                    record.up.snapshot.CopyFrom(snapshot)
                 yield record
     except gzip.BadGzipFile as error:
         raise FileError(path, f" at byte {offset} (uncompressed)", "is not a trace: not gzip") from error

@@ -7,11 +7,12 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from google.protobuf.message import Message
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.cluster import decision_queries, thinking_ends
 from meridian_control.common.errors import InvalidRequest
-from meridian_control.common.paging import page
+from meridian_control.common.paging import fitting, page
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Shown = TypeVar("Shown")
+Shown = TypeVar("Shown", bound=Message)
 Paged: TypeAlias = fleet_pb2.ListEnginesRequest | fleet_pb2.ListRequestsRequest
 
 WATCH_MS, MIN_WATCH_MS = 1000, 50
+# Largest number of bytes of a page, because by default gRPC's clients refuse messages above 4 MiB; of a page for
+# another replica; and of the only page for a replica of version 0.3.0, which asks for no second one.
+PAGE_BYTES, REPLICA_BYTES, ONLY_PAGE_BYTES = 2 << 20, 16 << 20, 60 << 20
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -43,7 +47,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListEnginesResponse:
         engines, unreachable = await self._whole.engines(request.local_only)
         shown, token = self._page(engines, request)
-        continued = self._whole.fleet.handovers.continued() if request.local_only else []
+        continued = self._whole.fleet.handovers.continued() if request.local_only and not request.page_token else []
+        continued = continued[: fitting(continued, REPLICA_BYTES)]
         return fleet_pb2.ListEnginesResponse(
             engines=shown, next_page_token=token, continued=continued, unreachable_replicas=unreachable
         )
@@ -57,11 +62,14 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     @staticmethod
     def _page(found: list[Shown], request: Paged) -> tuple[list[Shown], str]:
-        """Return the requested page and the token of the next page; a request from a replica gets all entries."""
+        """Return the requested page and the token of the next page. Only its bytes bound a page for a replica."""
+        if request.local_only and not request.page_size:
+            return found[: fitting(found, ONLY_PAGE_BYTES)], ""
+        begin, end, _ = page(len(found), request.page_size, request.page_token)
         if request.local_only:
-            return found, ""
-        begin, end, token = page(len(found), request.page_size, request.page_token)
-        return found[begin:end], token
+            end = len(found)
+        end = begin + fitting(found[begin:end], REPLICA_BYTES if request.local_only else PAGE_BYTES)
+        return found[begin:end], str(end) if end < len(found) else ""
 
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Context
@@ -71,7 +79,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
         clock = asyncio.get_running_loop().time
         while not self._stopped.is_set() and not context.cancelled():
-            yield await (self._whole.state(local_only=True) if request.local_only else self._whole.watched())
+            yield await (self._whole.watched_here() if request.local_only else self._whole.watched())
             # All watchers wake at the same multiples of the interval, so that they share one look at the fleet.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), interval_s - clock() % interval_s)

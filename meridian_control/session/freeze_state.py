@@ -54,13 +54,14 @@ class FreezeState:
     """The freeze state of one engine, as the control plane sees it.
 
     `freezes` are the freezes that match the engine. `frozen` holds from the first freeze that was sent until the agent
-    confirms the thaw. `void`: the agent has dropped all decisions and sends a snapshot after the thaw.
+    confirms the thaw. `paused`: vLLM was paused when the agent confirmed. `void`: the agent has dropped all decisions
+    and sends a snapshot after the thaw.
     """
 
     def __init__(self, said: agent_pb2.FreezeStatus) -> None:
         self.freezes: tuple[Freeze, ...] = ()
         self.frozen, self.locally, self.confirmed = said.frozen, said.locally, said.locally
-        self.void = False
+        self.void = self.paused = False
         self._nonce = 0
 
     def give(self, freezes: tuple[Freeze, ...], now: datetime) -> agent_pb2.Freeze:
@@ -81,7 +82,7 @@ class FreezeState:
         """Take in the agent's confirmation and return whether the engine has thawed."""
         if status.nonce != self._nonce:
             return False
-        self.confirmed, self.frozen, self.locally = True, status.frozen, status.locally
+        self.confirmed, self.frozen, self.locally, self.paused = True, status.frozen, status.locally, status.paused
         return not self.frozen
 
     def status(self) -> agent_pb2.FreezeStatus:

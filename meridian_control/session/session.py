@@ -24,6 +24,7 @@ from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
 from meridian_control.session.decider import Decider
 from meridian_control.session.decision_ledger import Ledger
+from meridian_control.session.directive_parts import DIRECTIVES_BYTES, parts_of
 from meridian_control.session.effective_policies import Groups
 from meridian_control.session.freeze_state import FreezeState
 from meridian_control.session.handovers import SessionHandovers
@@ -31,6 +32,7 @@ from meridian_control.session.operator_ends import ENDING, OperatorEnd, state_of
 from meridian_control.session.report_intake import Intake, gauges_of
 from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
+from meridian_control.session.snapshot_parts import SnapshotParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -103,6 +105,7 @@ class Session:
             charges=self.charges,
             journal=journal,
         )
+        self._snapshot_parts = SnapshotParts()
         self._decider = Decider(hello, self.table, self._groups, self._ledger)
         self.handovers = SessionHandovers(
             session_id, hello, self.table, self._ledger, totals=self.totals, results=handovers or Handovers()
@@ -249,10 +252,13 @@ class Session:
             self._journal.now = now
         self.rest(now)
         try:
-            if kind == "step":
-                return self._on_step(message.step, now)
             if kind == "snapshot":
-                return self._on_snapshot(message.snapshot, now)
+                return self._on_snapshot_part(message.snapshot, now)
+            if kind == "step":
+                self._snapshot_parts.check_complete()
+                return self._on_step(message.step, now)
+            if kind == "heartbeat":
+                return self._answer(agent_pb2.ConnectResponse(), now, awaited=True)
             if kind == "settings_status":
                 return self._on_settings_status(message.settings_status, now)
             if kind == "freeze_status":
@@ -297,6 +303,12 @@ class Session:
         self.table.forget_ends()
         self._go_on(under_way)
         return self._decide(now)
+
+    def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Out:
+        """Take in a snapshot with its last part. Before that the agent only learns that its messages arrive."""
+        if (snapshot := self._snapshot_parts.add(part)) is not None:
+            return self._on_snapshot(snapshot, now)
+        return self._answer(agent_pb2.ConnectResponse(), now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
         # A freeze has ended all forced ends, so none is kept after it.
@@ -374,7 +386,13 @@ class Session:
         if (policy := self._deciding) is not None:
             self._decider.decide(policy, directives, self._clock_ms(now))
             self.handovers.decide(policy.disagg, directives, self._decider.cost)
-        decided = directives.ByteSize() > 0
+        return self._answer(response, now, awaited)
+
+    def _answer(self, response: agent_pb2.ConnectResponse, now: datetime, awaited: bool = False) -> Out:
+        """Return the response if it has decisions, if the agent waits for it, or if the newest one is old; a large one
+        as several."""
+        directives = response.directives
+        decided = (size := directives.ByteSize()) > 0
         directives.step = self._ledger.step
         # If the wall clock was set back, the difference is negative and the report is answered.
         recent = 0 <= (now - self._answered_at).total_seconds() < self._ack_interval_s
@@ -382,7 +400,7 @@ class Session:
         if not decided and not awaited and recent:
             return []
         self._answered_at = now
-        return [response]
+        return [response] if size <= DIRECTIVES_BYTES else parts_of(directives)
 
     def _clock_ms(self, now: datetime) -> float:
         """Return the milliseconds since the stream began."""

@@ -355,7 +355,9 @@ def test_a_probe_has_the_hashes_of_its_own_tokens(made: Callable[..., Engine], t
         assert probe.block_hashes == fresh.block_hashes
 
 
-def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(made: Callable[..., Engine]) -> None:
+def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM drops the output of a probe that is under way then, so the probe would count as placed for ever."""
     engine = made(Shape(is_async=True, blocks=200, places=64, batch_tokens=512))
     add(engine, "parent", [TEXT[0], START], THINKS, 90)
@@ -367,8 +369,10 @@ def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(made: Callable[.
     agent.calm.end()
     while not any(placed.cost_tokens for placed in agent.probing.placed.values()):
         step(engine, 1)
+    sent: list[Any] = []
+    monkeypatch.setattr(agent.link.outbox, "send", lambda record, _: sent.append(record))
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert agent.probing.placed == {}
-    assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(7, agent_pb2.OUTCOME_REQUEST_GONE)]
+    assert [outcome[:2] for record in sent for outcome in record.outcomes] == [(7, agent_pb2.OUTCOME_REQUEST_GONE)]
     while engine.busy():
         step(engine, 1)

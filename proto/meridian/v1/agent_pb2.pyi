@@ -491,6 +491,7 @@ class ConnectRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     SETTINGS_STATUS_FIELD_NUMBER: _builtins.int
     FREEZE_STATUS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Identifies the engine; the first message of every stream."""
@@ -511,6 +512,12 @@ class ConnectRequest(_message.Message):
     def freeze_status(self) -> Global___FreezeStatus:
         """Answers Freeze."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Keeps a stream open that has nothing to report, if Welcome.heartbeat_ms asks for it. The control plane answers it
+        with Directives.
+        """
+
     def __init__(
         self,
         *,
@@ -519,12 +526,13 @@ class ConnectRequest(_message.Message):
         step: Global___StepReport | None = ...,
         settings_status: Global___SettingsStatus | None = ...,
         freeze_status: Global___FreezeStatus | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["freeze_status", b"freeze_status", "hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["freeze_status", b"freeze_status", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freeze_status", b"freeze_status", "hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freeze_status", b"freeze_status", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "settings_status", "freeze_status"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "settings_status", "freeze_status", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -939,6 +947,9 @@ Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
 class Snapshot(_message.Message):
     """All live requests of the engine, from which the control plane can take over; and the thinking that no stream has
     brought, so that it still counts. The control plane answers a Snapshot that says such thinking at once.
+
+    If Welcome.reads_snapshot_parts is set, the agent sends a large snapshot in several messages, one directly after
+    another; no report comes between them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -947,11 +958,16 @@ class Snapshot(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     REPORTED_SESSION_ID_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the newest engine step that the snapshot includes."""
     reported_session_id: _builtins.str
     """Welcome.session_id of the newest stream that has brought thinking tokens, empty if none has. A replica that still
     knows this session knows better than unreported_think_tokens how many tokens have arrived.
+    """
+    continues: _builtins.bool
+    """Whether another part of this snapshot follows. The control plane takes the engine over when the last part is in;
+    until then it decides from what it knew before. An older agent sends the snapshot as one message.
     """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
@@ -970,10 +986,11 @@ class Snapshot(_message.Message):
         requests: _abc.Iterable[Global___RequestOpened] | None = ...,
         ended: _abc.Iterable[Global___EndedThinking] | None = ...,
         reported_session_id: _builtins.str = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "reported_session_id", b"reported_session_id", "requests", b"requests", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "ended", b"ended", "reported_session_id", b"reported_session_id", "requests", b"requests", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1716,6 +1733,23 @@ class AgentCounters(_message.Message):
 Global___AgentCounters: _TypeAlias = AgentCounters  # noqa: Y015
 
 @_typing.final
+class Heartbeat(_message.Message):
+    """Says that the agent lives although it has nothing to report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
 class DecisionOutcome(_message.Message):
     """The outcome of one decision. Exactly one is reported for each decision id."""
 
@@ -1796,6 +1830,7 @@ class FreezeStatus(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     LOCALLY_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
     """Nonce of the Freeze that this message answers; 0 in a Hello."""
     frozen: _builtins.bool
@@ -1804,16 +1839,21 @@ class FreezeStatus(_message.Message):
     """Whether MERIDIAN_FREEZE in the engine's environment freezes the engine. Such a freeze lasts until the engine is
     started without the variable.
     """
+    paused: _builtins.bool
+    """Whether vLLM was paused when the Freeze arrived (its /pause or /sleep). The engine then makes no step, and runs as
+    stock vLLM from its first step after the pause on.
+    """
     def __init__(
         self,
         *,
         nonce: _builtins.int = ...,
         frozen: _builtins.bool = ...,
         locally: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "locally", b"locally", "nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "locally", b"locally", "nonce", b"nonce", "paused", b"paused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1832,6 +1872,8 @@ class Welcome(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     READS_BYTE_COLUMNS_FIELD_NUMBER: _builtins.int
     OTHER_INCARNATION_FIELD_NUMBER: _builtins.int
+    READS_SNAPSHOT_PARTS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of this stream's session, for logs and traces."""
     server_version: _builtins.str
@@ -1842,6 +1884,14 @@ class Welcome(_message.Message):
     """Incarnation of another process that has a stream under the same engine id; empty if there is none. Either that
     process has ended and its stream has not yet, or two engines have the same id.
     """
+    reads_snapshot_parts: _builtins.bool
+    """Whether the control plane reads a snapshot in parts (Snapshot.continues). An older control plane gets one message,
+    with as many requests as fit into it.
+    """
+    heartbeat_ms: _builtins.int
+    """Milliseconds without a message of the agent after which the agent sends a Heartbeat, so that proxies between the two
+    do not cut an idle stream; 0 for no heartbeats.
+    """
     def __init__(
         self,
         *,
@@ -1849,10 +1899,12 @@ class Welcome(_message.Message):
         server_version: _builtins.str = ...,
         reads_byte_columns: _builtins.bool = ...,
         other_incarnation: _builtins.str = ...,
+        reads_snapshot_parts: _builtins.bool = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["other_incarnation", b"other_incarnation", "reads_byte_columns", b"reads_byte_columns", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "other_incarnation", b"other_incarnation", "reads_byte_columns", b"reads_byte_columns", "reads_snapshot_parts", b"reads_snapshot_parts", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1046,8 +1046,11 @@ class EngineFreeze(_message.Message):
     FREEZE_IDS_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     CONFIRMED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     confirmed: _builtins.bool
     """Whether the agent has confirmed that the engine runs as stock vLLM."""
+    paused: _builtins.bool
+    """Whether vLLM was paused when the agent confirmed, as in FreezeStatus."""
     @_builtins.property
     def freeze_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of the freezes in force that match the engine. Empty if only the engine's environment freezes it, or if the
@@ -1066,10 +1069,11 @@ class EngineFreeze(_message.Message):
         freeze_ids: _abc.Iterable[_builtins.int] | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
         confirmed: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "end_time", b"end_time", "freeze_ids", b"freeze_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "end_time", b"end_time", "freeze_ids", b"freeze_ids", "paused", b"paused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1453,7 +1457,10 @@ class WatchFleetResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    REQUESTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
+    requests_left_out: _builtins.int
+    """Number of live requests that are left out because the message would be too large; ListRequests returns all."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """The engines, sorted by engine id."""
@@ -1471,11 +1478,12 @@ class WatchFleetResponse(_message.Message):
         *,
         engines: _abc.Iterable[Global___Engine] | None = ...,
         requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+        requests_left_out: _builtins.int = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "requests", b"requests", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "requests", b"requests", "requests_left_out", b"requests_left_out", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

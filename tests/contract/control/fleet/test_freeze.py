@@ -452,7 +452,21 @@ async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypa
         result = await run(*command, server=control.target)
         assert result.exit_code == FAILED
         assert "1 of 2 connected engines confirmed" in result.stdout
-        assert result.stderr == "stuck has not confirmed\n"
+        assert (
+            result.stderr
+            == "stuck has not confirmed: none of its steps has begun since; its last report is still to come\n"
+        )
+
+
+async def test_meridianctl_names_paused_engines(control: Control) -> None:
+    with LinkedEngine([control.target], "paused") as paused, LinkedEngine([control.target], "other"):
+        paused.link._is_paused = lambda: True
+        await until(lambda: len(control.fleet.connections) == 2)
+        result = await run("freeze", "--for", "1m", "--reason", "x", "--wait", "600", server=control.target)
+    assert result.exit_code == OK
+    assert result.output.endswith(
+        "2 of 2 connected engines confirmed\nvLLM is paused on paused: the freeze is in force from its first step on\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["10", "m", "", "-1m", "1w", "1.5h"])

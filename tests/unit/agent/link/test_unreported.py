@@ -11,7 +11,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox, unreported
-from meridian_agent.link.outbox import SnapshotRecord
+from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.unreported import MAX_GROUPS, OTHER, SILENT_S
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.fakes.linked import LinkedEngine
@@ -49,7 +49,7 @@ class Engine(LinkedEngine):
         ring, found = self.link.outbox.ring, []
         while ring.qsize():
             item: Any = ring.get_nowait()
-            item = item.message() if isinstance(item, SnapshotRecord) else item
+            item = item.whole(1 << 30)[0] if isinstance(item, SnapshotRecord) else item
             if isinstance(item, agent_pb2.ConnectRequest) and item.HasField("snapshot"):
                 found.append(item.snapshot)
         return found

@@ -11,8 +11,8 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.messages import step_report
-from meridian_agent.link.outbox import SnapshotRecord
 from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.tenant_usage import TenantUsage
 from meridian_control.session.session import Session
@@ -150,7 +150,7 @@ class World:
 
 
 def _message(item: Any) -> agent_pb2.ConnectRequest:
-    message = item.message() if isinstance(item, SnapshotRecord) else item
+    message = item.whole(1 << 30)[0] if isinstance(item, SnapshotRecord) else item
     assert isinstance(message, agent_pb2.ConnectRequest)
     return message
 

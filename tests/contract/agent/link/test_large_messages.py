@@ -1,0 +1,194 @@
+"""Messages that grow with the number of live requests, on a real stream: they reach the control plane in parts, and one
+that was refused for its size is never sent again as it was."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc
+
+from meridian_agent.core.request_info import MAX_ID
+from meridian_agent.link.message_sizes import PART_BYTES, REPORT_BYTES, WHOLE_BYTES
+from tests.contract.streams import Control, Scripted, call_to, failure
+from tests.fakes.agent import hello
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import pytest
+
+# More bytes than gRPC lets through as one message: 60,000 requests with the longest ids that clients usually get in.
+MANY, LONG = 60_000, 250
+BIG_MESSAGE = 16 << 20
+# Seconds within which a control plane on a busy machine takes in as many requests.
+PATIENT_S = 120.0
+
+
+def name_of(number: int) -> str:
+    return f"request-{number}-".ljust(LONG, "x")
+
+
+def wait_in_queue(engine: LinkedEngine, number: int, begin: int = 0) -> None:
+    """Let requests arrive at an engine that runs none of them."""
+    for index in range(begin, begin + number):
+        engine.open(name_of(index), queued_s=0.0)
+
+
+def known(control: Control) -> int:
+    """Return the number of live requests that the control plane knows."""
+    return sum(int(connection.session.table.live.sum()) for connection in control.fleet.connections)
+
+
+@asynccontextmanager
+async def server(most_bytes: int, **welcome: Any) -> AsyncIterator[tuple[Measuring, str]]:
+    servicer = Measuring(**welcome)
+    served = grpc.aio.server(options=[("grpc.max_receive_message_length", most_bytes)])
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, served)
+    port = served.add_insecure_port("127.0.0.1:0")
+    await served.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        await served.stop(None)
+
+
+class Measuring(Scripted):
+    """A control plane that reads everything and decides nothing."""
+
+    def __init__(self, **welcome: Any) -> None:
+        super().__init__()
+        self.reading.set()
+        self.welcome = welcome
+        self.streams = 0
+
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[agent_pb2.ConnectResponse]:  # noqa: N802
+        self.streams += 1
+        self.welcomes = False
+        yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s", **self.welcome))
+        async for response in super().Connect(request_iterator, context):
+            yield response
+
+    def snapshots(self) -> list[agent_pb2.Snapshot]:
+        return [m.snapshot for m in self.received if m.HasField("snapshot")]
+
+
+async def test_a_snapshot_of_any_size_reaches_the_fleet(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        wait_in_queue(engine, MANY)
+        await until(lambda: engine.link.lease.connected)
+        engine.step()
+        await until(lambda: known(control) == MANY, PATIENT_S)
+        assert control.names() == sorted(map(name_of, range(MANY)))
+        (connection,) = control.fleet.connections
+        # Only now does the control plane decide, and all decisions reach the engine.
+        await engine.steps_until(lambda: len(engine.caps()) >= MANY)
+        assert control.fleet.stream_ends == {}
+        assert engine.link.outbox.bounds.most == WHOLE_BYTES
+        assert connection.session.totals.reports > 0
+
+
+async def test_requests_that_arrive_in_one_step_reach_the_fleet(control: Control) -> None:
+    """An engine in one process takes in all prompts of a call before its first step."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: engine.link.lease.connected)
+        engine.open("first")
+        await engine.steps_until(lambda: control.names() == ["first"])
+        wait_in_queue(engine, MANY)
+        engine.step()
+        await until(lambda: known(control) == MANY + 1, PATIENT_S)
+        assert control.fleet.stream_ends == {}
+        for live in list(engine.engine.live):
+            engine.engine.abort(live)
+        engine.step()
+        await until(lambda: known(control) == 0, PATIENT_S)
+
+
+async def test_parts_follow_each_other_and_stay_below_their_bound() -> None:
+    async with server(BIG_MESSAGE, reads_snapshot_parts=True) as (servicer, target):
+        with LinkedEngine([target]) as engine:
+            wait_in_queue(engine, 5000)
+            await until(lambda: engine.link.lease.connected)
+            engine.step()
+            await until(lambda: "step" in servicer.kinds())
+        parts, kinds = servicer.snapshots(), servicer.kinds()
+        assert kinds[1 : 1 + len(parts)] == ["snapshot"] * len(parts)
+        assert [part.continues for part in parts] == [True] * (len(parts) - 1) + [False]
+        assert {part.step for part in parts} == {parts[0].step}
+        assert max(message.ByteSize() for message in servicer.received) <= PART_BYTES + 16
+        assert [r.request_id for part in parts for r in part.requests] == [name_of(n) for n in range(5000)]
+
+
+async def test_an_older_control_plane_gets_as_many_requests_as_fit(caplog: pytest.LogCaptureFixture) -> None:
+    async with server(BIG_MESSAGE) as (servicer, target):
+        with LinkedEngine([target]) as engine:
+            wait_in_queue(engine, MANY)
+            await until(lambda: engine.link.lease.connected)
+            engine.step()
+            await until(lambda: "step" in servicer.kinds(), PATIENT_S)
+        (snapshot,) = servicer.snapshots()
+        assert not snapshot.continues
+        assert servicer.streams == 1
+        sent = len(snapshot.requests)
+        assert WHOLE_BYTES * 0.9 < snapshot.ByteSize() <= WHOLE_BYTES
+        assert [r.request_id for r in snapshot.requests] == [name_of(n) for n in range(sent)], "the oldest are sent"
+        assert f"{MANY - sent} live requests are not reported" in caplog.text
+
+
+async def test_a_message_that_was_refused_for_its_size_is_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
+    for welcome in ({"reads_snapshot_parts": True}, {}):
+        caplog.clear()
+        async with server(PART_BYTES // 5, **welcome) as (servicer, target):
+            with LinkedEngine([target]) as engine:
+                wait_in_queue(engine, 3000)
+                await engine.steps_until(lambda: servicer.kinds().count("step") > 3)
+                streams = servicer.streams
+                # The stream that works stays.
+                await engine.steps_until(lambda: servicer.kinds().count("step") > 9)
+                assert servicer.streams == streams
+            sizes = re.findall(r"a message was too large.*\((\d+) vs", caplog.text)
+            assert len(sizes) == len(set(sizes)) == streams - 1 > 0
+
+
+async def test_a_report_after_a_large_step_has_all_its_parts(control: Control) -> None:
+    """Every gauge and count of the step is in one of the reports, and nothing is counted twice."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: engine.link.lease.connected)
+        engine.open("first")
+        await engine.steps_until(lambda: control.names() == ["first"])
+        for index in range(4000):
+            engine.open(name_of(index), tenant="t" * 128)
+        assert 4000 * (LONG + 128) > REPORT_BYTES
+        engine.step()
+        counted = {name: live.think_tokens for name, live in engine.engine.live.items()}
+        await until(lambda: {r.request_id: r.think_tokens for r in control.fleet.requests("engine")} == counted)
+        assert control.engine().running == 4001
+
+
+async def test_the_largest_texts_fit_into_a_part() -> None:
+    """Clients choose ids and texts, and four bytes may stand for one character."""
+    async with server(BIG_MESSAGE, reads_snapshot_parts=True) as (servicer, target):
+        with LinkedEngine([target]) as engine:
+            wide = "\U0001f4a5"
+            for index in range(200):
+                engine.open(f"{index}" + wide * 100_000, tenant=wide * 128, effort=wide * 128, queued_s=0.0)
+            await until(lambda: engine.link.lease.connected)
+            engine.step()
+            await until(lambda: "step" in servicer.kinds())
+        assert sum(len(part.requests) for part in servicer.snapshots()) == 200
+        assert max(message.ByteSize() for message in servicer.received) <= PART_BYTES + 16
+        assert max(len(r.request_id) for part in servicer.snapshots() for r in part.requests) == MAX_ID
+
+
+async def test_a_part_that_is_missing_ends_the_stream(control: Control) -> None:
+    part = agent_pb2.Snapshot(step=5, requests=[agent_pb2.RequestOpened(slot=1, request_id="a")], continues=True)
+    async with call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        await call.write(agent_pb2.ConnectRequest(snapshot=part))
+        await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=6, steps=1)))
+        code, text = await failure(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "must not come before the last part of the snapshot of step 5" in text

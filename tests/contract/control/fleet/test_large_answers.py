@@ -1,0 +1,114 @@
+"""Answers that grow with the number of live requests: every client gets them in messages that it accepts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+
+from meridian_control.cluster import cluster_fleet
+from meridian_control.cluster.cluster_fleet import WATCH_BYTES
+from meridian_control.cluster.membership import Replica
+from meridian_control.cluster.peers import OPTIONS, Peer
+from meridian_control.common.paging import fitting
+from meridian_control.fleet.status_messages import engine_view
+from meridian_control.server import fleet_service
+from meridian_control.server.fleet_service import PAGE_BYTES, REPLICA_BYTES
+from tests.fakes.agent import hello
+from tests.processes import BUSY
+
+if TYPE_CHECKING:
+    from tests.contract.streams import Control
+
+REQUESTS, TEXT = 12_000, "x" * 500
+
+
+@pytest.fixture
+def names(control: Control) -> list[str]:
+    """Connect an engine whose requests fill more than a message, and return their ids in order."""
+    connection = control.fleet.join(hello())
+    requests = [
+        agent_pb2.RequestOpened(
+            slot=slot,
+            request_id=f"{slot:05d}{TEXT}",
+            model=TEXT,
+            tenant=TEXT,
+            slo_class=TEXT,
+            effort=TEXT,
+            phase=agent_pb2.PHASE_THINK,
+            think_tokens=slot,
+        )
+        for slot in range(REQUESTS)
+    ]
+    snapshot = agent_pb2.Snapshot(step=1, requests=requests)
+    control.fleet.receive(connection, agent_pb2.ConnectRequest(snapshot=snapshot))
+    return [request.request_id for request in requests]
+
+
+async def all_pages(call: Any, request: Any) -> list[Any]:
+    pages = [await call(request)]
+    while token := pages[-1].next_page_token:
+        request.page_token = token
+        pages.append(await call(request))
+    return pages
+
+
+async def test_pages_have_a_bound_in_bytes(control: Control, names: list[str]) -> None:
+    # This client has gRPC's own limits.
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        pages = await all_pages(stub.ListRequests, fleet_pb2.ListRequestsRequest(page_size=1000))
+    assert [live.request_id for page in pages for live in page.requests] == names
+    assert max(page.ByteSize() for page in pages) <= PAGE_BYTES + 64
+
+
+async def test_replicas_get_all_requests_in_pages(
+    control: Control, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This process makes the answers, too, and on a busy machine that may take longer than a replica waits.
+    monkeypatch.setattr(cluster_fleet, "CALL_TIMEOUT_S", 60 * BUSY)
+    async with grpc.aio.insecure_channel(control.target, OPTIONS) as channel:
+        peer = Peer(Replica("r", control.target), channel)
+        assert [live.request_id for live in await cluster_fleet._requests(peer, "")] == names
+        assert [engine.engine_id for engine in await cluster_fleet._engines(peer)] == ["engine"]
+        asked = fleet_pb2.ListRequestsRequest(local_only=True, page_size=1)
+        pages = await all_pages(peer.fleet.ListRequests, asked)
+        assert len(pages) > 1
+        assert max(page.ByteSize() for page in pages) <= REPLICA_BYTES + 64
+
+
+async def test_a_replica_of_an_older_version_gets_one_page(
+    control: Control, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with grpc.aio.insecure_channel(control.target, OPTIONS) as channel:
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        answer = await stub.ListRequests(fleet_pb2.ListRequestsRequest(local_only=True))
+        assert ([live.request_id for live in answer.requests], answer.next_page_token) == (names, "")
+        monkeypatch.setattr(fleet_service, "ONLY_PAGE_BYTES", 1 << 20)
+        answer = await stub.ListRequests(fleet_pb2.ListRequestsRequest(local_only=True))
+        assert answer.ByteSize() <= 1 << 20
+        assert names[: len(answer.requests)] == [live.request_id for live in answer.requests]
+
+
+@pytest.mark.parametrize("local_only", [False, True])
+async def test_a_watcher_sees_the_requests_that_think_most(
+    control: Control, names: list[str], local_only: bool
+) -> None:
+    async with grpc.aio.insecure_channel(control.target, [("grpc.max_receive_message_length", 20 << 20)]) as channel:
+        call = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet(fleet_pb2.WatchFleetRequest(local_only=local_only))
+        state: Any = await call.read()
+        call.cancel()
+    assert WATCH_BYTES * 0.9 < state.ByteSize() <= WATCH_BYTES + 64
+    shown = len(state.requests)
+    assert state.requests_left_out == REQUESTS - shown > 0
+    assert [live.request_id for live in state.requests] == names[-shown:], "in the usual order"
+    assert len(state.engines) == 1
+
+
+def test_a_page_has_an_entry_whatever_its_size(control: Control, names: list[str]) -> None:
+    (connection,) = control.fleet.connections
+    engine = engine_view(connection.session, connected=True)
+    assert [fitting([engine] * 3, size) for size in (0, 2 * engine.ByteSize() + 20, 1 << 20)] == [1, 2, 3]
+    assert fitting([], 10) == 0

@@ -1,0 +1,165 @@
+"""What a real engine reports and confirms while it makes no step: after the last request, between the calls of a
+program that has the engine in its own process, and while vLLM is paused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from vllm import SamplingParams
+
+from tests.engine import Run, cases, chat
+from tests.engine.policies import NEUTRAL
+from tests.engine.test_decisions import endless, opened
+from tests.engine.test_equality import GREEDY
+from tests.engine.test_fail_static import confirmed
+from tests.engine.test_served import APART, Served
+from tests.processes import RPC_S, Control, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def resting(llm: Any, agent: Any) -> Iterator[Run]:
+    """Yield an engine with two requests that thinks no further, because nobody calls it."""
+    run = Run(llm)
+    for name in ("rests-0", "rests-1"):
+        run.add(name, opened(), endless(agent, max_tokens=300))
+    run.until(lambda: len(run.tokens["rests-0"]) > 20)
+    yield run
+    run.until()
+
+
+def test_a_request_that_ends_at_a_stop_string_is_reported(
+    llm: Any, agent: Any, scheduler: Any, control: Control
+) -> None:
+    """vLLM's front end finds the stop string after the step that was the last, and aborts the request."""
+    case = cases()[2:3]
+    (tokens,) = chat(llm, case, SamplingParams(temperature=0.0, max_tokens=40))
+    text = llm.get_tokenizer().decode(tokens)
+    stop = text.split()[3]
+    steps = scheduler.current_step
+    (stopped,) = chat(llm, case, SamplingParams(temperature=0.0, max_tokens=40, stop=[stop], detokenize=True))
+    assert 0 < len(stopped) < len(tokens)
+    last = scheduler.current_step
+    assert last > steps
+    assert agent.link.lease.idle
+    control.settled()
+    assert control.requests() == []
+    control.apply({**NEUTRAL, "scheduler": {"max_think_tokens": 77}})
+    control.freeze()
+    confirmed(control, True)
+    control.thaw()
+    confirmed(control, False)
+    assert scheduler.current_step == last
+
+
+def test_settings_and_freezes_are_confirmed_without_a_step(
+    agent: Any, scheduler: Any, control: Control, resting: Run, stock: list[list[int]]
+) -> None:
+    step, running = scheduler.current_step, list(scheduler.running)
+    revision = control.apply({"scheduler": {"max_think_tokens": 30}})
+    assert agent.link.lease.revision == revision
+    control.freeze()
+    confirmed(control, True)
+    assert (scheduler.current_step, scheduler.running) == (step, running), "nothing of vLLM's has changed"
+    # The next step is stock's, and so are all others of the freeze.
+    resting.add("frozen", opened(2), GREEDY)
+    resting.until(lambda: "frozen" in resting.finished)
+    assert resting.tokens["frozen"] == stock[2]
+    assert scheduler._agent.frozen
+    control.thaw()
+    confirmed(control, False)
+    resting.step()
+    resting.until(lambda: bool(resting.finished.keys() >= {"rests-0", "rests-1"}))
+    assert not scheduler._guard.fault
+    control.settled()
+
+
+def test_a_freeze_that_is_over_before_the_next_step_leaves_nothing_open(
+    agent: Any, control: Control, resting: Run
+) -> None:
+    control.apply({"scheduler": {"max_think_tokens": 250}})
+    control.freeze()
+    confirmed(control, True)
+    control.thaw()
+    confirmed(control, False)
+    decided = control.engine().decisions["cap"]
+    resting.step()
+    # The control plane decides again, because it has got a snapshot.
+    resting.until(lambda: control.engine().decisions["cap"] > decided)
+    resting.until()
+    control.settled()
+
+
+def test_what_comes_and_goes_between_steps_is_reported(
+    llm: Any, agent: Any, scheduler: Any, control: Control, resting: Run
+) -> None:
+    step = scheduler.current_step
+    resting.add("arrived-1", opened(1), endless(agent, max_tokens=20))
+    wait_for(lambda: len(control.requests()) == 3, 20, "the request that arrived")
+    assert control.engine().waiting == 1
+    llm.llm_engine.abort_request(["rests-0"])
+    wait_for(lambda: len(control.requests()) == 2, 20, "the request to be gone")
+    assert scheduler.current_step == step
+
+
+def test_a_new_stream_gets_a_snapshot_without_a_step(
+    agent: Any, scheduler: Any, control: Control, resting: Run
+) -> None:
+    step, before = scheduler.current_step, control.engine().connect_time
+    agent.link.restart("the test wants another one")
+    wait_for(lambda: control.engine().connect_time != before, 20, "another stream")
+    wait_for(lambda: len(control.requests()) == 2, 20, "the requests on it")
+    wait_for(lambda: control.engine().acked_revision == agent.link.lease.revision, 20, "its settings")
+    assert scheduler.current_step == step
+    resting.until()
+    control.settled()
+
+
+def test_no_stream_is_cut_after_a_long_rest(
+    agent: Any, control: Control, resting: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control plane answers at most once a second, so the last report before the rest may have had no answer."""
+    lease, before = agent.link.lease, control.engine().connect_time
+    wait_for(lambda: lease.unheard_since is None, 20, "an answer to all reports")
+    clock = lease.clock
+    monkeypatch.setattr(lease, "clock", lambda: clock() + 1000.0)
+    resting.step()
+    assert lease.state == 1, "READY"
+    resting.until()
+    control.settled()
+    assert control.engine().connect_time == before
+
+
+def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(folder: Path, tmp_path: Path) -> None:
+    """The engine core is a process of its own, which waits for messages while it is paused."""
+    control = Control(tmp_path)
+    served = Served(tmp_path, control.target, more={**APART, "VLLM_SERVER_DEV_MODE": "1"})
+    url = f"http://127.0.0.1:{served.port}"
+    try:
+        wait_for(served.ready, 240, "the server")
+        revision = control.apply({"fallback": {"lease_ms": 1000}})
+        body = {"model": "maze", "prompt": "1", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=RPC_S, verify=False) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert httpx.post(f"{url}/pause", params={"mode": "keep"}, timeout=RPC_S, verify=False).status_code == 200
+            before = control.engine()
+            control.freeze()
+            confirmed(control, True)
+            assert control.engine().freeze.paused
+            assert control.apply({"fallback": {"lease_ms": 2000}}) == revision + 1
+            control.thaw()
+            confirmed(control, False)
+            assert httpx.post(f"{url}/resume", timeout=RPC_S, verify=False).status_code == 200
+            assert sum(1 for _ in lines) > 100
+        wait_for(lambda: control.requests() == [], 20, "the end of the request")
+        assert control.engine().connect_time == before.connect_time
+        assert "stream to" not in served.process.output()
+    finally:
+        served.process.stop()
+        control.process.stop()
