@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS
 
 
@@ -14,7 +15,7 @@ class SnapshotParts:
         self._arriving: agent_pb2.Snapshot | None = None
 
     def add(self, part: agent_pb2.Snapshot) -> agent_pb2.Snapshot | None:
-        """Add a part; return the whole snapshot with its last part, else None. Raises ValueError if the part belongs to
+        """Add a part; return the whole snapshot with its last part, else None. Raises BadReport if the part belongs to
         another snapshot than the parts before, or if there are more requests than an engine can have."""
         whole = self._arriving
         if whole is None and not part.continues:
@@ -22,17 +23,17 @@ class SnapshotParts:
         if whole is None:
             whole = self._arriving = agent_pb2.Snapshot()
         elif part.step != whole.step:
-            raise ValueError(f"a part of the snapshot of step {whole.step} must follow; got step {part.step}")
+            raise BadReport(f"a part of the snapshot of step {whole.step} must follow; got step {part.step}")
         whole.MergeFrom(part)
         for name in ("requests", "ended"):
             if (entries := len(getattr(whole, name))) > MAX_SLOTS:
-                raise ValueError(f"{name} must have at most {MAX_SLOTS} entries in all parts; got {entries}")
+                raise BadReport(f"{name} must have at most {MAX_SLOTS} entries in all parts; got {entries}")
         if part.continues:
             return None
         self._arriving, whole.continues = None, False
         return whole
 
     def check_complete(self) -> None:
-        """Raise ValueError if parts of a snapshot are still to come."""
+        """Raise BadReport if parts of a snapshot are still to come."""
         if self._arriving is not None:
-            raise ValueError(f"must not come before the last part of the snapshot of step {self._arriving.step}")
+            raise BadReport(f"must not come before the last part of the snapshot of step {self._arriving.step}")
