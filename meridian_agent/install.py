@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.vllm_adapter import client_effort, kv_connectors, server_metrics
+from meridian_agent.vllm_adapter import chat_rendering, client_effort, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def install() -> None:
     _after_choosing(SchedulerConfig, _governed)
     _wrap_worker(WorkerWrapperBase)
     client_effort.install()
+    chat_rendering.install()
     server_metrics.install()
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
@@ -66,6 +67,7 @@ def _governed(chosen: type) -> type:
     from meridian_agent.engine.scheduler_mixin import governed
 
     client_effort.say_absent()
+    chat_rendering.say_absent()
     return governed(chosen)
 
 

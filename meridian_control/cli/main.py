@@ -44,6 +44,7 @@ from meridian_control.cli.tables import (
     pool_lines,
     pressure_table,
     request_table,
+    thinking_lines,
 )
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
@@ -113,7 +114,7 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
         for blind in (engine for engine in found if engine.unknown_markers):
             typer.echo(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
-        for line in (*pool_lines(found), *limit_lines(found)):
+        for line in (*thinking_lines(found), *pool_lines(found), *limit_lines(found)):
             typer.echo(line)
 
 

@@ -60,6 +60,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         shadow=session.shadow.messages(),
         pressures=pressure_messages(session.pressure),
         engine_limits=engine_limits(session),
+        reclaim_note=hello.reclaim_note,
+        unread_prompts=session.totals.unread_prompts,
     )
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:

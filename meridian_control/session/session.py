@@ -101,6 +101,7 @@ class Session:
             shadow=self.shadow,
             charges=self.charges,
             journal=journal,
+            knows_markers=not hello.unknown_markers,
         )
         self._decider = Decider(hello, self.table, self._groups, self._ledger)
         self.handovers = SessionHandovers(

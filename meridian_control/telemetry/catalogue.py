@@ -200,6 +200,13 @@ STREAMS = (
         "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
     ),
     _counter(
+        "meridian_unread_prompts_total",
+        (),
+        "Requests whose prompts came as embeddings. Their thinking is neither known nor limited before the model "
+        "writes a marker.",
+        "Grows, and such requests think too long: let the clients send text or token ids.",
+    ),
+    _counter(
         "meridian_stream_ends_total",
         ("reason",),
         "Agent streams that ended, by reason.",
