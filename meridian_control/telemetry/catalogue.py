@@ -312,7 +312,8 @@ AGENTS = (
         "meridian_agent_blocks_reclaimed_total",
         ("engine", "tier"),
         "KV blocks put first in line for reuse, by tier.",
-        "0 in multi-turn load with thinking: the chat template keeps thinking, or `kv_memory` is in shadow.",
+        "0 in multi-turn load with thinking: the chat template keeps thinking, the requests are no chats that the "
+        "model's own template renders (`meridianctl explain` shows the reason), or `kv_memory` is in shadow.",
     ),
     _counter(
         "meridian_agent_think_skips_total",

@@ -226,12 +226,17 @@ def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock:
 
 
 def test_the_servers_default_settings_keep_thinking(folder: Path, model: Path, stock: Server) -> None:
-    option = ["--default-chat-template-kwargs", json.dumps(KEEPS)]
+    """They also have an effort, which is the effort of each chat that names no other."""
+    option = ["--default-chat-template-kwargs", json.dumps({**KEEPS, "reasoning_effort": "low"})]
     for server in _server(folder, "turns-default", model, *option):
         (_, ours), (_, theirs) = server.second_turn(10), stock.second_turn(10, chat_template_kwargs=KEEPS)
         assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
         assert ours.cached > 3 * BLOCK
         assert server.reclaimed() == 0
+        server.chat(PROMPTS[0], request_id="by-default", max_tokens=5)
+        server.chat(PROMPTS[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
+        server.control.settled()
+        assert [server.control.explain(name).effort for name in ("by-default", "by-client")] == ["low", "high"]
 
 
 def test_the_servers_own_template_keeps_thinking(folder: Path, model: Path, stock: Server) -> None:
