@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import plain_log
 from meridian_agent.link.identity import targets
-from meridian_agent.vllm_adapter import client_effort, front_end_aborts, kv_connectors, server_metrics
+from meridian_agent.vllm_adapter import chat_rendering, client_effort, front_end_aborts, kv_connectors, server_metrics
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def install() -> None:
     _after_choosing(SchedulerConfig, _governed)
     _wrap_worker(WorkerWrapperBase)
     client_effort.install()
+    chat_rendering.install()
     server_metrics.install()
     front_end_aborts.install()
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
@@ -73,6 +74,7 @@ def _governed(chosen: type) -> type:
     from meridian_agent.engine.scheduler_mixin import governed
 
     client_effort.say_absent()
+    chat_rendering.say_absent()
     return governed(chosen)
 
 

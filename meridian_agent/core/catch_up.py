@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.phases import Markers, PhaseState, TokenEvent, Work, begin_after
+from meridian_agent.core.phases import Markers, PhaseState, TokenEvent, Work, begin_after, begin_unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +49,9 @@ class RequestReading:
 
     def _read_prompt(self, work: Work) -> None:
         """Look for the prompt's last marker, from the prompt's end backwards."""
-        prompt = self.ref.prompt_token_ids or []
+        if (prompt := self.ref.prompt_token_ids) is None:
+            self.state, self.at = begin_unread(), 0
+            return
         event, self.at = self.markers.search_back(prompt, self.at if self.at >= 0 else len(prompt), work)
         if event is not TokenEvent.TEXT or self.at == 0:
             after = len(prompt) - self.at

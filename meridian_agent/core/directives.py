@@ -16,7 +16,14 @@ from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.probe_admission import NOT_THINKING, PendingProbes
 from meridian_agent.core.step_record import NOT_KNOWN, TIERS, Outcome
-from meridian_agent.core.think_limit import ending_tokens, first_due_row, is_limited, limit_in, reserve_note
+from meridian_agent.core.think_limit import (
+    ending_tokens,
+    first_due_row,
+    held_back,
+    is_limited,
+    limit_in,
+    reserve_note,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -265,9 +272,9 @@ class Directives:
         """Return the tokens that a forced end writes in `state`, and the detail of its outcome."""
         if not ending.by_reserve:
             return state.ending(self._tracker.markers), ""
-        most, reserve = live.info.most_tokens, live.reserve_tokens
+        most, reserve, markers = live.info.most_tokens, live.reserve_tokens, self._tracker.markers
         left = most - state.generated_tokens
-        tokens = ending_tokens(state, self._tracker.markers, left - reserve)
+        tokens = ending_tokens(state, markers, left - held_back(state, markers, reserve, most))
         return tokens, reserve_note(left - len(tokens), most, reserve)
 
     def after_tokens(self, live: LiveRequest, ended: bool) -> None:

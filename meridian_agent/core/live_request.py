@@ -196,6 +196,8 @@ class LiveRequest:
                 self.passed = self.run.passed(self.run_row, tokens, state.think_tokens) or self.passed
             elif state.phase is Phase.OUTPUT:
                 state.output_tokens += tokens
+            else:
+                state.unknown_tokens += tokens
 
     def opened_row(self) -> tuple[Any, ...]:
         """Return the fields of RequestOpened, copied so that another thread may read them."""

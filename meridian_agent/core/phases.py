@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """The values of meridian.v1.Phase. A request is UNKNOWN while the engine's thinking markers are not known."""
+    """The values of meridian.v1.Phase. A request is UNKNOWN while the engine's thinking markers are not known, and from
+    a prompt of embeddings on until it generates a marker."""
 
     UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
     PROMPT = agent_pb2.PHASE_PROMPT
@@ -33,12 +34,12 @@ class TokenEvent(IntEnum):
 
 
 # The next phase for every pair of phase and event. A text token in PROMPT means that the model answers without
-# thinking; a start marker in OUTPUT means that the model thinks again. A request leaves UNKNOWN only if its tokens are
-# read again with other markers.
+# thinking; a start marker in OUTPUT means that the model thinks again. A request whose prompt the agent cannot read
+# leaves UNKNOWN with the first marker that the model writes.
 TRANSITIONS: dict[tuple[Phase, TokenEvent], Phase] = {
     (Phase.UNKNOWN, TokenEvent.TEXT): Phase.UNKNOWN,
-    (Phase.UNKNOWN, TokenEvent.START): Phase.UNKNOWN,
-    (Phase.UNKNOWN, TokenEvent.END): Phase.UNKNOWN,
+    (Phase.UNKNOWN, TokenEvent.START): Phase.THINK,
+    (Phase.UNKNOWN, TokenEvent.END): Phase.OUTPUT,
     (Phase.PROMPT, TokenEvent.TEXT): Phase.OUTPUT,
     (Phase.PROMPT, TokenEvent.START): Phase.THINK,
     (Phase.PROMPT, TokenEvent.END): Phase.OUTPUT,
@@ -243,8 +244,9 @@ def boundary_flag(text: str) -> int:
     return FLAG_SENTENCE if "\n" in text or text.rstrip().endswith((".", "?", "!", ";")) else 0
 
 
-# Largest number of tokens (the template's newlines) after an end marker that closes thinking in the generation prompt.
-CLOSED_TAIL_TOKENS = 3
+# Largest number of tokens (the template's newlines) after a marker that the generation prompt writes. With more of them
+# after an end marker, an earlier turn has closed its thinking; with more after a start marker, thinking has content.
+TAIL_TOKENS = 3
 
 
 def after_prompt(event: TokenEvent, after: int, supports_think_disable: bool) -> Phase:
@@ -252,7 +254,7 @@ def after_prompt(event: TokenEvent, after: int, supports_think_disable: bool) ->
     (PROMPT). The arguments are the prompt's last marker and the number of tokens after it."""
     if event is TokenEvent.START:
         return Phase.THINK
-    if event is TokenEvent.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
+    if event is TokenEvent.END and after <= TAIL_TOKENS and supports_think_disable:
         return Phase.OUTPUT
     return Phase.PROMPT
 
@@ -274,13 +276,17 @@ class PhaseState:
     start: tuple[int, ...] = ()
     # Number of generated tokens that belong to markers.
     marker_tokens: int = 0
+    # Number of tokens generated while the phase was not known.
+    unknown_tokens: int = 0
+    # Whether the prompt's open thinking has content, so that the request goes on with an earlier one's thinking.
+    continues: bool = False
     # The newest end marker within an answer, if no start marker came before; empty if there is none.
     stray_end: tuple[int, ...] = ()
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens that the request has generated in a known phase."""
-        return self.think_tokens + self.output_tokens + self.marker_tokens
+        """Number of tokens that the request has generated."""
+        return self.think_tokens + self.output_tokens + self.marker_tokens + self.unknown_tokens
 
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
         """Advance by one token; return the phase that the token belongs to, and its row flags."""
@@ -324,7 +330,9 @@ class PhaseState:
         self.text_run += len(tokens)
         if self.phase is Phase.THINK:
             self.think_tokens += len(tokens)
-        elif self.phase is not Phase.UNKNOWN:
+        elif self.phase is Phase.UNKNOWN:
+            self.unknown_tokens += len(tokens)
+        else:
             self.phase = Phase.OUTPUT
             self.output_tokens += len(tokens)
         if markers.longest > 1:
@@ -350,6 +358,7 @@ class PhaseState:
             self.think_tokens += 1
             return Phase.THINK, 0
         if self.phase is Phase.UNKNOWN:
+            self.unknown_tokens += 1
             return Phase.UNKNOWN, 0
         self.phase = Phase.OUTPUT
         self.output_tokens += 1
@@ -365,7 +374,7 @@ class PhaseState:
         closes = before is Phase.THINK and self.phase is Phase.OUTPUT
         self.ends += closes
         flags = FLAG_MARKER | (FLAG_END if closes else 0) | self._take_back(before, length - 1)
-        return (before if event is TokenEvent.END and before is not Phase.PROMPT else self.phase), flags
+        return (before if closes else self.phase), flags
 
     def _take_back(self, before: Phase, length: int) -> int:
         """Uncount the marker's earlier tokens, which were counted as text when they were generated; return row
@@ -375,6 +384,9 @@ class PhaseState:
         if before is Phase.THINK:
             self.think_tokens -= length
             return length << TAKE_BACK_SHIFT
+        if before is Phase.UNKNOWN:
+            self.unknown_tokens -= length
+            return 0
         self.output_tokens -= length
         return length << TAKE_BACK_SHIFT | FLAG_FROM_OUTPUT
 
@@ -397,4 +409,10 @@ def begin_after(
     phase = after_prompt(event, after, supports_think_disable) if markers.known else Phase.UNKNOWN
     stop = len(prompt) - after
     start = markers.start_before(prompt[max(0, stop - markers.longest) : stop]) if event is TokenEvent.START else ()
-    return PhaseState(phase, tail=list(prompt[-kept:]) if kept else [], start=start)
+    continues = event is TokenEvent.START and after > TAIL_TOKENS
+    return PhaseState(phase, tail=list(prompt[-kept:]) if kept else [], start=start, continues=continues)
+
+
+def begin_unread() -> PhaseState:
+    """Return the state in which a prompt of embeddings leaves a request: nothing is known of its tokens."""
+    return PhaseState(Phase.UNKNOWN)

@@ -27,6 +27,11 @@ MAX_TOKENS = 2**31 - 1
 # Names in the vllm_xargs: of a request that a relay can continue on another engine, with the value 1, and of a request
 # that continues another engine's, with the reference of the decision.
 CANDIDATE, HAND_OVER = "meridian_handover_candidate", "meridian_handover"
+# Name of the effort in vllm_xargs, and of the settings with which the model's own chat template rendered the request, a
+# JSON text of at most MAX_TEMPLATE characters in which TOOLS stands for the list of tools. The value UNKNOWN_TEMPLATE
+# says that these settings do not tell how later turns are rendered; so does a missing value.
+EFFORT, TEMPLATE = "meridian_effort", "meridian_chat_template"
+MAX_TEMPLATE, TOOLS, UNKNOWN_TEMPLATE = 256, "tools", "unknown"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
 
@@ -59,6 +64,8 @@ class RequestInfo:
     remote_decode: bool = False
     hand_over_candidate: bool = False
     handed_over_ref: str = ""
+    # Settings with which the model's own chat template rendered the request, as JSON text; empty if they are not known.
+    chat_template: str = ""
     # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
     # request continues another engine's, whose thinking is a part of the prompt.
     repeated_tokens: int = NEVER
@@ -114,6 +121,7 @@ def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> Reque
         remote_decode=scheduler.connector is not None and _is_remote_decode(request.kv_transfer_params),
         hand_over_candidate=_extra(request, CANDIDATE) == 1,
         handed_over_ref=ref,
+        chat_template=template_settings(request),
         repeated_tokens=own.repeated_tokens if ref else request.num_prompt_tokens,
     )
 
@@ -125,6 +133,12 @@ def _is_remote_decode(kv_transfer_params: object) -> bool:
 def _extra(request: Any, name: str) -> object:
     params = request.sampling_params
     return (params.extra_args or {}).get(name, "") if params is not None else ""
+
+
+def template_settings(request: Any) -> str:
+    """Return the settings with which the model's own chat template rendered a request; empty if they are not known."""
+    value = _extra(request, TEMPLATE)
+    return value if isinstance(value, str) and value != UNKNOWN_TEMPLATE and len(value) <= MAX_TEMPLATE else ""
 
 
 def handed_over_ref(request: Any) -> str:
@@ -141,7 +155,7 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
         return NOTHING_SET
     extra = extra_args
     complaints: list[str] = []
-    names = "meridian_tenant", "meridian_slo_class", "meridian_effort"
+    names = "meridian_tenant", "meridian_slo_class", EFFORT
     tenant, slo_class, effort = (_text(extra, name, complaints) for name in names)
     floor = _tokens(extra, "meridian_min_think_tokens", complaints)
     cap = _tokens(extra, "meridian_max_think_tokens", complaints)

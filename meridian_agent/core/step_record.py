@@ -57,7 +57,7 @@ TextStep: TypeAlias = tuple[
 ]
 
 # Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
-NOT_KNOWN = "the thinking markers are not known"
+NOT_KNOWN = "it is not known whether the request thinks: the markers are not known, or the prompt came as embeddings"
 
 
 class Outcome(IntEnum):

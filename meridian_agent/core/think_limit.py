@@ -26,6 +26,22 @@ class ThinkLimit(NamedTuple):
     by_reserve: bool = False
 
 
+# A reserve, with the forced end before it, takes at most one token in this many of those that a call may generate.
+CALL_SHARE = 2
+
+
+def held_back(state: PhaseState, markers: Markers, reserve_tokens: int, most_tokens: int) -> int:
+    """Return how many tokens of an answer reserve hold in a call that may generate `most_tokens`.
+
+    A client that samples in pieces makes many calls for one answer, as beam search does with a call for each token. So
+    a small call keeps at least half of its tokens for thinking, and nothing is held back from a call that goes on with
+    the thinking of an earlier one.
+    """
+    if state.continues:
+        return 0
+    return max(0, min(reserve_tokens, most_tokens // CALL_SHARE - len(markers.ending_of(state.start))))
+
+
 def reserved_at(state: PhaseState, markers: Markers, reserve_tokens: int, most_tokens: int) -> int:
     """Return the number of thinking tokens after which thinking has to end, so that `reserve_tokens` of the
     `most_tokens` that the request may generate are left after the forced end; at least the thinking tokens of `state`.
@@ -59,10 +75,10 @@ def may_lengthen(markers: Markers, limit: ThinkLimit) -> int:
 def limit_in(live: LiveRequest, state: PhaseState, markers: Markers) -> ThinkLimit | None:
     """Return the limit of a request if the request is in `state`, with or without a stream; None for no limit. If a cap
     and the answer reserve end thinking at the same token, the cap does."""
-    cap, reserve = live.limit, live.reserve_tokens
-    if not reserve:
+    cap, reserve, most = live.limit, live.reserve_tokens, live.info.most_tokens
+    if not reserve or not (reserve := held_back(state, markers, reserve, most)):
         return None if cap is None else ThinkLimit(cap)
-    reserved = reserved_at(state, markers, reserve, live.info.most_tokens)
+    reserved = reserved_at(state, markers, reserve, most)
     return ThinkLimit(cap) if cap is not None and cap <= reserved else ThinkLimit(reserved, True)
 
 
@@ -73,9 +89,11 @@ def is_limited(live: LiveRequest) -> bool:
 
 def watch_shadow(live: LiveRequest, markers: Markers) -> None:
     """Note for a thinking request where an answer reserve in shadow would end its thinking."""
-    cap = live.cap
-    if cap is not None and cap.shadow and cap.answer_reserve_tokens and not cap.reported:
-        live.note_shadow_reserve(reserved_at(live.state, markers, cap.answer_reserve_tokens, live.info.most_tokens))
+    cap, state, most = live.cap, live.state, live.info.most_tokens
+    if cap is None or not cap.shadow or cap.reported:
+        return
+    if reserve := held_back(state, markers, cap.answer_reserve_tokens, most):
+        live.note_shadow_reserve(reserved_at(state, markers, reserve, most))
 
 
 def first_due_row(

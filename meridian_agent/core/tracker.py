@@ -164,7 +164,7 @@ class Tracker:
     def unmeasured_ids(self) -> frozenset[str]:
         """Ids of the requests of whose next tokens nobody reads the entropy; the same object until the ids change."""
         if self._unmeasured_ids is None:
-            phases = (Phase.OUTPUT,) if self.steps_ahead else (Phase.OUTPUT, Phase.PROMPT)
+            phases = {Phase.OUTPUT, Phase.UNKNOWN} if self.steps_ahead else {Phase.OUTPUT, Phase.UNKNOWN, Phase.PROMPT}
             unmeasured = (r for r, live in self.by_id.items() if live.own_state.phase in phases)
             self._unmeasured_ids = frozenset(unmeasured)
         return self._unmeasured_ids
@@ -330,6 +330,7 @@ class Tracker:
                 self.due[live] = None
         else:
             state.output_tokens += state.phase is Phase.OUTPUT
+            state.unknown_tokens += state.phase is Phase.UNKNOWN
             live.own_boundary = 0
             if not live.answered:
                 self._look_for_answer(live)

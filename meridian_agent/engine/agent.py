@@ -61,7 +61,7 @@ class Agent:
         able_to_answer = not facts.no_answer_handed_over
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
         self.masks = TokenMasks(tracker, directives, *scheduler_api.mask_facts(scheduler))
-        self.blocks = KvBlocks(directives, facts.tool_call)
+        self.blocks = KvBlocks(directives, facts.later_turns)
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.accounts = StepAccounting(
             tracker,
@@ -186,6 +186,7 @@ class Agent:
             self.take_arrived(scheduler)
         info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
         self.hand_over.opened(info)
+        self.facts.later_turns.arrived(info, request.block_hashes)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())

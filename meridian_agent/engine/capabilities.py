@@ -16,6 +16,7 @@ from meridian_agent.core.step_signals import BACKEND, RESULT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from meridian_agent.engine.later_turns import LaterTurns
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
     from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 
@@ -27,19 +28,19 @@ class EngineFacts:
     """The facts of one engine.
 
     boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is partly
-    filled. tool_call: the token that begins a tool call, if the chat template keeps thinking until the tool has
-    answered; None otherwise. on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend:
-    the expected entropy backend of the workers, and why it is not the CUDA kernel. limits: the limits of vLLM's
-    scheduler that the policy may change. no_probes: why the agent refuses probes; empty if it accepts them.
-    no_probe_rows: why no probe can be a row of its request; empty if that can be. hand_over: stops requests at the end
-    of their thinking; None if the engine cannot hand requests over, for the reason `no_hand_over`.
-    no_answer_handed_over: why the engine cannot read the KV of requests that other engines hand over; empty if it can.
+    filled. later_turns: knows whether later turns repeat a request's thinking. on_fault: takes the cause and the text
+    of a fault outside of the hooks. expected_backend: the expected entropy backend of the workers, and why it is not
+    the CUDA kernel. limits: the limits of vLLM's scheduler that the policy may change. no_probes: why the agent refuses
+    probes; empty if it accepts them. no_probe_rows: why no probe can be a row of its request; empty if that can be.
+    hand_over: stops requests at the end of their thinking; None if the engine cannot hand requests over, for the reason
+    `no_hand_over`. no_answer_handed_over: why the engine cannot read the KV of requests that other engines hand over;
+    empty if it can.
     """
 
     model: str
     boundaries: bytes
     shares_blocks: bool
-    tool_call: int | None
+    later_turns: LaterTurns
     on_fault: Callable[[str, str], None]
     expected_backend: tuple[str, str]
     limits: SchedulerLimits
@@ -97,7 +98,7 @@ class Measuring:
             self._restart()
 
 
-def capabilities(scheduler: Any, strips_think: bool, entropy: bool, facts: EngineFacts) -> agent_pb2.Capabilities:
+def capabilities(scheduler: Any, entropy: bool, facts: EngineFacts) -> agent_pb2.Capabilities:
     """Return the capabilities of this engine. entropy: whether the worker measures entropy."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
@@ -107,7 +108,7 @@ def capabilities(scheduler: Any, strips_think: bool, entropy: bool, facts: Engin
         eat_probe=entropy and caching and not facts.no_probes,
         dispatch=True,
         reclaim=caching and one_group,
-        template_strips_think=strips_think,
+        template_strips_think=facts.later_turns.usual.strips_think,
         hand_over=not facts.no_hand_over,
         answer_handed_over=not facts.no_answer_handed_over,
         queueing_time=True,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.engine.later_turns import LaterTurns
 
 
 # The agent searches the freed blocks of a request with at most this many output tokens, because a longer search would
@@ -25,17 +26,11 @@ LONGEST_TOKENS = 65_536
 
 
 class KvBlocks:
-    """The KV blocks of one engine. tool_call: token that begins a tool call, if the turn after a tool call repeats the
-    thinking; None otherwise."""
+    """The KV blocks of one engine. later_turns: knows whether later turns repeat a request's thinking."""
 
-    def __init__(self, directives: Directives, tool_call: int | None) -> None:
-        self._directives, self._tool_call = directives, tool_call
+    def __init__(self, directives: Directives, later_turns: LaterTurns) -> None:
+        self._directives, self._later_turns = directives, later_turns
         self.reclaimed = 0
-
-    def learn(self, tool_call: int | None) -> None:
-        """Replace the tool-call token, because the chat template was read again with markers that were not known
-        before."""
-        self._tool_call = tool_call
 
     def freeing(self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str]) -> None:
         """Unhash the blocks of a finished request that no later prompt can hit, if its tier says so; note the blocks of
@@ -48,23 +43,31 @@ class KvBlocks:
             return
         decision_id, tier, shadow = decided
         outcome, detail = Outcome.APPLIED, ""
-        if tier == Tier.UNREACHABLE and shadow:
-            outcome = Outcome.SHADOWED
-        elif tier == Tier.UNREACHABLE:
-            outcome, detail = self._reclaim(scheduler, request, live, probes)
+        if tier == Tier.UNREACHABLE:
+            outcome, detail = self._reclaim(scheduler, request, live, probes, shadow)
         self._directives.report(decision_id, outcome, detail=detail)
 
-    def _reclaim(self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str]) -> tuple[Outcome, str]:
-        if request.num_output_tokens > LONGEST_TOKENS:
-            return Outcome.REFUSED, f"an output of over {LONGEST_TOKENS} tokens"
-        if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
-            return Outcome.REFUSED, "several KV cache groups"
-        if self._tool_call is not None and self._tool_call in request.output_token_ids:
-            return Outcome.REFUSED, "a tool call: the next turn repeats its thinking"
+    def _reclaim(
+        self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str], shadow: bool
+    ) -> tuple[Outcome, str]:
+        if refusal := self._refusal(scheduler, request, live):
+            return Outcome.REFUSED, refusal
         reachable = min(live.info.prompt_tokens, live.info.repeated_tokens)
+        first = reachable // scheduler.block_size
+        if first < len(request.block_hashes):
+            self._later_turns.gave_up(live, request.block_hashes[first])
+        if shadow:
+            return Outcome.SHADOWED, ""
         count = self.evict(scheduler, request, reachable, probes)
         self.reclaimed += count
         return Outcome.APPLIED, f"{count} blocks"
+
+    def _refusal(self, scheduler: Any, request: Any, live: LiveRequest) -> str:
+        if request.num_output_tokens > LONGEST_TOKENS:
+            return f"an output of over {LONGEST_TOKENS} tokens"
+        if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
+            return "several KV cache groups"
+        return self._later_turns.refusal(live, request.output_token_ids)
 
     def evict(self, scheduler: Any, request: Any, reachable_tokens: int, probes: Iterable[str] = ()) -> int:
         """Unhash, in each KV cache group, the blocks after this many tokens that no other request shares; return the

@@ -17,10 +17,12 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import probe_admission
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT, hook
+from meridian_agent.core.phases import NO_MARKERS
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.step_signals import expected_backend
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
+from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.engine_name import EngineName
@@ -64,10 +66,13 @@ class Lifecycle:
         self._identity = identity_of_engine(vllm_version(), self._name.name)
         self._state = StateFile(folder, self._name.file_name, self._model)
         self._targets = targets()
-        self._template = tokenizer.Template()
+        self._later_turns = LaterTurns(self._read_template, self._say_note)
+        # The model's own chat template, and the markers with which it is rendered to see what it does with thinking.
+        self._chat_template: str | None = None
+        self._rendered_with = NO_MARKERS
         # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._told_unknown = ""
-        self._facts = EngineFacts(self._model, b"", False, None, guard.note, ("none", ""), self.limits)
+        self._facts = EngineFacts(self._model, b"", False, self._later_turns, guard.note, ("none", ""), self.limits)
         self.link = Link(
             self._targets,
             self.hello,
@@ -83,8 +88,9 @@ class Lifecycle:
         """Build and return the first agent, which begins with the settings that are kept on disk, until a control plane
         sends others."""
         config = self._scheduler.vllm_config
-        self._markers = reasoning_markers.resolve(config, agent_pb2.Settings())
-        self._template = tokenizer.template_of(tokenizer.tokenizer_of(config), self._markers)
+        self._markers = self._rendered_with = reasoning_markers.resolve(config, agent_pb2.Settings())
+        self._chat_template = tokenizer.chat_template_of(config)
+        self._later_turns.read_anew()
         self._told_unknown = self._markers.unknown
         self._log_markers()
         prefix_cache.hide_from_cache_stats(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
@@ -98,10 +104,10 @@ class Lifecycle:
             logger.warning("meridian: no EAT probes: %s", no_probes)
         shares_blocks = prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = tokenizer.boundaries(config)
-        tool_call, note = self._template.tool_call, self._guard.note
+        later_turns, note = self._later_turns, self._guard.note
         expected = expected_backend(str(config.device_config.device_type))
         self._facts = EngineFacts(
-            self._model, boundaries, shares_blocks, tool_call, note, expected, self.limits, no_probes
+            self._model, boundaries, shares_blocks, later_turns, note, expected, self.limits, no_probes
         )
         no_probe_rows = probe_rows.refusal(self._scheduler)
         if no_probe_rows:
@@ -205,6 +211,10 @@ class Lifecycle:
         else:
             logger.info("meridian: the thinking markers are known")
 
+    def _say_note(self) -> None:
+        """Begin a stream whose Hello has the newest note about later turns."""
+        self.link.restart()
+
     # ------------------------------------------------------------------------------------------- on the link's thread
 
     def hello(self) -> agent_pb2.Hello:
@@ -221,7 +231,7 @@ class Lifecycle:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(self._scheduler, self._template.strips_think, backend != "none", self._facts),
+            capabilities=capabilities(self._scheduler, backend != "none", self._facts),
             revision=lease.revision,
             fault=guard.fault if rest_s else "",
             state=agent_pb2.AGENT_STATE_OFF if rest_s else lease.state,
@@ -233,6 +243,7 @@ class Lifecycle:
             entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
             entropy_note=note,
             engine_limits=self.limits.message(),
+            reclaim_note=clean(self._later_turns.note, MAX_FAULT),
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_hand_over, hello.no_answer_handed_over = self._facts.no_hand_over, self._facts.no_answer_handed_over
@@ -247,12 +258,12 @@ class Lifecycle:
             raise BadSettings(f"the agent is off: {self._guard.fault}")
         found = reasoning_markers.resolve(self._scheduler.vllm_config, settings)
         if found.known and self.unknown_markers:
-            self._read_template(found)
+            self._rendered_with = found
+            self._later_turns.read_anew()
         return found
 
-    def _read_template(self, found: Markers) -> None:
-        """Find out what the chat template does with thinking, once the thinking markers are known."""
-        self._template = tokenizer.template_of(tokenizer.tokenizer_of(self._scheduler.vllm_config), found)
-        if self.agent is not None:
-            self._facts = replace(self._facts, tool_call=self._template.tool_call)
-            self.agent.blocks.learn(self._template.tool_call)
+    def _read_template(self, settings: str) -> tokenizer.Template:
+        """Find out what the model's own chat template does with thinking under these settings. Runs on a thread of
+        `LaterTurns`, too."""
+        config = self._scheduler.vllm_config
+        return tokenizer.template_of(tokenizer.tokenizer_of(config), self._rendered_with, self._chat_template, settings)

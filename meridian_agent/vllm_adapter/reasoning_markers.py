@@ -29,7 +29,7 @@ Tokens = tuple[int, ...]
 # The agent asks a parser on behalf of a request that thinks, once for each effort: some parsers name no markers unless
 # the request's chat_template_kwargs switch thinking on, and some name only the markers of the request's effort.
 THINKING = {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}
-EFFORTS = ("high", "medium", "low")
+EFFORTS = ("high", "medium", "low", "minimal", "xhigh", "max")
 
 # Start and end markers of the parsers that name none themselves. A forced end writes the first of the end markers.
 #
@@ -101,10 +101,17 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
 
 
 def _turn_ends(vllm_config: Any) -> frozenset[int]:
-    """Return the tokens with which the model ends its turns, by its configuration and its tokenizer."""
-    named = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
-    ids = [*(named if isinstance(named, (list, tuple)) else [named])]
-    ids.append(getattr(tokenizer_of(vllm_config), "eos_token_id", None))
+    """Return the tokens with which the model ends its turns, by its configuration, its generation configuration and its
+    tokenizer. A request's own stop tokens are none of them, because they may be any tokens."""
+    config = vllm_config.model_config
+    try:
+        generation = config.try_get_generation_config()
+    except Exception as error:
+        logger.info("meridian: the model's generation configuration is not known: %s", error)
+        generation = {}
+    named = [getattr(config.hf_config, "eos_token_id", None), generation.get("eos_token_id")]
+    named.append(getattr(tokenizer_of(vllm_config), "eos_token_id", None))
+    ids = [token for tokens in named for token in (tokens if isinstance(tokens, (list, tuple)) else [tokens])]
     return frozenset(token for token in ids if token is not None)
 
 

@@ -239,6 +239,13 @@ API_SERVER: Table = {
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": ("to_sampling_params(**_)", "reasoning"),
 }
 
+# The API through which the process that renders chats tells the engine core how it rendered them; without it the KV
+# blocks of all finished requests stay in vLLM's own order of reuse.
+RENDERER: Table = {
+    "vllm.renderers.hf:HfRenderer": ("render_chat(_, _, **_)", "render_chat_async(_, _, **_)"),
+}
+INPUTS: Table = {"vllm.v1.engine.input_processor:InputProcessor": ("process_inputs(_, _, **_)",)}
+
 # The field with vLLM's own budget of thinking tokens; without it requests have no cap but those that Meridian knows.
 BUDGET: Table = {"vllm.sampling_params:SamplingParams": ("thinking_token_budget",)}
 

@@ -25,7 +25,8 @@ State = fleet_pb2.EndThinkingState
 # For each state in which the call makes no decision: the reason, after the request's name.
 NOT_ENDED = {
     State.END_THINKING_STATE_NOT_THINKING_YET: "has generated no token yet, and may not think; try again",
-    State.END_THINKING_STATE_UNKNOWN_MARKERS: "cannot be ended: its engine does not know the thinking markers",
+    State.END_THINKING_STATE_UNKNOWN_MARKERS: "cannot be ended: its engine does not know the thinking markers, or the "
+    "prompt came as embeddings",
     State.END_THINKING_STATE_CANNOT_FORCE: "cannot be ended: its engine cannot force an end of thinking",
     State.END_THINKING_STATE_FROZEN: "cannot be ended: its engine is frozen",
     State.END_THINKING_STATE_AGENT_OFF: "cannot be ended: a fault has switched its engine's agent off",

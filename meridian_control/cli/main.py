@@ -45,6 +45,7 @@ from meridian_control.cli.tables import (
     pool_lines,
     pressure_table,
     request_table,
+    thinking_lines,
 )
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
@@ -118,7 +119,7 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
         for name in same_names(found):
             say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
-        for line in (*pool_lines(found), *limit_lines(found)):
+        for line in (*thinking_lines(found), *pool_lines(found), *limit_lines(found)):
             say(line)
 
 

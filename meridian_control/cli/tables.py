@@ -38,6 +38,19 @@ def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
     return shown
 
 
+def thinking_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
+    """Yield what the engines do not know of the thinking of their requests, or have learned of it."""
+    for e in rows:
+        if e.reclaim_note:
+            yield f"{e.engine_id}: {e.reclaim_note}"
+        if e.unread_prompts:
+            few = "1 request" if e.unread_prompts == 1 else f"{e.unread_prompts} requests"
+            yield (
+                f"{e.engine_id}: the prompt of {few} came as embeddings; what such a request thinks before it writes "
+                "a marker of its own is neither known nor capped"
+            )
+
+
 def pool_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
     """Yield the reason why an engine in a handover pool has no part in handovers, and what became of handovers."""
     for e in rows:

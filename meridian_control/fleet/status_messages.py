@@ -62,6 +62,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         pressures=pressure_messages(session.pressure),
         engine_limits=engine_limits(session),
         labels=hello.labels,
+        reclaim_note=hello.reclaim_note,
+        unread_prompts=session.totals.unread_prompts,
     )
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:

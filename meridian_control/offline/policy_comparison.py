@@ -266,7 +266,7 @@ def _limit(
         # The agent enforces a request's own cap even if the policy's caps are in shadow.
         in_force = [cap.max_think_tokens] if cap.max_think_tokens is not None and not cap.shadow else []
         limits = [ThinkEnd(CAP, max(tokens, since)) for tokens in own + in_force]
-        if cap.reserve_tokens and not cap.shadow:
+        if _held_back(opened, cap.reserve_tokens) and not cap.shadow:
             reserved_at = _reserved_at(opened, recorded, cap.reserve_tokens, recorded_reserve)
             limits.append(ThinkEnd(RESERVE, max(reserved_at, since)))
         first = min(limits, key=lambda end: end.think_tokens, default=None)
@@ -284,13 +284,16 @@ def _reserved_at(
     The number is exact if a reserve ended the recorded thinking too. Otherwise it assumes that only max_tokens limits
     the request, and that the forced end has MARKER_TOKENS.
     """
+    held = _held_back(opened, reserve_tokens)
     if recorded.reason == RESERVE:
-        larger = reserve_tokens - recorded_reserve_tokens
-        if larger > 0 and opened.max_tokens <= recorded_reserve_tokens + MARKER_TOKENS:
-            # Already the recorded reserve did not fit, so the recorded thinking ended as soon as it could.
-            larger = 0
-        return max(0, recorded.think_tokens - larger)
-    return max(0, opened.max_tokens - reserve_tokens - MARKER_TOKENS)
+        return max(0, recorded.think_tokens - (held - _held_back(opened, recorded_reserve_tokens)))
+    return max(0, opened.max_tokens - held - MARKER_TOKENS)
+
+
+def _held_back(opened: agent_pb2.RequestOpened, reserve_tokens: int) -> int:
+    """Return how many tokens of an answer reserve hold for a request: with the forced end at most half of its
+    max_tokens, as the agent applies it."""
+    return max(0, min(reserve_tokens, opened.max_tokens // 2 - MARKER_TOKENS))
 
 
 def _reordered(before: SessionReplay, after: SessionReplay) -> tuple[int, int]:

@@ -117,7 +117,8 @@ class SchedulerPolicy(Section):
         ge=0,
         le=INT32_MAX,
         description="Answer reserve: thinking ends early enough that at least this many tokens of the request's "
-        "max_tokens and of the model's context are left for the answer; 0 reserves none.",
+        "max_tokens and of the model's context are left for the answer, but at most half of them, and none if the "
+        "request goes on with the thinking of an earlier one; 0 reserves none.",
         json_schema_extra=advice(
             "Set it to the length of a long answer if requests reach max_tokens while they still think."
         ),

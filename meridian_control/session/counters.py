@@ -45,6 +45,8 @@ class Totals:
     reports: int = 0
     requests: int = 0
     unknown_efforts: int = 0
+    # Requests whose prompts came as embeddings.
+    unread_prompts: int = 0
     unknown_outcomes: int = 0
     nacks: int = 0
 

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Takes messages into a session's table. Times are milliseconds on the session's clock."""
+    """Takes messages into a session's table. Times are milliseconds on the session's clock.
+
+    knows_markers: whether the engine knows its thinking markers.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class Intake:
         shadow: Comparison,
         charges: Charges,
         journal: Journal | None,
+        knows_markers: bool,
     ) -> None:
+        self._knows_markers = knows_markers
         self._table, self._groups, self._ledger, self._charges = table, groups, ledger, charges
         self._totals, self._shadow, self._journal = totals, shadow, journal
         self._endings = ThinkEnds(table, totals)
@@ -161,6 +166,8 @@ class Intake:
         new = not (opened.think_tokens or opened.output_tokens or opened.handed_over_ref)
         self._totals.requests += new
         self._totals.unknown_efforts += new and not self._groups.knows_effort(opened)
+        # An engine that knows its markers knows the phase of every prompt of tokens.
+        self._totals.unread_prompts += new and self._knows_markers and told.phase == agent_pb2.PHASE_UNSPECIFIED
         self._shadow.opened(opened.slot)
         if self._journal is not None:
             self._journal.opened(opened, self._sample_ratio)

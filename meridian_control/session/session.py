@@ -104,6 +104,7 @@ class Session:
             shadow=self.shadow,
             charges=self.charges,
             journal=journal,
+            knows_markers=not hello.unknown_markers,
         )
         self._snapshot_parts = SnapshotParts()
         self._decider = Decider(hello, self.table, self._groups, self._ledger)

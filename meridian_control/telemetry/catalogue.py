@@ -207,6 +207,13 @@ STREAMS = (
         "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
     ),
     _counter(
+        "meridian_unread_prompts_total",
+        (),
+        "Requests whose prompts came as embeddings. Their thinking is neither known nor limited before the model "
+        "writes a marker.",
+        "Grows, and such requests think too long: let the clients send text or token ids.",
+    ),
+    _counter(
         "meridian_stream_ends_total",
         ("reason",),
         "Agent streams that ended, by reason.",
@@ -312,7 +319,8 @@ AGENTS = (
         "meridian_agent_blocks_reclaimed_total",
         ("engine", "tier"),
         "KV blocks put first in line for reuse, by tier.",
-        "0 in multi-turn load with thinking: the chat template keeps thinking, or `kv_memory` is in shadow.",
+        "0 in multi-turn load with thinking: the chat template keeps thinking, the requests are no chats that the "
+        "model's own template renders (`meridianctl explain` shows the reason), or `kv_memory` is in shadow.",
     ),
     _counter(
         "meridian_agent_think_skips_total",

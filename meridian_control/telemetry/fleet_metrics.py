@@ -160,6 +160,7 @@ class FleetCollector(Collector):
             ("meridian_token_events_total", totals.token_events),
             ("meridian_requests_total", totals.requests),
             ("meridian_unknown_efforts_total", totals.unknown_efforts),
+            ("meridian_unread_prompts_total", totals.unread_prompts),
             ("meridian_policy_nacks_total", totals.nacks),
             ("meridian_unknown_outcomes_total", totals.unknown_outcomes),
         ):

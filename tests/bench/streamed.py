@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.program import BenchError, output_into
+from tests.engine import STRIPPED
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class StreamedEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={thinking: request.think_tokens},
+            extra_args={thinking: request.think_tokens, **STRIPPED},
             **last,
         )
 

@@ -25,6 +25,8 @@ ENGINE_ARGS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
+# As the API server tells of a chat that the model's own template has rendered, which strips thinking.
+STRIPPED = {"meridian_chat_template": "{}"}
 MAX_TOKENS = 200
 CASES = 6
 

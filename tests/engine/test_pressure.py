@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
+from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.data import maze
-from tests.engine import Run, cases, chat, paced, prompt_ids
+from tests.engine import STRIPPED, Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.processes import wait_for
@@ -276,11 +277,11 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     end does), because the next turn repeats it.
     """
     llm.llm_engine.reset_prefix_cache()
-    calls = tool_call and llm.get_tokenizer().convert_tokens_to_ids(tool_call)
-    monkeypatch.setattr(agent.blocks, "_tool_call", calls)
+    calls = llm.get_tokenizer().convert_tokens_to_ids(tool_call) if tool_call else None
+    monkeypatch.setitem(agent.facts.later_turns._templates, "{}", Template(True, calls))
     control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
     run = Run(llm)
-    run.add("r", opened(), endless(agent, max_tokens=120))
+    run.add("r", opened(), endless(agent, max_tokens=120, extra_args=STRIPPED))
     run.until(lambda: len(run.tokens["r"]) == 119, settled=settled)
     (name,) = agent.tracker.by_id
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
@@ -306,7 +307,7 @@ def test_a_probe_under_way_keeps_no_unreachable_block(
     llm.llm_engine.reset_prefix_cache()
     control.apply(DENSE)
     run = Run(llm)
-    run.add("r", opened(), endless(agent, max_tokens=60))
+    run.add("r", opened(), endless(agent, max_tokens=60, extra_args=STRIPPED))
     run.until(lambda: len(run.tokens["r"]) == 59, settled=settled)
     (name,) = agent.tracker.by_id
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)

@@ -31,7 +31,7 @@ def ends(control: Control) -> dict[str, int]:
     return dict(control.settled().ends)
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(1, 40), (25, 60), (58, 60)])
+@pytest.mark.parametrize(("tokens", "most"), [(1, 40), (25, 60), (29, 60)])
 def test_the_answer_has_exactly_the_reserve_of_max_tokens(
     llm: Any, agent: Any, control: Control, tokens: int, most: int
 ) -> None:
@@ -61,40 +61,71 @@ def test_a_forced_end_of_several_tokens_leaves_the_reserve(llm: Any, agent: Any,
     start = list(agent.tracker.markers.starts[0])
     model = {"closing_text": "Wait . Wait ", "think_start_token_ids": start, "think_end_token_ids": marker}
     control.apply({**reserve(20), "model": {"maze": model}})
-    (kept,) = chat(llm, [opened()], endless(agent, max_tokens=50))
+    (kept,) = chat(llm, [opened()], endless(agent, max_tokens=60))
     closing = llm.get_tokenizer().encode("Wait . Wait ", add_special_tokens=False)
-    assert kept[50 - 20 - 3 - len(closing) : 30] == [*closing, *marker]
-    assert (len(kept), kept.count(end)) == (50, 1)
+    assert kept[60 - 20 - 3 - len(closing) : 40] == [*closing, *marker]
+    assert (len(kept), kept.count(end)) == (60, 1)
 
 
-@pytest.mark.parametrize("most", [2, 12])
-def test_a_reserve_that_cannot_fit_ends_thinking_at_once_and_says_so(
+@pytest.mark.parametrize("most", [1, 2, 3, 12])
+def test_a_small_call_keeps_half_of_its_tokens_for_thinking(
     llm: Any, agent: Any, control: Control, settled: Settled, most: int
 ) -> None:
+    """A reserve that cannot fit says so; a call too small for an answer is as without a reserve."""
+    (free,) = chat(llm, [opened()], endless(agent, max_tokens=most))
     control.apply(reserve(40))
-    run = Run(llm)
-    run.add(f"tight-{most}", opened(), endless(agent, max_tokens=most))
+    run, name = Run(llm), f"tight-{most}"
+    run.add(name, opened(), endless(agent, max_tokens=most))
     run.until(settled=settled)
     control.settled()
-    assert run.tokens[f"tight-{most}"][0] == agent.tracker.markers.end[0]
-    life = control.explain(f"tight-{most}")
-    (cap,) = (e.decision for e in life.events if e.decision.kind == "cap")
-    said = f"answer_reserve_tokens: 40 tokens do not fit, {most - 1} of {most} are left for the answer"
-    assert (cap.detail, cap.outcome) == (said, 1)
-    assert [e.detail for e in life.events if e.kind == "think_end"] == ["answer_reserve"]
+    details = [e.decision.detail for e in control.explain(name).events if e.decision.kind == "cap"]
+    if most < 12:
+        assert (run.tokens[name], "".join(details)) == (free, "")
+        return
+    assert run.tokens[name][:7] == [*free[:6], agent.tracker.markers.end[0]]
+    assert details == ["answer_reserve_tokens: 40 tokens do not fit, 5 of 12 are left for the answer"]
+
+
+def test_clients_that_sample_in_pieces_go_on_thinking(llm: Any, agent: Any, control: Control) -> None:
+    """The prompt of a later piece holds the thinking of the earlier ones, which is not the last."""
+    (free,) = chat(llm, [opened()], endless(agent, max_tokens=80))
+    prompt, params = prompt_ids(llm, opened()), endless(agent, max_tokens=8)
+    control.apply(reserve(32))
+    pieces = free[:8]
+    while len(pieces) < 80:
+        (output,) = llm.generate([{"prompt_token_ids": [*prompt, *pieces]}], params, use_tqdm=False)
+        pieces += output.outputs[0].token_ids
+    assert pieces == free
+
+
+def test_beam_search_thinks_as_without_a_reserve(llm: Any, agent: Any, control: Control) -> None:
+    """vLLM's beam search makes a call of one token for each step of each beam."""
+    from vllm.sampling_params import BeamSearchParams
+
+    prompts = [{"prompt_token_ids": prompt_ids(llm, opened())}]
+    params, end = BeamSearchParams(beam_width=2, max_tokens=30), agent.tracker.markers.end[0]
+
+    def beams() -> list[list[int]]:
+        (output,) = llm.beam_search(prompts, params)
+        return [list(sequence.tokens) for sequence in output.sequences]
+
+    free = beams()
+    control.apply(reserve(32))
+    assert beams() == free
+    assert any(end not in tokens for tokens in free), "the beams think"
 
 
 def test_a_cap_below_the_reserve_wins_and_each_request_may_have_its_own(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
-    override = [{"effort": "low", "scheduler": {"answer_reserve_tokens": 50}}]
+    override = [{"effort": "low", "scheduler": {"answer_reserve_tokens": 25}}]
     control.apply({**reserve(10), "override": override})
     params = [
         endless(agent, max_tokens=60, extra_args=own)
         for own in ({}, {"meridian_effort": "low"}, {"meridian_max_think_tokens": 7})
     ]
     end = agent.tracker.markers.end[0]
-    assert [tokens.index(end) for tokens in paced(llm, [opened()] * 3, params, settled)] == [49, 9, 7]
+    assert [tokens.index(end) for tokens in paced(llm, [opened()] * 3, params, settled)] == [49, 34, 7]
 
 
 def test_in_shadow_no_token_changes_and_the_end_is_counted(llm: Any, agent: Any, control: Control) -> None:

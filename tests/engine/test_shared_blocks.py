@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.engine import Run, prompt_ids
+from tests.engine import STRIPPED, Run, prompt_ids
 from tests.engine.test_decisions import endless, opened
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def test_what_a_live_request_shares_is_left_alone(
     llm.llm_engine.reset_prefix_cache()
     size, pool = agent.block_size, scheduler.kv_cache_manager.block_pool.blocks
     prompt, run = prompt_ids(llm, opened()), Run(llm)
-    run.put("first", prompt, endless(agent, max_tokens=200))
+    # The third request teaches the engine to keep the blocks of such requests, so these have a tenant of their own.
+    run.put("first", prompt, endless(agent, max_tokens=200, extra_args={**STRIPPED, "meridian_tenant": "shared"}))
     run.until(lambda: len(run.tokens["first"]) > 3 * size)
     text = prompt + run.tokens["first"][: 3 * size]
     run.put("second", text, endless(agent, max_tokens=250))
@@ -57,6 +58,7 @@ def test_what_a_live_request_shares_is_left_alone(
     run.until(lambda: bool(run.tokens["third"]))
     third = blocks_of(agent, scheduler, "third")
     assert third[: len(shared)] == shared
+    assert "'shared'" in agent.facts.later_turns.note
     run.until()
     assert run.tokens["second"] == run.tokens["third"]
     control.settled()

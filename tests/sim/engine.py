@@ -32,6 +32,7 @@ from meridian_agent.core.step_signals import REQUEST, RESULT, StepSignals, Worke
 from meridian_agent.engine.scheduler_mixin import governed
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
+from tests.engine import STRIPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
@@ -248,7 +249,9 @@ class Engine:
     def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any], **more: Any) -> None:
         """Add a request. own: its own settings for the agent; more: further arguments of vLLM's request."""
         self.model.open(request_id, prompt, script)
-        params = SamplingParams(max_tokens=script.max_tokens, stop_token_ids=[self.model.stop], extra_args=own)
+        params = SamplingParams(
+            max_tokens=script.max_tokens, stop_token_ids=[self.model.stop], extra_args={**STRIPPED, **own}
+        )
         known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": _hasher(), "priority": script.priority}
         self.scheduler.add_request(Request(request_id, list(prompt), params, None, **known, **more))
 

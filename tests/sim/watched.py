@@ -1,7 +1,7 @@
 """The simulator's own record of one request: its phase, its limits, and the decisions that may force its end.
 
 Each sampled token is checked against the record; an `AssertionError` names the violation. The module knows an engine's
-shape, and of the agent only the phase machine. `books` passes the decisions on.
+shape, and of the agent only the phase machine and how much of a reserve holds. `books` passes the decisions on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import Markers, Phase, PhaseState
+from meridian_agent.core.think_limit import held_back
 
 if TYPE_CHECKING:
     from tests.sim.engine import Shape
@@ -73,7 +74,7 @@ class Watched:
 
     def _due(self, limits: Limits) -> bool:
         """Return whether these limits end the request's thinking before its next token."""
-        cap, reserve = limits
+        cap, reserve = limits.cap, held_back(self.state, self.markers, limits.reserve, self.most_tokens)
         left = self.most_tokens - self.generated - len(self.markers.ending_of(self.state.start))
         over = (cap is not None and self.state.think_tokens >= cap) or (reserve > 0 and left <= reserve)
         return self.state.phase is Phase.THINK and over

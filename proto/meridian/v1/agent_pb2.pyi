@@ -689,6 +689,7 @@ class Hello(_message.Message):
     NO_HAND_OVER_FIELD_NUMBER: _builtins.int
     NO_ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
+    RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -742,6 +743,10 @@ class Hello(_message.Message):
     no_answer_handed_over: _builtins.str
     """Reason why the engine cannot answer requests that other engines hand over; empty if Capabilities.answer_handed_over
     is set.
+    """
+    reclaim_note: _builtins.str
+    """Reason why the engine keeps the KV blocks of some finished requests although their chat template strips thinking:
+    later prompts have repeated it. Empty if it keeps none for this reason.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -802,10 +807,11 @@ class Hello(_message.Message):
         no_hand_over: _builtins.str = ...,
         no_answer_handed_over: _builtins.str = ...,
         engine_limits: Global___EngineLimits | None = ...,
+        reclaim_note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "engine_limits", b"engine_limits", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015

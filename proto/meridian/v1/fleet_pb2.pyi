@@ -127,7 +127,9 @@ class _EndThinkingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndT
     END_THINKING_STATE_NOT_THINKING_YET: _EndThinkingState.ValueType  # 4
     """The request has generated no token yet, and its prompt does not show whether it will think."""
     END_THINKING_STATE_UNKNOWN_MARKERS: _EndThinkingState.ValueType  # 5
-    """The engine does not know the thinking markers, so it is not known whether the request thinks."""
+    """The engine does not know the thinking markers, or the request's prompt came as embeddings, so it is not known whether
+    the request thinks.
+    """
     END_THINKING_STATE_CANNOT_FORCE: _EndThinkingState.ValueType  # 6
     """The engine cannot force an end of thinking (Capabilities.force_end)."""
     END_THINKING_STATE_FROZEN: _EndThinkingState.ValueType  # 7
@@ -151,7 +153,9 @@ END_THINKING_STATE_ANSWERING: EndThinkingState.ValueType  # 3
 END_THINKING_STATE_NOT_THINKING_YET: EndThinkingState.ValueType  # 4
 """The request has generated no token yet, and its prompt does not show whether it will think."""
 END_THINKING_STATE_UNKNOWN_MARKERS: EndThinkingState.ValueType  # 5
-"""The engine does not know the thinking markers, so it is not known whether the request thinks."""
+"""The engine does not know the thinking markers, or the request's prompt came as embeddings, so it is not known whether
+the request thinks.
+"""
 END_THINKING_STATE_CANNOT_FORCE: EndThinkingState.ValueType  # 6
 """The engine cannot force an end of thinking (Capabilities.force_end)."""
 END_THINKING_STATE_FROZEN: EndThinkingState.ValueType  # 7
@@ -382,6 +386,8 @@ class Engine(_message.Message):
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
+    UNREAD_PROMPTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
     incarnation: _builtins.str
@@ -455,6 +461,14 @@ class Engine(_message.Message):
     lost: _builtins.bool
     """For an engine that is not connected: whether its stream broke off, so that the engine has failed or cannot be
     reached. An engine that has shut down ends its stream itself.
+    """
+    reclaim_note: _builtins.str
+    """Reason why the engine keeps the KV blocks of some finished requests although their chat template strips thinking;
+    empty if it keeps none for this reason. As in Hello.
+    """
+    unread_prompts: _builtins.int
+    """Number of requests of the engine's present stream whose prompts came as embeddings. Their thinking is neither known
+    nor limited before the model writes a marker.
     """
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp:
@@ -612,10 +626,12 @@ class Engine(_message.Message):
         engine_limits: _abc.Iterable[Global___EngineLimitState] | None = ...,
         lost: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        reclaim_note: _builtins.str = ...,
+        unread_prompts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

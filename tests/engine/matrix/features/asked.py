@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import Phase
-from tests.engine import cases
+from meridian_agent.vllm_adapter.tokenizer import Template
+from tests.engine import STRIPPED, cases
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED, LENGTH, OPEN, STOP
@@ -159,13 +160,13 @@ def reentry(engine: Engine) -> None:
 @feature("a tool-call loop: the next turn finds its thinking in the cache, and thinks anew", *ALL)
 def tool_loop(engine: Engine) -> None:
     """The template keeps thinking until the tool has answered; in this test any full stop is a tool call."""
-    blocks, tool_call = engine.agent.blocks, engine.agent.facts.tool_call
-    blocks._tool_call = engine.token(".")
+    templates = engine.agent.facts.later_turns._templates
+    usual, templates["{}"] = templates["{}"], Template(True, engine.token("."))
     try:
         prompt = engine.chat("A>B B>B start A")
         for turn in range(3):
             engine.control.apply({"scheduler": {"max_think_tokens": 40 + turn}})
-            ask = Ask(prompt, engine.endless(max_tokens=70))
+            ask = Ask(prompt, engine.endless(max_tokens=70, extra_args=STRIPPED))
             ((answer,),), (said,) = engine.observe([ask])
             engine.check_phases(prompt, answer.tokens, said)
             assert answer.tokens.index(engine.end) == 40 + turn
@@ -173,7 +174,7 @@ def tool_loop(engine: Engine) -> None:
             result = [engine.token(word) for word in ("is", "where")]
             prompt = [*prompt, *answer.tokens, *result, engine.start]
     finally:
-        blocks._tool_call = tool_call
+        templates["{}"] = usual
 
 
 @feature("a grammar after thinking, also after a forced end", *EVERYWHERE, *RANKS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
+from tests.engine import STRIPPED
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.policies import CONVERGED, DENSE
@@ -242,7 +243,7 @@ def kept(engine: Engine) -> None:
     pool = engine.scheduler.kv_cache_manager.block_pool.blocks
     block, prompt = engine.agent.block_size, engine.prompt()
     before = engine.agent.blocks.reclaimed
-    run = engine.run({connectors.HELD: Ask(prompt, engine.endless(max_tokens=4 * block))})
+    run = engine.run({connectors.HELD: Ask(prompt, engine.endless(max_tokens=4 * block, extra_args=STRIPPED))})
     run.until(lambda: len(run.tokens[connectors.HELD]) == 3 * block, settled=engine.settled)
     (name,) = engine.agent.tracker.by_id
     run.until(settled=engine.settled)

@@ -53,10 +53,10 @@ def answer_reserve(engine: Engine) -> None:
         assert len(answer.tokens) == most
         engine.check_ends_once(before, answer.tokens, most - reserve - 1)
         engine.check_phases(ask.prompt, answer.tokens, said)
-    # A request for which the reserve is too large ends its thinking at once.
+    # A reserve that is too large for a request takes half of its tokens, together with the forced end.
     engine.control.apply({"scheduler": {"answer_reserve_tokens": most}})
     (tokens,) = engine.tokens([Ask(prompts[0], {**sampling, "max_tokens": most})])
-    assert (len(tokens), tokens[0]) == (most, engine.end)
+    assert (len(tokens), tokens.index(engine.end)) == (most, most // 2)
     assert engine.control.settled().ends["answer_reserve"] >= len(asks)
 
 

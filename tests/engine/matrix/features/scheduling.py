@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.core.phases import FLAG_FORCED, FLAG_SENTENCE, Phase
 from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
+from tests.engine import STRIPPED
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED
@@ -331,7 +332,7 @@ def reclaim(engine: Engine) -> None:
     for enabled in (True, False):
         engine.llm.llm_engine.reset_prefix_cache()
         engine.control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
-        ask = Ask(engine.prompt(), engine.endless(max_tokens=70))
+        ask = Ask(engine.prompt(), engine.endless(max_tokens=70, extra_args=STRIPPED))
         run = engine.run({"r": ask})
         run.until(lambda run=run: len(run.tokens["r"]) == 60, settled=engine.settled)
         (name,) = engine.agent.tracker.by_id

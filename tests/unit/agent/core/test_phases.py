@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import (
-    CLOSED_TAIL_TOKENS,
     FLAG_END,
     FLAG_FROM_OUTPUT,
     FLAG_MARKER,
     FLAG_PARAGRAPH,
     FLAG_SENTENCE,
     NO_MARKERS,
+    TAIL_TOKENS,
     TAKE_BACK_SHIFT,
     TRANSITIONS,
     Markers,
@@ -211,8 +211,8 @@ def test_re_entry() -> None:
         ([40, START, 30], True, Phase.THINK),
         ([40, START, 30, END], True, Phase.OUTPUT),
         ([40, START, 30, END], False, Phase.PROMPT),
-        ([40, START, END, *[30] * CLOSED_TAIL_TOKENS], True, Phase.OUTPUT),
-        ([40, START, END, *[30] * (CLOSED_TAIL_TOKENS + 1)], True, Phase.PROMPT),
+        ([40, START, END, *[30] * TAIL_TOKENS], True, Phase.OUTPUT),
+        ([40, START, END, *[30] * (TAIL_TOKENS + 1)], True, Phase.PROMPT),
         # Earlier turns of the conversation thought; only the prompt's end counts.
         ([40, START, 50, END, 60, 61, 62, 63, 64], True, Phase.PROMPT),
         ([40, START, 50, END, 60, 61, 62, 63, START], True, Phase.THINK),

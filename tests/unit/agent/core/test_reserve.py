@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_agent.core.directives import CAPS
-from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, Markers, Phase, PhaseState, Work, begin
+from meridian_agent.core.phases import (
+    FLAG_BY_CAP,
+    FLAG_BY_RESERVE,
+    FLAG_END,
+    TAIL_TOKENS,
+    Markers,
+    Phase,
+    PhaseState,
+    Work,
+    begin,
+)
 from meridian_agent.core.step_record import Outcome
-from meridian_agent.core.think_limit import ending_tokens
+from meridian_agent.core.think_limit import ending_tokens, held_back
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, message, text_until_end
 
@@ -55,30 +65,51 @@ def details(engine: FakeEngine) -> dict[int, str]:
 def test_the_answer_has_exactly_the_reserve(markers: Markers, reserve: int, by_context: bool) -> None:
     engine = FakeEngine(markers)
     limits: dict[str, Any] = (
-        {"max_tokens": 500, "context_tokens": 50} if by_context else {"max_tokens": 50, "context_tokens": 500}
+        {"max_tokens": 500, "context_tokens": 80} if by_context else {"max_tokens": 80, "context_tokens": 500}
     )
     tr = engine.open("a", markers.starts[0], **limits)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=reserve)]))
-    text_until_end(engine, "a", 60)
-    assert left_after_end(engine, 50) == reserve
-    assert tr.state.think_tokens == 50 - reserve - len(markers.end)
+    text_until_end(engine, "a", 90)
+    assert left_after_end(engine, 80) == reserve
+    assert tr.state.think_tokens == 80 - reserve - len(markers.end)
     assert (tr.forced, tr.ending, engine.outcomes) == (True, None, {1: [Outcome.APPLIED]})
-    assert details(engine)[1] == f"answer_reserve_tokens: {reserve} of 50 tokens are left for the answer"
+    assert details(engine)[1] == f"answer_reserve_tokens: {reserve} of 80 tokens are left for the answer"
     assert generated(engine)[-1] & (FLAG_BY_CAP | FLAG_BY_RESERVE) == FLAG_BY_CAP | FLAG_BY_RESERVE
 
 
 @pytest.mark.parametrize("markers", ALL, ids=NAMES)
-@pytest.mark.parametrize("most", [1, 5, 29, 30])
-def test_a_reserve_that_cannot_fit_ends_thinking_at_once_and_says_so(markers: Markers, most: int) -> None:
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 12, 29, 30, 64])
+def test_a_reserve_leaves_half_of_a_small_call_to_thinking(markers: Markers, most: int) -> None:
+    """Clients that sample in pieces, such as beam search with its calls of one token, go on thinking."""
     engine = FakeEngine(markers)
     tr = engine.open("a", markers.starts[0], max_tokens=most)
-    engine.accept(message(caps=[cap(1, 0, MAX, reserve=30)]))
-    steps = text_until_end(engine, "a")
-    assert (steps, tr.state.think_tokens) == (len(markers.ending), len(markers.closing))
-    left = max(0, most - len(markers.ending))
+    engine.accept(message(caps=[cap(1, 0, MAX, reserve=40)]))
+    held = most // 2 - len(markers.ending)
+    if held <= 0:
+        for _ in range(most):
+            engine.run({"a": TEXT})
+        assert (tr.state.think_tokens, engine.outcomes) == (most, {})
+        return
+    text_until_end(engine, "a")
+    assert left_after_end(engine, most) == held
+    assert tr.state.think_tokens - len(markers.closing) == most - most // 2
     assert details(engine)[1] == (
-        f"answer_reserve_tokens: 30 tokens do not fit, {left} of {most} are left for the answer"
+        f"answer_reserve_tokens: 40 tokens do not fit, {held} of {most} are left for the answer"
     )
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_a_reserve_holds_nothing_back_from_a_call_that_goes_on_thinking(shadow: bool) -> None:
+    """The prompt holds open thinking with content, so an earlier call has begun it; a template's newlines are none."""
+    for content, ends in ((0, True), (TAIL_TOKENS, True), (TAIL_TOKENS + 1, False), (500, False)):
+        engine = FakeEngine()
+        tr = engine.open("a", (START, *[TEXT] * content), max_tokens=40)
+        engine.accept(message(caps=[cap(1, 0, MAX, shadow, reserve=10)]))
+        for _ in range(40 - 10 - 1):
+            engine.run({"a": TEXT})
+        engine.run({"a": END if tr in engine.tracker.due else TEXT})
+        assert (tr.state.phase is Phase.OUTPUT) == (ends and not shadow), content
+        assert (Outcome.SHADOWED in engine.outcomes.get(1, [])) == (ends and shadow), content
 
 
 def test_the_smaller_of_cap_and_reserve_holds_and_the_cap_wins_a_tie() -> None:
@@ -134,17 +165,17 @@ def test_the_lease_of_caps_ends_the_reserve() -> None:
 
 def test_thinking_that_begins_again_in_the_reserve_ends_at_once() -> None:
     engine = FakeEngine()
-    tr = engine.open("a", max_tokens=20)
+    tr = engine.open("a", max_tokens=22)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
     for token in (TEXT, TEXT, END, TEXT, TEXT, START):
         engine.run({"a": token})
-    # Two thinking and two answer tokens and two markers are generated, so three thinking tokens and a marker fit.
-    assert text_until_end(engine, "a") == 4
-    assert (tr.state.think_tokens, tr.state.generated_tokens) == (5, 10)
+    # Two thinking and two answer tokens and two markers are generated, so five thinking tokens and a marker fit.
+    assert text_until_end(engine, "a") == 6
+    assert (tr.state.think_tokens, tr.state.generated_tokens) == (7, 12)
     for token in (TEXT, START):
         engine.run({"a": token})
     assert text_until_end(engine, "a") == 1
-    assert tr.state.think_tokens == 5
+    assert tr.state.think_tokens == 7
 
 
 def test_a_longer_closing_text_leaves_room_earlier() -> None:
@@ -165,7 +196,7 @@ def test_a_longer_closing_text_leaves_room_earlier() -> None:
 @pytest.mark.parametrize("lookahead", [0, 3])
 def test_a_reserve_in_shadow_reports_where_it_would_have_ended_thinking(lookahead: int) -> None:
     engine = FakeEngine(lookahead=lookahead)
-    engine.open("a", max_tokens=20)
+    engine.open("a", max_tokens=22)
     engine.accept(message(caps=[cap(1, 0, 15, shadow=True, reserve=10)]))
     while engine.live["a"].state.think_tokens < 15:
         engine.schedule()
@@ -175,13 +206,13 @@ def test_a_reserve_in_shadow_reports_where_it_would_have_ended_thinking(lookahea
     assert engine.thinking("a")
     assert engine.outcomes == {1: [Outcome.SHADOWED]}
     (outcome,) = (o for r in engine.records for o in r.outcomes)
-    assert outcome[2:] == (9, "answer_reserve_tokens is 10")
+    assert outcome[2:] == (11, "answer_reserve_tokens is 10")
 
 
 def test_a_reserve_in_shadow_that_was_not_reached() -> None:
     engine = FakeEngine()
-    engine.open("a", max_tokens=20)
-    engine.open("b", max_tokens=20)
+    engine.open("a", max_tokens=22)
+    engine.open("b", max_tokens=22)
     engine.accept(message(caps=[cap(1, 0, 15, True, 10), cap(2, 1, 6, True, 10)]))
     for _ in range(8):
         engine.run({"a": TEXT, "b": TEXT})
@@ -208,11 +239,11 @@ def test_a_start_marker_that_the_model_has_begun_costs_the_answer_nothing() -> N
     """A cap completes the marker. The reserve writes the end at once if the answer would lack the marker's rest, unless
     the beginning and the end would read as something else."""
     engine = FakeEngine(APART)
-    engine.open("a", (7, 8, 9), max_tokens=20)
+    engine.open("a", (7, 8, 9), max_tokens=30)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
-    for token in (*[TEXT] * 7, 7, TEXT, TEXT):
+    for token in (*[TEXT] * 17, 7, TEXT, TEXT):
         engine.run({"a": token})
-    assert left_after_end(engine, 20) == 10
+    assert left_after_end(engine, 30) == 10
     state = PhaseState(Phase.THINK, 8, tail=[TEXT, TEXT, 7], text_run=8, start=(7, 8, 9))
     assert ending_tokens(state, APART, 4) == (8, 9, 5, 6)
     assert [ending_tokens(state, APART, most) for most in (3, 2, 0, -5)] == [(5, 6)] * 4
@@ -226,13 +257,13 @@ def test_a_start_marker_that_the_model_has_begun_costs_the_answer_nothing() -> N
 def test_an_end_marker_that_the_model_has_begun_is_completed(markers: Markers, begun: list[int]) -> None:
     """The answer then has more than the reserve, because the rest of a marker is shorter than a whole one."""
     engine = FakeEngine(markers)
-    tr = engine.open("a", markers.starts[0], max_tokens=20)
+    tr = engine.open("a", markers.starts[0], max_tokens=30)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
-    text = 20 - 10 - len(markers.ending) - len(begun)
+    text = 30 - 10 - len(markers.ending) - len(begun)
     for token in (*[TEXT] * text, *begun, TEXT):
         engine.run({"a": token})
     assert (tr.state.phase, tr.state.think_tokens) == (Phase.OUTPUT, text)
-    assert left_after_end(engine, 20) == 10 + len(markers.closing) + len(begun)
+    assert left_after_end(engine, 30) == 10 + len(markers.closing) + len(begun)
 
 
 # ------------------------------------------------------------------------------------------------------- whole outputs
@@ -282,12 +313,15 @@ def test_reserves_are_exact_with_any_drafts_markers_and_phases(  # noqa: PLR0917
     flags = generated(engine)
     assert len(flags) == len(tokens)
     state, run, ended_in = begin(markers, prompt, supports_think_disable=True), 0, 0
+    wanted = reserve
+    reserve = held_back(state, markers, wanted, most)
     fits = len(markers.ending_of(state.start)) + reserve <= most
     is_exact = False
     for count, (token, was_forced, step) in enumerate(zip(tokens, masked, made_in, strict=True)):
         ending = len(markers.ending_of(state.start))
         thinks = state.phase is Phase.THINK
-        due = thinks and count + ending + reserve >= most
+        reserve = held_back(state, markers, wanted, most)
+        due = thinks and reserve > 0 and count + ending + reserve >= most
         opening = len(state.opening(markers))
         if not was_forced:
             # A step forces one end. If its drafts begin to think again after that end, the next step forces another.
@@ -300,6 +334,7 @@ def test_reserves_are_exact_with_any_drafts_markers_and_phases(  # noqa: PLR0917
             is_exact = not state.may_be_in_marker(markers)
         state.feed(token, markers)
         if state.phase is Phase.THINK and not thinks:
+            reserve = held_back(state, markers, wanted, most)
             fits = count + 1 + len(markers.ending_of(state.start)) + reserve <= most
         if flags[count] & FLAG_END and run:
             assert flags[count] & FLAG_BY_RESERVE

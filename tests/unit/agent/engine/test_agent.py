@@ -16,9 +16,11 @@ from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import REQUEST
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
+from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.link.control_stream import Link
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
+from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import END, MARKERS, START
 
 
@@ -34,7 +36,8 @@ def scheduler_of() -> Any:
     )
 
 
-FACTS = EngineFacts("m", b"", False, None, lambda *_: None, ("cuda", ""), SchedulerLimits({}))
+LATER_TURNS = LaterTurns(lambda _: Template(), lambda: None)
+FACTS = EngineFacts("m", b"", False, LATER_TURNS, lambda *_: None, ("cuda", ""), SchedulerLimits({}))
 
 
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

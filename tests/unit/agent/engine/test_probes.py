@@ -18,9 +18,11 @@ from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
+from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import probe_rows, request_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
+from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import MARKERS
 
 BLOCK = 16
@@ -208,10 +210,12 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
         kv_cache_manager=SimpleNamespace(enable_caching=True), kv_cache_config=cache, vllm_config=config
     )
     limits = SchedulerLimits({})
+    later_turns = LaterTurns(lambda _: Template(), lambda: None)
     facts = [
-        EngineFacts("m", b"", True, None, lambda *_: None, ("cpu", ""), limits, why) for why in ("", "it moves it")
+        EngineFacts("m", b"", True, later_turns, lambda *_: None, ("cpu", ""), limits, why)
+        for why in ("", "it moves it")
     ]
-    assert [capabilities(scheduler, False, True, one).eat_probe for one in facts] == [True, False]
+    assert [capabilities(scheduler, True, one).eat_probe for one in facts] == [True, False]
 
 
 def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:

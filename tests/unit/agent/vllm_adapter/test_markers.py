@@ -103,14 +103,20 @@ def test_without_a_parser_the_tokens_themselves_are_the_markers(tmp_path: Path) 
     assert (len(markers.starts), len(markers.ends), markers.known) == (1, 1, True)
 
 
-def test_the_tokens_that_end_a_turn_come_from_the_configuration_and_the_tokenizer(tmp_path: Path) -> None:
+def test_the_tokens_that_end_a_turn_come_from_the_configurations_and_the_tokenizer(tmp_path: Path) -> None:
     from meridian_agent.vllm_adapter import reasoning_markers
 
     tokenizer = parsers.tokenizer_with([*THINK, "<|im_end|>"])
     tokenizer.eos_token = "<|im_end|>"
-    for named, more in ((None, set()), (5, {5}), ([5, 6], {5, 6})):
+    for named, generation, more in (
+        (None, {}, set()),
+        (5, {"temperature": 1.0}, {5}),
+        ([5, 6], {"eos_token_id": 7}, {5, 6, 7}),
+        (5, {"eos_token_id": [5, 8]}, {5, 8}),
+    ):
         config = parsers.config_of(tokenizer, tmp_path, "qwen3")
         config.model_config.hf_config = SimpleNamespace(eos_token_id=named)
+        config.model_config.try_get_generation_config = lambda found=generation: found
         assert reasoning_markers.resolve(config, agent_pb2.Settings()).turn_ends == more | {tokenizer.eos_token_id}
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.cli.tables import engine_table, handover_table, limit_lines, pool_lines, pressure_table
+from meridian_control.cli.tables import (
+    engine_table,
+    handover_table,
+    limit_lines,
+    pool_lines,
+    pressure_table,
+    thinking_lines,
+)
 
 
 @pytest.mark.parametrize("connector", ["", "NixlConnector"])
@@ -84,3 +91,12 @@ def test_a_value_that_may_miss_its_target_is_shown_before_one_with_too_few_sampl
     table = pressure_table([fleet_pb2.Engine(engine_id="e", pressures=[row])])
     cells = {str(column.header): list(column.cells) for column in table.columns}
     assert (cells["target"], cells["measured"], cells["samples"]) == (["output_itl_p99_ms"], ["42"], ["10"])
+
+
+def test_what_engines_do_not_know_of_thinking_is_said() -> None:
+    silent, a = fleet_pb2.Engine(engine_id="s"), fleet_pb2.Engine(engine_id="a", reclaim_note="later prompts do")
+    b = fleet_pb2.Engine(engine_id="b", unread_prompts=3)
+    lines = list(thinking_lines([silent, a, b]))
+    assert lines[0] == "a: later prompts do"
+    assert lines[1].startswith("b: the prompt of 3 requests came as embeddings")
+    assert len(lines) == 2

@@ -316,6 +316,16 @@ def test_what_measures_entropy_is_shown() -> None:
     assert (engine.entropy_backend, engine.entropy_note) == tuple(said.values())
 
 
+def test_what_is_not_known_of_thinking_is_shown() -> None:
+    """A prompt counts as unread if its phase is not known although the engine knows its markers."""
+    for unknown, expected in (("", 1), ("no parser", 0)):
+        made = Stream(hello_fields={"reclaim_note": "later prompts do", "unknown_markers": unknown})
+        for slot, phase in enumerate((agent_pb2.PHASE_UNSPECIFIED, agent_pb2.PHASE_THINK, agent_pb2.PHASE_PROMPT)):
+            made.say(opened=[agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=phase)])
+        engine = engine_view(made.session, connected=True)
+        assert (engine.reclaim_note, engine.unread_prompts) == ("later prompts do", expected)
+
+
 def test_latencies_and_thinking_are_counted_per_engine() -> None:
     """The engine's view and the totals agree: ten intervals for eleven answer tokens, and one start of an answer."""
     made = stream(policy(scheduler=EARLY))

@@ -1,0 +1,140 @@
+"""Knows whether later turns of a conversation repeat the thinking of a request, so that its KV blocks may be needed
+again.
+
+Two things tell it. The first is how the request was rendered: with the model's own chat template, under settings with
+which this template strips thinking from earlier turns. If a request was rendered in any other way, or not from a chat,
+nothing is known, and its blocks are kept. The second is experience: if a prompt arrives that begins with blocks which
+this engine has given up, later turns do repeat the thinking of such requests, and their blocks are kept from then on.
+
+The object belongs to the engine and outlives an agent's faults. The engine-core thread asks it; a thread of its own
+renders templates with settings that have not been seen before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_agent.vllm_adapter.tokenizer import Template
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.request_info import RequestInfo
+
+logger = logging.getLogger("vllm.meridian")
+
+# Most settings of the template that are rendered, since clients may write them; those of all later ones are not known.
+MAX_SETTINGS = 64
+# Most kinds of requests whose blocks are kept from experience; with one more, all requests' blocks are.
+MAX_KINDS = 16
+# Requests whose blocks were given up last, each with its first such block.
+MAX_GIVEN_UP = 4096
+
+
+class Kind(NamedTuple):
+    """Requests that are rendered and sent alike."""
+
+    model: str
+    tenant: str
+    chat_template: str
+
+
+class LaterTurns:
+    """What is known of the later turns of one engine's requests. read: finds out how the model's own template treats
+    thinking under some settings. told: called when `note` has changed."""
+
+    def __init__(self, read: Callable[[str], Template], told: Callable[[], None]) -> None:
+        self._read, self._told = read, told
+        # By the template's settings as JSON text; and the settings that wait to be rendered, or are.
+        self._templates: dict[str, Template] = {}
+        self._asked = set[str]()
+        self._waiting = queue.SimpleQueue[str]()
+        self._thread: threading.Thread | None = None
+        # The first given-up block of each of the newest requests, oldest first, by its hash.
+        self._given_up: dict[Any, Kind] = {}
+        # Kinds of requests whose thinking has come back.
+        self._repeating: dict[Kind, None] = {}
+
+    @property
+    def usual(self) -> Template:
+        """How the model's own chat template treats thinking if no setting is given."""
+        return self._templates.get("{}", Template())
+
+    @property
+    def note(self) -> str:
+        """Why blocks of requests are kept although the template strips their thinking; empty if none are."""
+        if not self._repeating:
+            return ""
+        which = "; ".join(_text(kind) for kind in self._repeating)
+        every = "all requests" if len(self._repeating) > MAX_KINDS else f"such requests ({which})"
+        return f"later prompts have repeated thinking whose KV blocks were given up; the blocks of {every} are kept now"
+
+    def read_anew(self) -> None:
+        """Render the template anew, because other thinking markers are in force."""
+        known = list(self._templates) or ["{}"]
+        self._templates = {settings: self._read(settings) for settings in known}
+        self._asked = set(known)
+
+    def arrived(self, info: RequestInfo, block_hashes: Sequence[Any]) -> None:
+        """Look at a request that was added to the engine: render its template, and learn from its prompt. block_hashes:
+        hashes of the prompt's full blocks."""
+        settings = info.chat_template
+        if settings and settings not in self._asked and len(self._asked) < MAX_SETTINGS:
+            self._asked.add(settings)
+            self._waiting.put(settings)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._read_waiting, name="meridian-template", daemon=True)
+                self._thread.start()
+        # A relay may bring thinking back that another engine was to answer.
+        if self._given_up and not info.handed_over_ref and not self._given_up.keys().isdisjoint(block_hashes):
+            self._learn(next(self._given_up[known] for known in block_hashes if known in self._given_up), info)
+
+    def _learn(self, kind: Kind, info: RequestInfo) -> None:
+        if kind in self._repeating or len(self._repeating) > MAX_KINDS:
+            return
+        self._repeating[kind] = None
+        name = info.request_id
+        logger.warning("meridian: the prompt of request %r shows that %s", name, self.note)
+        self._told()
+
+    def _read_waiting(self) -> None:
+        while True:
+            # A template may raise anything; its settings stay unknown then.
+            with contextlib.suppress(Exception):
+                settings = self._waiting.get()
+                self._templates[settings] = self._read(settings)
+
+    def refusal(self, live: LiveRequest, output: Any) -> str:
+        """Return why the blocks of a finished request are kept; empty if no later turn repeats its thinking, as far as
+        is known. output: the tokens that it has generated."""
+        if not live.info.chat_template:
+            return "it is not known whether a later turn repeats the thinking"
+        if (template := self._templates.get(live.info.chat_template)) is None:
+            return "it is not known yet whether the chat template strips the thinking"
+        if not template.strips_think:
+            return "the chat template keeps the thinking"
+        if _kind(live.info) in self._repeating or len(self._repeating) > MAX_KINDS:
+            return "a later turn has repeated the thinking of such a request"
+        if template.tool_call is not None and template.tool_call in output:
+            return "a tool call: the next turn repeats its thinking"
+        return ""
+
+    def gave_up(self, live: LiveRequest, first: Any) -> None:
+        """Note that the blocks of a request are given up. first: the hash of the first of them."""
+        self._given_up[first] = _kind(live.info)
+        if len(self._given_up) > MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+
+
+def _kind(info: RequestInfo) -> Kind:
+    return Kind(info.model, info.tenant, info.chat_template)
+
+
+def _text(kind: Kind) -> str:
+    tenant = f" of tenant {kind.tenant!r}" if kind.tenant else ""
+    return f"of model {kind.model!r}{tenant}, template settings {kind.chat_template!r}"

@@ -1,0 +1,93 @@
+"""Prompts that come as embeddings: thinking that they open is as on stock vLLM and counted as not governed; thinking
+that the model opens itself is capped."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.data import maze
+from tests.engine.test_served import Served
+from tests.processes import MODEL, RPC_S, Control, free_port, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PROMPT, CAP, TOKENS = maze.prompts(1, seed=8)[0], 5, 40
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Callable[..., tuple[list[int], str]]:
+    """Return a function that renders the prompt, and returns its token ids and its embeddings as vLLM's API takes
+    them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), AutoModelForCausalLM.from_pretrained(MODEL)
+
+    def render(**settings: Any) -> tuple[list[int], str]:
+        turns = [{"role": "user", "content": PROMPT}]
+        given = {"add_generation_prompt": True, "return_dict": False, **settings}
+        ids = list(tokenizer.apply_chat_template(turns, **given))
+        with torch.no_grad():
+            rows = model.get_input_embeddings()(torch.tensor(ids)).float()
+        file = io.BytesIO()
+        torch.save(rows, file)
+        return ids, base64.b64encode(file.getvalue()).decode()
+
+    return render
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[Served, Control, str]]:
+    where, metrics = folder / "embeddings", f"127.0.0.1:{free_port()}"
+    where.mkdir()
+    control = Control(where, options=["--metrics-listen", metrics])
+    server = Served(where, control.target, options=["--enable-prompt-embeds"])
+    try:
+        wait_for(server.ready, 300, "vLLM to serve")
+        yield server, control, metrics
+    finally:
+        server.process.stop()
+        control.process.stop()
+
+
+def complete(server: Served, **body: Any) -> list[int]:
+    """Return the generated tokens of a completion."""
+    sent = {"model": "maze", "temperature": 0.0, "max_tokens": TOKENS, "return_token_ids": True, **body}
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    answer = httpx.post(url, json=sent, timeout=RPC_S * 5, verify=False)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
+    served: tuple[Served, Control, str], embedded: Callable[..., tuple[list[int], str]]
+) -> None:
+    server, control, metrics = served
+    ids, rows = embedded(open_think=True)
+    control.apply({"entropy": {"enabled": False}})
+    free = complete(server, prompt=ids)
+    control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": CAP, "answer_reserve_tokens": 9}})
+    assert complete(server, prompt=ids) != free, "a prompt of tokens is capped"
+    assert complete(server, prompt_embeds=rows) == free
+    assert control.settled().unread_prompts == 1
+    text = httpx.get(f"http://{metrics}/metrics", timeout=RPC_S, verify=False).text
+    assert "meridian_unread_prompts_total 1.0" in text
+
+
+def test_thinking_that_the_model_opens_after_embeddings_is_capped(
+    served: tuple[Served, Control, str], embedded: Callable[..., tuple[list[int], str]]
+) -> None:
+    server, control, _ = served
+    ids, rows = embedded()
+    control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": CAP}})
+    capped = complete(server, prompt=ids)
+    before = control.settled().ends.get("hard_cap", 0)
+    assert complete(server, prompt_embeds=rows) == capped
+    assert control.settled().ends["hard_cap"] == before + 1

@@ -1,0 +1,250 @@
+"""The second turn of a conversation finds as many of its tokens in the prefix cache as on stock vLLM, whenever it
+repeats the thinking of the first; blocks that no turn repeats are given up.
+
+Each server is a real one. Stock vLLM is the same server without the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.data import maze
+from tests.engine.test_served import Served
+from tests.processes import MODEL, RPC_S, Control, free_port, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# The model's own template with the switch of Qwen3.6's.
+STRIPS, SWITCH = "loop.index0 < ns.last_user", "loop.index0 < ns.last_user and not preserve_thinking"
+KEEPS = {"preserve_thinking": True}
+POLICY = {"entropy": {"enabled": False}, "kv_memory": {"enabled": True}}
+# Each test has prompts of its own, because answers are the same for the same prompt.
+PROMPTS = maze.prompts(14, seed=52)
+BLOCK = 32
+
+
+class Turn(NamedTuple):
+    """An answer of the server. cached: number of the prompt's tokens that were in the prefix cache."""
+
+    content: str
+    prompt_tokens: int
+    cached: int
+    prompt: list[int]
+    tokens: list[int]
+
+
+class Server:
+    """A server, and its control plane, None for stock vLLM."""
+
+    def __init__(self, served: Served, control: Control | None, metrics: str) -> None:
+        self._port, self.process, self._control, self._metrics = served.port, served.process, control, metrics
+
+    @property
+    def control(self) -> Control:
+        assert self._control is not None
+        return self._control
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        sent = {"model": "maze", "temperature": 0.0, "max_tokens": 400, **body}
+        url = f"http://127.0.0.1:{self._port}/v1{path}"
+        answer = httpx.post(url, json=sent, timeout=RPC_S * 10, verify=False)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def chat(self, *said: str, **body: Any) -> Turn:
+        """Send a chat in which user and assistant take turns."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+        answer = self.post("/chat/completions", messages=messages, **body)
+        (choice,) = answer["choices"]
+        message, ids = choice["message"], choice.get("token_ids") or []
+        content = f"<think>{message['reasoning']}</think>{message['content']}" if message.get("reasoning") else ""
+        return _turn(answer, content, answer.get("prompt_token_ids") or [], ids)
+
+    def complete(self, prompt: list[int], **body: Any) -> Turn:
+        """Send a prompt of token ids."""
+        answer = self.post("/completions", prompt=prompt, return_token_ids=True, **body)
+        (choice,) = answer["choices"]
+        return _turn(answer, choice["text"], prompt, choice["token_ids"])
+
+    def second_turn(self, index: int, **body: Any) -> tuple[Turn, Turn]:
+        """Send two turns of a conversation; the second repeats the whole answer to the first, thinking included."""
+        first = self.chat(PROMPTS[index], **body)
+        assert first.content
+        return first, self.chat(PROMPTS[index], first.content, PROMPTS[index + 1], **body)
+
+    def outcomes(self) -> dict[str, int]:
+        return dict(self.control.settled().outcomes)
+
+    def reclaimed(self) -> float:
+        """Return the number of blocks that were given up."""
+        self.control.settled()
+        text = httpx.get(f"http://{self._metrics}/metrics", timeout=RPC_S, verify=False).text
+        name = "meridian_agent_blocks_reclaimed_total{"
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+def _turn(answer: dict[str, Any], content: str, prompt: list[int], tokens: list[int]) -> Turn:
+    usage = answer["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Turn(content, usage["prompt_tokens"], cached, prompt, tokens)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """Return the folder of the model, with a switch in its chat template by which turns keep their thinking."""
+    made = folder / "switched"
+    shutil.copytree(MODEL, made)
+    template = made / "chat_template.jinja"
+    text = template.read_text()
+    assert STRIPS in text
+    template.write_text(text.replace(STRIPS, SWITCH))
+    return made
+
+
+def _server(folder: Path, name: str, model: Path, *options: str, governed: bool = True) -> Iterator[Server]:
+    where = folder / name
+    where.mkdir()
+    metrics = f"127.0.0.1:{free_port()}"
+    control = Control(where, options=["--metrics-listen", metrics]) if governed else None
+    more = {} if governed else {"VLLM_PLUGINS": ""}
+    target = control.target if control is not None else ""
+    served = Served(
+        where,
+        target,
+        options=["--model", str(model), "--enable-prompt-tokens-details", "--trust-request-chat-template", *options],
+        more=more,
+    )
+    try:
+        wait_for(served.ready, 300, "vLLM to serve")
+        if control is not None:
+            control.apply(POLICY)
+        yield Server(served, control, metrics)
+    finally:
+        served.process.stop()
+        if control is not None:
+            control.process.stop()
+
+
+@pytest.fixture(scope="module")
+def governed(folder: Path, model: Path) -> Iterator[Server]:
+    yield from _server(folder, "turns", model)
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path, model: Path) -> Iterator[Server]:
+    yield from _server(folder, "turns-stock", model, governed=False)
+
+
+def both(governed: Server, stock: Server, index: int, **body: Any) -> tuple[Turn, Turn]:
+    """Return the second turn of a conversation on both servers."""
+    (first, ours), (expected, theirs) = governed.second_turn(index, **body), stock.second_turn(index, **body)
+    assert (first.content, ours.content, ours.prompt_tokens) == (expected.content, theirs.content, theirs.prompt_tokens)
+    return ours, theirs
+
+
+def test_a_chat_whose_template_strips_thinking_gives_its_blocks_up(governed: Server, stock: Server) -> None:
+    """The second turn loses nothing by it, because its prompt ends the first turn's prefix before the thinking."""
+    before, outcomes = governed.reclaimed(), governed.outcomes()
+    ours, theirs = both(governed, stock, 0)
+    assert ours.cached == theirs.cached
+    assert governed.reclaimed() - before >= 4
+    assert governed.outcomes().get("refused", 0) == outcomes.get("refused", 0)
+
+
+def test_a_request_may_keep_its_thinking(governed: Server, stock: Server) -> None:
+    before = governed.reclaimed()
+    ours, theirs = both(governed, stock, 2, chat_template_kwargs=KEEPS)
+    assert ours.cached == theirs.cached > 3 * BLOCK
+    assert governed.reclaimed() == before
+
+
+def test_settings_that_change_nothing_are_learned(governed: Server) -> None:
+    """The first such request keeps its blocks, because the template has not been rendered with its settings yet."""
+    settings: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True, "other": 1}}
+    before = governed.reclaimed()
+
+    def given_up() -> bool:
+        governed.chat(PROMPTS[12], **settings)
+        return governed.reclaimed() > before
+
+    wait_for(given_up, 60, "the blocks of such a request to be given up")
+
+
+def test_a_request_may_have_a_template_of_its_own(governed: Server, stock: Server) -> None:
+    before = governed.reclaimed()
+    own = (MODEL / "chat_template.jinja").read_text().replace(STRIPS, "false")
+    ours, theirs = both(governed, stock, 4, chat_template=own)
+    assert ours.cached == theirs.cached > 3 * BLOCK
+    assert governed.reclaimed() == before
+
+
+def test_token_ids_that_are_sent_back_find_their_blocks(governed: Server, stock: Server) -> None:
+    """By completions of token ids, and by a chat that asks for its token ids."""
+    before, found = governed.reclaimed(), []
+    for server in (governed, stock):
+        first = server.chat(PROMPTS[6], return_token_ids=True)
+        assert first.prompt
+        second = server.complete([*first.prompt, *first.tokens, *first.prompt])
+        third = server.complete([*second.prompt, *second.tokens, *first.prompt])
+        found.append([(turn.cached, turn.tokens) for turn in (first, second, third)])
+    assert found[0] == found[1]
+    assert found[0][2][0] > found[0][1][0] > 3 * BLOCK
+    assert governed.reclaimed() == before
+
+
+def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock: Server) -> None:
+    """A client that sends a chat, and then the tokens of its answer, loses its hits once. The engine says so."""
+    tenant = {"vllm_xargs": {"meridian_tenant": "sends 'all' back"}}
+    found = []
+    for server in (governed, stock):
+        hits = []
+        for index in (7, 8):
+            first = server.chat(PROMPTS[index], **tenant)
+            ids = server.chat(PROMPTS[index], return_token_ids=True)
+            assert ids.content == first.content
+            hits.append(server.complete([*ids.prompt, *ids.tokens, *ids.prompt], max_tokens=1).cached)
+        found.append(hits)
+    # The second chat of each pair computes the blocks again, so only the first of them is a loss.
+    assert found[0] == found[1]
+    note = str(wait_for(lambda: governed.control.engine().reclaim_note, 20, "the note"))
+    assert "sends \\'all\\' back" in note or "sends 'all' back" in note
+    before = governed.reclaimed()
+    governed.chat(PROMPTS[9], **tenant)
+    assert governed.reclaimed() == before
+    governed.chat(PROMPTS[9])
+    assert governed.reclaimed() > before, "other requests' blocks are given up as before"
+    (line,) = [line for line in governed.process.output().splitlines() if "later prompts have repeated" in line]
+    assert "WARNING" in line
+
+
+def test_the_servers_default_settings_keep_thinking(folder: Path, model: Path, stock: Server) -> None:
+    """They also have an effort, which is the effort of each chat that names no other."""
+    option = ["--default-chat-template-kwargs", json.dumps({**KEEPS, "reasoning_effort": "low"})]
+    for server in _server(folder, "turns-default", model, *option):
+        (_, ours), (_, theirs) = server.second_turn(10), stock.second_turn(10, chat_template_kwargs=KEEPS)
+        assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
+        assert ours.cached > 3 * BLOCK
+        assert server.reclaimed() == 0
+        server.chat(PROMPTS[0], request_id="by-default", max_tokens=5)
+        server.chat(PROMPTS[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
+        server.control.settled()
+        assert [server.control.explain(name).effort for name in ("by-default", "by-client")] == ["low", "high"]
+
+
+def test_the_servers_own_template_keeps_thinking(folder: Path, model: Path, stock: Server) -> None:
+    text = (MODEL / "chat_template.jinja").read_text().replace(STRIPS, "false")
+    path = folder / "keeps.jinja"
+    path.write_text(text)
+    for server in _server(folder, "turns-template", model, "--chat-template", str(path)):
+        (_, ours), (_, theirs) = server.second_turn(12), stock.second_turn(12, chat_template=text)
+        assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
+        assert ours.cached > 3 * BLOCK
+        assert server.reclaimed() == 0
