@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 _INSTALLED = "_meridian_installed"
+# Parts of the agent in vLLM's front ends, each with what is lost without it; the engine needs none of them.
+OPTIONAL = (
+    ("efforts that clients name in vLLM's APIs", client_effort.install),
+    ("phases in vLLM's own metrics", server_metrics.install),
+)
 
 
 def install() -> None:
@@ -40,8 +45,11 @@ def install() -> None:
         raise Unsupported(reason)
     _after_choosing(SchedulerConfig, _governed)
     _wrap_worker(WorkerWrapperBase)
-    client_effort.install()
-    server_metrics.install()
+    for lost, part in OPTIONAL:
+        try:
+            part()
+        except Exception:
+            logger.exception("meridian: the agent works without %s", lost)
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 

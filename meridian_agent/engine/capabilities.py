@@ -16,6 +16,7 @@ from meridian_agent.core.step_signals import BACKEND, RESULT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from meridian_agent.core.sentences import SentenceTable
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
     from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 
@@ -26,18 +27,18 @@ logger = logging.getLogger("vllm.meridian")
 class EngineFacts:
     """The facts of one engine.
 
-    boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is partly
-    filled. tool_call: the token that begins a tool call, if the chat template keeps thinking until the tool has
-    answered; None otherwise. on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend:
-    the expected entropy backend of the workers, and why it is not the CUDA kernel. limits: the limits of vLLM's
-    scheduler that the policy may change. no_probes: why the agent refuses probes; empty if it accepts them.
-    no_probe_rows: why no probe can be a row of its request; empty if that can be. hand_over: stops requests at the end
-    of their thinking; None if the engine cannot hand requests over, for the reason `no_hand_over`.
-    no_answer_handed_over: why the engine cannot read the KV of requests that other engines hand over; empty if it can.
+    sentences: finds the ends of sentences. shares_blocks: probes may begin on a block that is partly filled. tool_call:
+    the token that begins a tool call, if the chat template keeps thinking until the tool has answered; None otherwise.
+    on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend: the expected entropy
+    backend of the workers, and why it is not the CUDA kernel. limits: the limits of vLLM's scheduler that the policy
+    may change. no_probes: why the agent refuses probes; empty if it accepts them. no_probe_rows: why no probe can be a
+    row of its request; empty if that can be. hand_over: stops requests at the end of their thinking; None if the engine
+    cannot hand requests over, for the reason `no_hand_over`. no_answer_handed_over: why the engine cannot read the KV
+    of requests that other engines hand over; empty if it can.
     """
 
     model: str
-    boundaries: bytes
+    sentences: SentenceTable
     shares_blocks: bool
     tool_call: int | None
     on_fault: Callable[[str, str], None]

@@ -113,6 +113,9 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
         for blind in (engine for engine in found if engine.unknown_markers):
             typer.echo(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
+        for lacking in found:
+            for fact in lacking.missing_facts:
+                typer.echo(f"{lacking.engine_id} works without {fact}")
         for line in (*pool_lines(found), *limit_lines(found)):
             typer.echo(line)
 
