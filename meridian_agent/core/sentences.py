@@ -125,6 +125,7 @@ class Place(IntEnum):
     AFTER_LETTER = auto()
     SPACED = auto()
     SPACED_STOP = auto()
+    SPACED_LETTER = auto()
     SPACED_BEFORE_NUMBER = auto()
     AFTER_LINE = auto()
     AFTER_PARAGRAPH = auto()
@@ -138,7 +139,7 @@ WITH_SPACES = {
     P.AFTER_TERMINATOR: P.SPACED,
     P.AFTER_MARK: P.SPACED,
     P.AFTER_STOP: P.SPACED_STOP,
-    P.AFTER_LETTER: P.SPACED_STOP,
+    P.AFTER_LETTER: P.SPACED_LETTER,
     P.AFTER_BEFORE_NUMBER: P.SPACED_BEFORE_NUMBER,
 }
 AFTER_STOP_OF = {
@@ -157,6 +158,11 @@ FIRST_WORDS = {
     S.LOWER_ABBREVIATION: P.ABBREVIATION,
     S.BEFORE_NUMBER: P.BEFORE_NUMBER,
     S.LOWER_BEFORE_NUMBER: P.BEFORE_NUMBER,
+}
+# What goes on with an abbreviation after its full stop and a space.
+SHORTENS = {
+    P.SPACED_BEFORE_NUMBER: {S.NUMBER, S.OPENER, S.CLOSER},
+    P.SPACED_LETTER: {S.UPPER_LETTER},
 }
 # The places at which the text goes on with the same word or number.
 IN_WORD = {P.WORD, P.ABBREVIATION, P.BEFORE_NUMBER, P.LOWER_LETTER, P.UPPER_LETTER}
@@ -182,8 +188,7 @@ def _inside(place: Place, symbol: Symbol) -> Place:  # noqa: PLR0911
             return P.WORD
         if place is P.SHORTENED:
             return P.UPPER_LETTER
-        # A single letter where a sentence begins may be an item of a list.
-        return P.UPPER_LETTER if at_start and symbol is S.LOWER_LETTER else FIRST_WORDS.get(symbol, P.WORD)
+        return FIRST_WORDS.get(symbol, P.WORD)
     if symbol is S.LETTERS:
         return P.WORD
     if at_start and symbol in (S.SPACE, S.CLOSER, S.OPENER, S.BULLET, S.CONTINUES):
@@ -224,18 +229,14 @@ def _after_end(place: Place, symbol: Symbol) -> tuple[Fate, Place]:  # noqa: PLR
     goes_on = Fate.GOES_ON, _inside(P.INSIDE, symbol)
     if spaced:
         stop = place is not P.SPACED
-        # SB8; an abbreviation and the number after it.
-        return goes_on if stop and (symbol in LOWERS or _numbers(place, symbol)) else ended
+        # SB8; an abbreviation and the number after it; and one of several letters with spaces between them.
+        return goes_on if stop and (symbol in LOWERS or symbol in SHORTENS.get(place, ())) else ended
     if place is P.AFTER_TERMINATOR or symbol is S.LETTERS:  # SB11
         return ended
     if place is P.AFTER_LETTER and symbol in WORDS:
         return Fate.GOES_ON, P.UPPER_LETTER
     # SB6, SB7, SB8. Neither a number, a word nor a sign follows the end of a sentence without a space.
     return goes_on
-
-
-def _numbers(place: Place, symbol: Symbol) -> bool:
-    return place is P.SPACED_BEFORE_NUMBER and symbol is S.NUMBER
 
 
 class Reading(NamedTuple):

@@ -171,6 +171,8 @@ class TextRun:
         self._states[row] = live.own_sentence
         if self._recent and (several := self._recent[-1]) is not None:
             several.joined.add(row)
+            if several.flagged is not None:
+                several.flagged.pop(row, None)
         live.join_run(row, self.counted(row))
         self._watch(left)
 

@@ -206,8 +206,10 @@ def test_steps_of_text_notice_silence_too() -> None:
     made.link.lease.attention = False
 
     def text(at_s: float) -> bool:
-        gauges, columns = (0, 0, 0, 0, 0, 0), ([], [], [], (), NO_SENTENCES, NO_STATES, None, ())
-        return made.link.outbox.send_text((record.step, at_s, *gauges, *columns))
+        gauges = 0, 0, 0, 0, 0, 0
+        return made.link.outbox.send_text(
+            (record.step, at_s, *gauges, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())
+        )
 
     assert text(made.now_s)
     assert text(made.now_s + SILENT_S)
