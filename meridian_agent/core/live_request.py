@@ -12,9 +12,11 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_FORCED, Phase, PhaseState
 from meridian_agent.core.request_info import NEVER
+from meridian_agent.core.sentences import place_flags
 
 if TYPE_CHECKING:
     from meridian_agent.core.request_info import RequestInfo
+    from meridian_agent.core.sentences import SentenceTable
 
 # Ranks of requests without a decided rank; the control plane's ranks use the same scale (lower is more urgent). If
 # phases are not known, all requests have the same rank, so vLLM's own order applies.
@@ -63,9 +65,11 @@ class Ending:
 class CountedSteps(Protocol):
     """The part of `text_run.TextRun` that its members read."""
 
+    sentences: SentenceTable
+
     def counted(self, row: int) -> int: ...
 
-    def newest_boundary(self, row: int) -> int: ...
+    def state(self, row: int) -> int: ...
 
     def passed(self, row: int, tokens: int, think_tokens: int) -> tuple[int, int] | None: ...
 
@@ -103,10 +107,10 @@ class LiveRequest:
     skipped_steps: int = 0
     # Newest step that the request joined, so that requests are left out in fair turns.
     joined_step: int = 0
-    # Sentence and paragraph flags of the newest token while thinking, without the counted steps of the run.
-    own_boundary: int = 0
-    # Number of thinking tokens at the newest sentence end without a probe, and that token's flags, without the counted
-    # steps of the run; used if a step brings several tokens.
+    # State of the sentence table after the newest token while thinking, else 0, without the counted steps of the run.
+    own_sentence: int = 0
+    # Number of thinking tokens at the newest known sentence end without a probe, and that token's flags, without the
+    # counted steps of the run; used if a step brings several tokens.
     passed: tuple[int, int] = (0, 0)
     # Number of thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
@@ -163,12 +167,17 @@ class LiveRequest:
         return self.own_state.text_run + self._counted_tokens
 
     @property
-    def boundary(self) -> int:
-        """Sentence and paragraph flags of the newest token while thinking, and 0 otherwise."""
+    def sentence(self) -> int:
+        """State of the sentence table after the newest token while thinking, and 0 otherwise."""
         run = self.run
         if run is None or not self._counted_tokens:
-            return self.own_boundary
-        return run.newest_boundary(self.run_row) if self.own_state.phase is Phase.THINK else 0
+            return self.own_sentence
+        return run.state(self.run_row) if self.own_state.phase is Phase.THINK else 0
+
+    @property
+    def sentence_flags(self) -> int:
+        """Flags of the newest token that concern sentences, while thinking, and 0 otherwise."""
+        return self.run.sentences.flags[self.sentence] if self.run is not None else 0
 
     def join_run(self, row: int, tokens: int) -> None:
         """Note that the request is a member of the run from now on. tokens: those counted in its row so far."""
@@ -188,7 +197,7 @@ class LiveRequest:
     def _apply_steps(self) -> None:
         """Apply the counted steps of the run, of which the request is a member."""
         if (tokens := self._counted_tokens) and self.run is not None:
-            state, self.own_boundary = self.own_state, self.boundary
+            state, self.own_sentence = self.own_state, self.sentence
             self.applied_tokens += tokens
             state.text_run += tokens
             if state.phase is Phase.THINK:
@@ -353,20 +362,25 @@ class LiveRequest:
         """Thinking tokens that no stream before the present one has brought."""
         return max(0, self.think_tokens - self.told_think_tokens)
 
-    def reread(self, state: PhaseState, default_cap: int | None, default_reserve: int, known_from: int) -> None:
-        """Replace the state, because the request's tokens have been read with other markers. known_from: step of the
-        first report that has the new phase."""
+    def reread(
+        self, state: PhaseState, sentence: int, default_cap: int | None, default_reserve: int, *, known_from: int
+    ) -> None:
+        """Replace the state, because the request's tokens have been read with other markers. sentence: the sentence
+        table's state. known_from: step of the first report that has the new phase."""
         self.own_state = state
         self.enter_phase(known_from)
         # The defaults that the request began with may be from settings that are no longer in force.
         self.default_cap, self.default_reserve = (default_cap, default_reserve) if self.cap is None else (None, 0)
-        self.own_boundary, self.passed = 0, (0, 0)
+        self.own_sentence, self.passed = sentence, (0, 0)
 
-    def since_boundary(self, flags: int, most: int) -> int | None:
-        """Return the number of tokens after the newest token with these flags; None if there are more than `most`, the
-        tokens that a step may bring beyond its first one."""
-        if self.boundary & flags == flags:
+    def since_end(self, flags: int, most: int) -> int | None:
+        """Return the number of tokens after the newest known end of a sentence with these flags; None if there are more
+        than `most`. The end of a sentence may become known one token later."""
+        if not flags:
             return 0
+        newest = place_flags(self.sentence_flags)
+        if newest is not None and newest[1] & flags == flags:
+            return newest[0] if newest[0] <= most else None
         self._apply_steps()
         at, passed = self.passed
         tokens = self.think_tokens - at

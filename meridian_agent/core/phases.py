@@ -60,6 +60,7 @@ FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
 FLAG_BY_RESERVE = agent_pb2.TOKEN_FLAG_BY_RESERVE
 FLAG_SENTENCE = agent_pb2.TOKEN_FLAG_SENTENCE
 FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
+FLAG_GOES_ON = agent_pb2.TOKEN_FLAG_SENTENCE_GOES_ON
 TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
 # Number of tokens that are searched at once for the last token of a marker.
 PART_TOKENS = 256
@@ -235,13 +236,6 @@ def _begun(marker: tuple[int, ...], tail: Sequence[int]) -> tuple[int, tuple[int
 
 def _longest_begun(markers: Iterable[tuple[int, ...]], tail: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return max((_begun(m, tail) for m in markers), key=lambda begun: begun[0], default=(0, ()))
-
-
-def boundary_flag(text: str) -> int:
-    """Return the row flags of a token by its text: whether the token ends a sentence (or a line), or a paragraph."""
-    if "\n\n" in text:
-        return FLAG_SENTENCE | FLAG_PARAGRAPH
-    return FLAG_SENTENCE if "\n" in text or text.rstrip().endswith((".", "?", "!", ";")) else 0
 
 
 # Largest number of tokens (the template's newlines) after a marker that the generation prompt writes. With more of them

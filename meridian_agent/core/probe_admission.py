@@ -17,7 +17,7 @@ from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
 from meridian_agent.core.step_record import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import Report
@@ -51,10 +51,10 @@ CROWDED = NO_PLACE, NO_BLOCKS, NO_TOKENS = (
     "no KV blocks to spare",
     "over the step's probe budget",
 )
-# Flags that a request's newest token must have before its probe is placed.
+# Flags of the token behind which a request's probe is placed.
 PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
-# A probe to place: decision id, request, flags that the request's newest token must have, milliseconds for which the
+# A probe to place: decision id, request, flags of the token behind which it is placed, milliseconds for which the
 # request is then held.
 Asked = tuple[int, "LiveRequest", int, int]
 
@@ -77,6 +77,9 @@ class PendingProbes:
     def __iter__(self) -> Iterator[Asked]:
         return iter(self._asked.values())
 
+    def __contains__(self, live: LiveRequest) -> bool:
+        return live in self._asked
+
     def add(self, probe: agent_pb2.EatProbe, live: LiveRequest) -> None:
         """Note a probe; a probe of the same request that still waits is superseded."""
         if live in self._asked:
@@ -97,14 +100,14 @@ class PendingProbes:
         if past is not None:
             self.reached[live] = live.ref.num_tokens - past, live.think_tokens - past
 
-    def reach(self, lives: Iterable[LiveRequest]) -> bool:
-        """Note that the newest tokens of these requests are the places of their probes, which wait from now on for
-        others. Return False, and nothing has happened, if one of the probes may not wait."""
-        asked = [self._asked[live] for live in lives]
+    def reach(self, past: Mapping[LiveRequest, int]) -> bool:
+        """Note that these requests have reached the places of their probes, which wait from now on for others. past:
+        number of tokens after each place. Return False, and nothing has happened, if one of the probes may not wait."""
+        asked = [self._asked[live] for live in past]
         if not all(map(may_wait, asked)):
             return False
         for each in asked:
-            self.put_back(each, 0)
+            self.put_back(each, past[each[1]])
         return True
 
     def past(self, live: LiveRequest) -> int | None:
@@ -143,6 +146,8 @@ class Placed:
     # Number of tokens whose KV the parent request has computed; 0 for a row of its request's own step.
     shared_tokens: int
     cost_tokens: int = 0
+    # Flags of the token that the probe was placed behind; 0 if any token would do.
+    flags: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, Phase
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, SentenceTable
 from meridian_agent.core.step_signals import SignalBytes, first_rows
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.token_cycles import Look
 
@@ -51,7 +55,8 @@ TextStep: TypeAlias = tuple[
     list[int],
     list[int],
     Sequence[int],
-    bytes,
+    SentenceTable,
+    "NDArray[np.uint32]",
     SignalBytes | None,
     Sequence[int],
 ]
@@ -111,9 +116,10 @@ class StepRecord:
     phases: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     # Tokens of the run's members, whose rows come before all other rows and whose flags are computed later; and the
-    # sentence and paragraph flags by token id. `flags` has the flags of the other rows.
+    # table of sentences with its states after these tokens. `flags` has the flags of the other rows.
     text: Sequence[int] = ()
-    boundaries: bytes = b""
+    sentences: SentenceTable = NO_SENTENCES
+    states: NDArray[np.uint32] = field(default_factory=lambda: NO_STATES)
     # Signals of the step's rows as the worker sent them.
     told: SignalBytes | None = None
     # With drafts, the number of tokens of each member of the run, whose slot, phase and row in the runner come once
@@ -181,7 +187,8 @@ class StepRecord:
             self.phases,
             self.rows,
             self.text,
-            self.boundaries,
+            self.sentences,
+            self.states,
             self.told,
             self.lengths,
         ) = step
@@ -228,6 +235,6 @@ class StepRecord:
             return self.flags
         if THINK not in self.phases:
             return [0] * len(self.text) + self.flags
-        known, flags = len(self.boundaries), self.boundaries
-        rows = zip(self.text, self.phases, strict=False)
-        return [flags[token] if phase == THINK and token < known else 0 for token, phase in rows] + self.flags
+        flags = self.sentences.row_flags(self.states)
+        rows = zip(flags, self.phases, strict=False)
+        return [of_token if phase == THINK else 0 for of_token, phase in rows] + self.flags

@@ -34,8 +34,8 @@ PROBE_ROWS = "meridian_probe_rows"
 PROBED = "meridian_probed"
 
 # The id of the end marker's first token; the version of the list of request ids to leave out; the list itself, or None
-# if the list of this version was sent before; and the sentence flags of all token ids if only tokens that follow a
-# sentence end are to be measured, empty if the flags were sent before, or None if all tokens are to be measured.
+# if the list of this version was sent before; and SentenceTable.may_end if only tokens that follow a sentence end are
+# to be measured, empty if it was sent before, or None if all tokens are to be measured.
 WorkerRequest = tuple[int, int, tuple[str, ...] | None, bytes | None]
 # The bytes of the four columns of StepSignals, one after the other; with draft tokens, a pair of these bytes and the
 # bytes of `first_row`.
@@ -44,12 +44,12 @@ SignalBytes = bytes | tuple[bytes, bytes]
 
 class WorkerRequestEncoder:
     """Encodes requests in the engine core: sends the list of request ids to leave out only if the list has changed, and
-    the sentence flags once."""
+    SentenceTable.may_end once."""
 
     def __init__(self) -> None:
         self._sent: Set[str] | None = None
-        # The sentence flags of all token ids if only tokens that follow a sentence end are read; empty if all are. The
-        # flags are always the same.
+        # SentenceTable.may_end if only tokens that follow a sentence end are read; empty if all are. It is always the
+        # same.
         self.flags = b""
         self._sent_flags = False
         self._request: WorkerRequest = (-1, 0, None, None)
@@ -70,7 +70,7 @@ class WorkerRequestEncoder:
 
 
 class WorkerRequestDecoder:
-    """Decodes requests in the worker: keeps the newest list of request ids to leave out, and the sentence flags."""
+    """Decodes requests in the worker: keeps the newest list of request ids to leave out, and SentenceTable.may_end."""
 
     def __init__(self) -> None:
         self._version, self._excluded_ids = 0, frozenset[str]()
@@ -84,8 +84,8 @@ class WorkerRequestDecoder:
         return self._excluded_ids if version == self._version else frozenset()
 
     def flags(self, request: WorkerRequest) -> NDArray[np.uint8] | None:
-        """Return the sentence flags by token id, with a last entry of 0 for all larger ids; None if all tokens are
-        wanted, or if the flags never arrived."""
+        """Return SentenceTable.may_end, with a last entry of 0 for all larger ids; None if all tokens are wanted, or if
+        it never arrived."""
         if flags := request[3]:
             self._flags = np.frombuffer(flags + b"\0", np.uint8)
         return None if flags is None else self._flags

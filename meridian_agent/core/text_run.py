@@ -10,40 +10,54 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import add
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import NEVER
+from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, place_flags
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from collections.abc import Set as AbstractSet
+
+    from numpy.typing import NDArray
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_signals import SignalBytes
 
 # The token of a row that has no new tokens, or more than a step may bring.
 NO_TOKEN = -1
+# A plain number, because the members of an enumeration take longer to compare with.
+THINK = int(Phase.THINK)
 # A character that an id never has if the client has sent it in a header.
 SEPARATOR = "\0"
 
-# A token with its sentence and paragraph flags: the number of thinking tokens up to it, and the flags.
+# A token that ends a sentence: the number of thinking tokens up to it, and its sentence and paragraph flags.
 Passed: TypeAlias = tuple[int, int]
+# The flags of a token for which a probe waits; and whether the token must be known to end a sentence, or may just end
+# one as far as the text before it tells.
+Awaited: TypeAlias = tuple[int, bool]
 
 
 @dataclass(slots=True)
 class Several:
     """The tokens of a step that brought a row several tokens: all of them, and by row their number and the place behind
-    the row's last one."""
+    the row's last one. states: state of the sentence table after each token."""
 
     tokens: list[int]
     lengths: list[int]
     ends: list[int]
-    # By row that has a token with sentence or paragraph flags, the number of tokens after the newest one and its flags;
-    # None until somebody asks.
+    states: NDArray[np.uint32] = field(default_factory=lambda: NO_STATES)
+    # By row in whose tokens a sentence is known to have ended, the number of tokens after the newest such end and its
+    # flags; None until somebody asks.
     flagged: dict[int, tuple[int, int]] | None = None
+    # Rows whose requests became members after the step, which were looked at one by one in it.
+    joined: set[int] = field(default_factory=set)
 
     def of(self, row: int) -> list[int]:
         return self.tokens[self.ends[row] - self.lengths[row] : self.ends[row]]
@@ -74,16 +88,19 @@ class TextRun:
         self.phases: list[int] = []
         self.rows: list[int] = []
         self.lengths: Sequence[int] = ()
-        # Sentence and paragraph flags by token id.
-        self.boundaries = b""
+        # The machine that finds the ends of sentences; its state by row after the row's newest token; and its states
+        # after the tokens that the newest counted step brought the members, in the order of these tokens. States are
+        # kept while a member thinks. The arrays never change once a record has them.
+        self.sentences = NO_SENTENCES
+        self._states, self.text_states = NO_STATES, NO_STATES
         self.steps = 0
         self.number = 1
         # Number of members, and whether the newest step had no other live requests.
         self.members = 0
         self.whole = False
-        # The member of each row, None for a row whose request is not a member; the newest token of each row.
+        # Whether a member thinks; and the member of each row, None for a row whose request is not a member.
+        self._thinks = False
         self._by_row: list[LiveRequest | None] = []
-        self._newest: Sequence[int] = ()
         # With drafts, the newest counted steps, oldest first, None for one that brought each row one token; and by row
         # the counted tokens beyond one in each step.
         self._recent = deque[Several | None](maxlen=tokens_per_step if tokens_per_step > 1 else 0)
@@ -120,22 +137,23 @@ class TextRun:
             if (live := self._by_row[row]) is not None:
                 moved[known[row]] = live
         more = len(request_ids) - both
-        newest, was = [*self._newest[:both], *[NO_TOKEN] * more], self._newest
         beyond = [*self._beyond[:both], *[0] * more]
+        states, had = np.concatenate((self._states[:both], np.zeros(max(0, more), np.uint32))), self._states
         self._slots, self._phases = [*self._slots[:both], *[0] * more], [*self._phases[:both], *[0] * more]
         by_row: list[LiveRequest | None] = [*self._by_row[:both], *[None] * more]
         for row in (*rows, *range(both, len(request_ids))):
             by_row[row] = live = moved.pop(request_ids[row], None)
             if live is not None:
-                newest[row], beyond[row] = was[live.run_row], self._beyond[live.run_row]
+                beyond[row] = self._beyond[live.run_row]
+                states[row] = had[live.run_row]
                 self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
                 live.move_in_run(row)
         self.members -= len(moved)
         for live in moved.values():
             live.leave_run()
         # The ids are copied, because the runner may change its own list.
-        self.request_ids, self._by_row, self._newest = list(request_ids), by_row, newest
-        self._beyond = beyond
+        self.request_ids, self._by_row = list(request_ids), by_row
+        self._beyond, self._states = beyond, states
         joined = SEPARATOR.join(request_ids)
         self._joined = joined if joined.count(SEPARATOR) < max(1, len(request_ids)) else None
 
@@ -148,6 +166,13 @@ class TextRun:
         self._by_row[row], self._stale = live, True
         self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
+        # A record may have the array.
+        self._states = self._states.copy()
+        self._states[row] = live.own_sentence
+        if self._recent and (several := self._recent[-1]) is not None:
+            several.joined.add(row)
+            if several.flagged is not None:
+                several.flagged.pop(row, None)
         live.join_run(row, self.counted(row))
         self._watch(left)
 
@@ -206,6 +231,7 @@ class TextRun:
         for row in reversed(others):
             del rows[row], slots[row], phases[row]
         self.rows, self.slots, self.phases = rows, slots, phases
+        self._thinks = THINK in phases
         return others
 
     def _check_caps(self) -> None:
@@ -239,15 +265,17 @@ class TextRun:
             return None
         if self._stale:
             self._renew_columns()
-        self.steps += 1
-        self._newest = tokens
-        if self.tokens_per_step > 1:
-            self._note_one_each()
+        self._count_one_each(tokens)
+        self.text_states = self._states
         return tokens
 
-    def _note_one_each(self) -> None:
-        self.lengths = ()
-        self._recent.append(None)
+    def _count_one_each(self, tokens: Sequence[int]) -> None:
+        self.steps += 1
+        if self._thinks:
+            self._states = self.sentences.steps(self._states, self.sentences.classes_of(tokens))
+        if self.tokens_per_step > 1:
+            self.lengths = ()
+            self._recent.append(None)
 
     def _count_all_several(self, several: Several, markers: AbstractSet[int]) -> list[int] | None:
         tokens, lengths = several.tokens, several.lengths
@@ -255,29 +283,48 @@ class TextRun:
             return None
         if self._stale:
             self._renew_columns()
-        self._count_several(several, [tokens[end - 1] for end in several.ends])
-        self.lengths = lengths
+        self._count_several(several)
+        self.lengths, self.text_states = lengths, several.states
         return tokens
 
-    def _count_several(self, several: Several, newest: Sequence[int]) -> None:
+    def _count_several(self, several: Several) -> None:
         self.steps += 1
         self._steps_until_cap -= max(several.lengths) - 1
-        self._newest = newest
+        several.states = self._read_several(several)
         self._beyond = [tokens - 1 for tokens in map(add, self._beyond, several.lengths)]
         self._recent.append(several)
+
+    def _read_several(self, several: Several) -> NDArray[np.uint32]:
+        """Advance the rows' states by a step, and return the state after each of its tokens."""
+        after = np.zeros(len(several.tokens), np.uint32)
+        if not self._thinks:
+            return after
+        classes, states = self.sentences.classes_of(several.tokens), self._states.copy()
+        lengths = np.array(several.lengths)
+        begins = np.array(several.ends) - lengths
+        for place in range(min(self.tokens_per_step, lengths.max())):
+            rows = (lengths > place).nonzero()[0]
+            at = begins[rows] + place
+            states[rows] = after[at] = self.sentences.steps(states[rows], classes[at])
+        self._states = states
+        return after
 
     def count(self, tokens: Sequence[int], several: Several | None = None) -> Sequence[int]:
         """Count a step; return the members' tokens, in the order of their rows. tokens: the newest token of each row,
         of text for each member. several: all tokens, None if each row has one. Called only after `ready`."""
         if several is not None:
-            self._count_several(several, tokens)
+            self._count_several(several)
             self.lengths = [several.lengths[row] for row in self.rows]
-            return [token for row in self.rows for token in several.of(row)]
-        self.steps += 1
-        self._newest = tokens
-        if self.tokens_per_step > 1:
-            self._note_one_each()
-        return tokens if self.members == len(tokens) else [tokens[row] for row in self.rows]
+            spans = [(several.ends[row] - several.lengths[row], several.ends[row]) for row in self.rows]
+            places = [at for begin, end in spans for at in range(begin, end)]
+            self.text_states = several.states[places]
+            return [several.tokens[at] for at in places]
+        self._count_one_each(tokens)
+        if self.members == len(tokens):
+            self.text_states = self._states
+            return tokens
+        self.text_states = self._states[self.rows]
+        return [tokens[row] for row in self.rows]
 
     def lengths_for(self, told: SignalBytes | None) -> Sequence[int]:
         """Return the lengths of the newest step for its record. told: the worker's signals; if they have a row for each
@@ -290,9 +337,9 @@ class TextRun:
         return self.steps + self._beyond[row]
 
     def passed(self, row: int, tokens: int, think_tokens: int) -> Passed | None:
-        """Return the newest token with sentence or paragraph flags in those steps that brought the member in this row
-        several tokens; None if there is none in the newest steps. tokens: newest tokens of the request to look at.
-        think_tokens: its thinking tokens, the newest included."""
+        """Return the newest known end of a sentence in those steps that brought the member in this row several tokens;
+        None if there is none in the newest steps. tokens: newest tokens of the request to look at. think_tokens: its
+        thinking tokens, the newest included."""
         at = think_tokens
         for several in reversed(self._recent):
             if think_tokens - at >= tokens:
@@ -305,29 +352,31 @@ class TextRun:
 
     def _flagged(self, several: Several) -> dict[int, tuple[int, int]]:
         if several.flagged is None:
-            tokens, ends, flags_of, known = several.tokens, several.ends, self.boundaries, len(self.boundaries)
+            ends, states, flags_of = several.ends, several.states, self.sentences.flags
             several.flagged = {}
-            for at in [at for at, token in enumerate(tokens) if token < known and flags_of[token]]:
-                row = bisect_right(ends, at)
-                several.flagged[row] = ends[row] - 1 - at, flags_of[tokens[at]]
+            for at in self.sentences.ends(states, CERTAIN | ENDED).tolist():
+                row, place = bisect_right(ends, at), place_flags(flags_of[states[at]])
+                if place is not None and row not in several.joined:
+                    several.flagged[row] = ends[row] - 1 - at + place[0], place[1]
         return several.flagged
 
     def flagged_rows(self) -> set[int]:
-        """Return the rows with sentence or paragraph flags in those of the newest steps that brought several tokens."""
+        """Return the rows with a known end of a sentence in those of the newest steps that brought several tokens."""
         return {row for several in self._recent if several is not None for row in self._flagged(several)}
 
-    def at_boundaries(self, awaited: Mapping[int, int]) -> list[LiveRequest]:
-        """Return the members for which the newest counted step's newest token with any flags has those that are awaited
-        in their row."""
-        if self._recent and (several := self._recent[-1]) is not None:
-            flagged = self._flagged(several)
-            rows = [row for row, f in awaited.items() if row in flagged and flagged[row][1] & f == f]
-        else:
-            tokens, flags_of, known = self._newest, self.boundaries, len(self.boundaries)
-            rows = [row for row, f in awaited.items() if tokens[row] < known and flags_of[tokens[row]] & f == f]
-        return [live for row in rows if (live := self._by_row[row]) is not None]
+    def at_ends(self, awaited: Mapping[int, Awaited]) -> dict[LiveRequest, int]:
+        """Return the members that have reached, in the newest counted step, the end of a sentence or a paragraph that
+        is awaited in their row, each with the number of tokens after that end."""
+        reached: dict[LiveRequest, int] = {}
+        several = self._recent[-1] if self._recent else None
+        flagged = {} if several is None else self._flagged(several)
+        for row, (wanted, known) in awaited.items():
+            flags = self.sentences.flags[self._states[row]]
+            place = flagged.get(row) or (place_flags(flags) if known else (0, flags))
+            if place is not None and place[1] & wanted == wanted and (live := self._by_row[row]) is not None:
+                reached[live] = place[0]
+        return reached
 
-    def newest_boundary(self, row: int) -> int:
-        """Return the sentence and paragraph flags of the newest counted token in this row."""
-        token = self._newest[row]
-        return self.boundaries[token] if token < len(self.boundaries) else 0
+    def state(self, row: int) -> int:
+        """Return the sentence table's state after the newest counted token in this row."""
+        return int(self._states[row])

@@ -11,8 +11,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.live_request import LiveRequest
-from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
+from meridian_agent.core.phases import FLAG_MARKER, Markers, Phase, PhaseState, begin
 from meridian_agent.core.request_info import NEVER, RequestInfo
+from meridian_agent.core.sentences import ROW_FLAGS, place_flags
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.text_run import NO_TOKEN, Several, TextRun, several_of
 from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
@@ -21,6 +22,7 @@ from meridian_agent.core.token_cycles import LoopWatch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from meridian_agent.core.sentences import SentenceTable
     from meridian_agent.core.step_signals import SignalBytes
 
 # Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
@@ -113,15 +115,27 @@ class Tracker:
         preempted: bool = False,
         *,
         queued_s: float | None = None,
+        sentence: int = 0,
     ) -> LiveRequest:
-        """Start tracking a request in a given state. queued_s: as in LiveRequest."""
+        """Start tracking a request in a given state. queued_s, sentence: as in LiveRequest."""
         slot = heapq.heappop(self._free) if self._free else self._next_slot
         self._next_slot = max(self._next_slot, slot + 1)
         # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
         # previous one.
         step = max(step, self.newest + 1)
         limits = self.default_cap, self.default_reserve
-        live = LiveRequest(slot, info, state, step, ref, *limits, preempted=preempted, queued_s=queued_s, run=self.run)
+        live = LiveRequest(
+            slot,
+            info,
+            state,
+            step,
+            ref,
+            *limits,
+            preempted=preempted,
+            queued_s=queued_s,
+            own_sentence=sentence,
+            run=self.run,
+        )
         if preempted:
             self.preempted[live] = None
         self.by_id[info.request_id] = self.by_slot[slot] = live
@@ -137,11 +151,12 @@ class Tracker:
             self.record.urgent = True
         return live
 
-    def reread(self, live: LiveRequest, state: PhaseState) -> None:
-        """Replace the state of a tracked request, because its tokens have been read with other markers."""
+    def reread(self, live: LiveRequest, state: PhaseState, sentence: int = 0) -> None:
+        """Replace the state of a tracked request, because its tokens have been read with other markers. sentence: as in
+        LiveRequest."""
         self.run.leave(live)
         self._count(live.own_state.phase, -1)
-        live.reread(state, self.default_cap, self.default_reserve, self.newest + 1)
+        live.reread(state, sentence, self.default_cap, self.default_reserve, known_from=self.newest + 1)
         live.take_think_tokens()
         self._count(state.phase, 1)
         self.reorder = self.record.urgent = True
@@ -217,13 +232,13 @@ class Tracker:
         self.run.watch(live)
 
     @property
-    def boundaries(self) -> bytes:
-        """Sentence and paragraph flags by token id."""
-        return self.run.boundaries
+    def sentences(self) -> SentenceTable:
+        """The machine that finds the ends of sentences in the engine's vocabulary."""
+        return self.run.sentences
 
-    @boundaries.setter
-    def boundaries(self, flags: bytes) -> None:
-        self.run.boundaries = flags
+    @sentences.setter
+    def sentences(self, table: SentenceTable) -> None:
+        self.run.sentences = table
 
     def note(self, request_ids: list[str], sampled: Sequence[Sequence[int]], ended: Iterable[str] = ()) -> list[int]:
         """Find the members of the run that a step brought text and nothing else; return the other rows, which must be
@@ -269,7 +284,8 @@ class Tracker:
         # A request that joins the run with its tokens of this step is a member from then on.
         text = run.count(self._tokens, self._several) if self._tokens else ()
         if run.members:
-            record.text, record.boundaries, record.lengths = text, run.boundaries, run.lengths_for(told)
+            record.text, record.lengths = text, run.lengths_for(told)
+            record.sentences, record.states = run.sentences, run.text_states
             record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
             if others:
                 # The lists are copied, because rows will be added.
@@ -297,12 +313,18 @@ class Tracker:
             phase, flags = state.feed(token, markers)
             if live.ending is not None and live.expected.get(offset) == token:
                 flags |= live.ending.advance()
-            here = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
-            if here or flags:
+            here = 0
+            if phase is Phase.THINK and not flags & FLAG_MARKER:
+                live.own_sentence = self.sentences.step(live.own_sentence, token)
+                here = self.sentences.flags[live.own_sentence]
+            else:
+                live.own_sentence = 0
+            if flags:
                 # A sentence end before a marker no longer counts.
-                live.passed = (0, 0) if flags else (state.think_tokens, here)
-            live.own_boundary = here
-            record.add_row(live.slot, phase, flags | here, first_row + offset)
+                live.passed = 0, 0
+            elif here and (known := place_flags(here)) is not None:
+                live.passed = state.think_tokens - known[0], known[1]
+            record.add_row(live.slot, phase, flags | here & ROW_FLAGS, first_row + offset)
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
@@ -321,20 +343,21 @@ class Tracker:
     def _feed_text(self, live: LiveRequest, token: int, row: int) -> bool:
         """Count one token of text that does not change the phase; this common case gives the same result as `feed` at a
         lower cost."""
-        state = live.state
+        state, flags = live.state, 0
         state.text_run += 1
         if state.phase is Phase.THINK:
             state.think_tokens += 1
-            live.own_boundary = self.boundaries[token] if token < len(self.boundaries) else 0
+            live.own_sentence = self.sentences.step(live.own_sentence, token)
+            flags = self.sentences.flags[live.own_sentence] & ROW_FLAGS
             if state.think_tokens >= live.watch_from:
                 self.due[live] = None
         else:
             state.output_tokens += state.phase is Phase.OUTPUT
             state.unknown_tokens += state.phase is Phase.UNKNOWN
-            live.own_boundary = 0
+            live.own_sentence = 0
             if not live.answered:
                 self._look_for_answer(live)
-        self.record.add_row(live.slot, state.phase, live.own_boundary, row)
+        self.record.add_row(live.slot, state.phase, flags, row)
         return False
 
     def look_for_loops(self) -> None:

@@ -19,7 +19,7 @@ from meridian_agent.core import probe_admission, request_info
 from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import hook
-from meridian_agent.core.phases import Markers, Phase
+from meridian_agent.core.phases import Markers, Phase, PhaseState
 from meridian_agent.core.step_signals import REQUEST, WorkerRequest, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.calm_steps import CalmSteps
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
+# Number of newest thinking tokens that are read to find where in a sentence a request is. Any word in them makes the
+# tokens before it irrelevant.
+SENTENCE_TOKENS = 512
+
 
 class Agent:
     """The agent of one engine; only the engine-core thread uses it."""
@@ -51,7 +55,7 @@ class Agent:
         self.is_async = scheduler_api.is_async(scheduler)
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers, 1 + scheduler.num_spec_tokens)
-        tracker.boundaries, tracker.steps_ahead = facts.boundaries, self.is_async
+        tracker.sentences, tracker.steps_ahead = facts.sentences, self.is_async
         # Draft tokens may follow a step's first token; under asynchronous scheduling the previous step counts, too.
         tracker.lookahead = scheduler.num_spec_tokens + (1 + scheduler.num_spec_tokens if self.is_async else 0)
         self.directives = directives = Directives(tracker)
@@ -102,7 +106,7 @@ class Agent:
         self.default_reserve = settings.answer_reserve_tokens
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
-        self._asking.flags = self.facts.boundaries if settings.only_sentence_ends else b""
+        self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
         self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens, settings.merge_loops)
         self.facts.limits.obey(settings)
         if markers.known != was_known:
@@ -202,13 +206,21 @@ class Agent:
         for request, state in self._adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
-                self.tracker.reread(live, state)
+                self.tracker.reread(live, state, self._sentence(request, state))
                 self.link.outbox.resync()
             elif request.sampling_params is not None and live is None and not request_api.waits_for_input(request):
                 info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
                 waits = request_api.waits_preempted(request)
-                self.tracker.enter(info, state, scheduler.current_step, request, waits)
+                sentence = self._sentence(request, state)
+                self.tracker.enter(info, state, scheduler.current_step, request, waits, sentence=sentence)
                 self.tracker.reorder = True
+
+    def _sentence(self, request: Any, state: PhaseState) -> int:
+        """Return the sentence table's state after the thinking of a request that the agent has not seen from its first
+        token on."""
+        if state.phase is not Phase.THINK or not state.text_run:
+            return 0
+        return self.tracker.sentences.state_of(request.output_token_ids[-min(state.text_run, SENTENCE_TOKENS) :])
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finished(self, requests: list[Any], request_ids: Any) -> None:
@@ -415,8 +427,8 @@ class Agent:
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
-        if self.probing.computed:
-            self.probing.collect_rows(runner_output)
+        if self.probing.computed and self.probing.collect_rows(runner_output):
+            self.calm.end()
         if self.accounts.take_text(scheduler, runner_output, outputs):
             return
         told = self.measuring.hear(runner_output)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.directives import Directives, DispatchPlan
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.text_run import Awaited
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.engine.queue_order import Limit, QueueOrder
@@ -43,13 +44,13 @@ class CalmSteps:
         # The plan of the newest full look, and whether another one with other ranks has come since.
         self._plan: DispatchPlan | None = None
         self._reranked = False
-        # The flags of the tokens that probes wait for, by row of the run; whether one of the probes needs a free place;
-        # and the requests for which such a token has come.
-        self.awaited: dict[int, int] = {}
+        # The tokens that probes wait for, by row of the run; whether one of the probes needs a free place; and the
+        # requests for which such a token has come, each with the number of tokens after it.
+        self.awaited: dict[int, Awaited] = {}
         self.needs_places = False
         # Number of running places that were free for probes at the newest full look.
         self._reserved = 0
-        self.due: list[LiveRequest] = []
+        self.due: dict[LiveRequest, int] = {}
 
     def end(self) -> None:
         """Let the coming step have a full look."""
@@ -59,7 +60,7 @@ class CalmSteps:
         """Count a step with a full look; return whether a message, a lease or the stream may have changed what is in
         force since the newest full look. now_s: the time on the lease's clock."""
         self.full_steps += 1
-        self.number, self.due, self._reranked = 0, [], False
+        self.number, self.due, self._reranked = 0, {}, False
         lease = self._lease
         if lease.attention:
             lease.attention, self._until_s = False, 0.0
@@ -116,7 +117,7 @@ class CalmSteps:
             if (plan := self._directives.active_plan()) is not None:
                 self._queues.obey(scheduler, plan)
         if self.due:
-            due, self.due = self.due, []
+            due, self.due = self.due, {}
             if not self._probing.place_rows(scheduler, due):
                 return False
             for live in due:
@@ -133,7 +134,7 @@ class CalmSteps:
         run, lease = self._run, self._lease
         if not (run.members and run.whole and self._nothing_due(plan) and self._await_probes()):
             return
-        if self.awaited and run.at_boundaries(self.awaited):
+        if self.awaited and run.at_ends(self.awaited):
             self.awaited = {}
             return
         if limits and not self._limits_stay(scheduler):
@@ -161,14 +162,15 @@ class CalmSteps:
         self.awaited, self.needs_places = {}, False
         if not probes:
             return True
-        awaited = {live.run_row: flags for _, live, flags, _ in probes if live not in probes.reached}
-        if 0 in awaited.values() or -1 in awaited:
+        must_know, waits = self._probing.must_know, [each for each in probes if each[1] not in probes.reached]
+        awaited = {live.run_row: (flags, must_know(hold_ms)) for _, live, flags, hold_ms in waits}
+        if -1 in awaited or not all(flags for flags, _ in awaited.values()):
             return False
         if drafts:
             # The end of a sentence need not be the newest token.
-            waits = self._probing.waiting(probes)
-            near = ((live, flags) for _, live, flags, _ in probes if live not in waits)
-            if any(live.since_boundary(flags, drafts) is not None for live, flags in near):
+            far = self._probing.waiting(probes)
+            near = ((live, flags) for _, live, flags, _ in probes if live not in far)
+            if any(live.since_end(flags, drafts + 1) is not None for live, flags in near):
                 return False
         self.awaited, self.needs_places = awaited, self._probing.needs_places
         return True
@@ -186,11 +188,11 @@ class CalmSteps:
     def find_due(self, scheduler: Any) -> None:
         """Find out which of the awaited probes belong behind the newest tokens of the run's members."""
         if self.awaited and self.number == self._run.number:
-            self.due = self._run.at_boundaries(self.awaited)
+            self.due = self._run.at_ends(self.awaited)
             if self.due and not self._probing.rows_possible:
                 if not self._probing.reach(scheduler, self.due):
                     self.number = 0
                     return
                 for live in self.due:
                     del self.awaited[live.run_row]
-                self.due = []
+                self.due = {}

@@ -16,6 +16,7 @@ from meridian_agent.core.step_signals import BACKEND, RESULT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from meridian_agent.core.sentences import SentenceTable
     from meridian_agent.engine.later_turns import LaterTurns
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
     from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
@@ -27,7 +28,7 @@ logger = logging.getLogger("vllm.meridian")
 class EngineFacts:
     """The facts of one engine.
 
-    boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is partly
+    sentences: finds the ends of sentences. shares_blocks: probes may begin on a block that is partly
     filled. later_turns: knows whether later turns repeat a request's thinking. on_fault: takes the cause and the text
     of a fault outside of the hooks. expected_backend: the expected entropy backend of the workers, and why it is not
     the CUDA kernel. limits: the limits of vLLM's scheduler that the policy may change. no_probes: why the agent refuses
@@ -38,7 +39,7 @@ class EngineFacts:
     """
 
     model: str
-    boundaries: bytes
+    sentences: SentenceTable
     shares_blocks: bool
     later_turns: LaterTurns
     on_fault: Callable[[str, str], None]

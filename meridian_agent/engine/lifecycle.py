@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -17,12 +16,14 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import probe_admission
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT, hook
-from meridian_agent.core.phases import NO_MARKERS
+from meridian_agent.core.phases import NO_MARKERS, Markers, no_markers
 from meridian_agent.core.request_info import clean
+from meridian_agent.core.sentences import NO_SENTENCES, SentenceTable
 from meridian_agent.core.step_signals import expected_backend
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.later_turns import LaterTurns
+from meridian_agent.engine.start_facts import StartFacts
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.engine_name import EngineName
@@ -39,12 +40,11 @@ from meridian_agent.vllm_adapter import (
     scheduler_api,
     tokenizer,
 )
-from meridian_agent.vllm_adapter.scheduler_limits import limits_of
+from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits, limits_of
 from meridian_agent.vllm_adapter.version import unfit_limit, vllm_version
 
 if TYPE_CHECKING:
     from meridian_agent.core.guard import Guard
-    from meridian_agent.core.phases import Markers
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -54,7 +54,11 @@ class Lifecycle:
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:
         self._scheduler, self._guard = scheduler, guard
-        self.limits = limits_of(scheduler, unfit_limit)
+        # The optional facts that are missing.
+        self._start = StartFacts()
+        self.limits = self._start.find(
+            "scheduler limits", lambda: limits_of(scheduler, unfit_limit), SchedulerLimits({})
+        )
         # The newest agent, also while it is off; None if no agent could be built.
         self.agent: Agent | None = None
         model = scheduler.vllm_config.model_config.served_model_name
@@ -72,7 +76,9 @@ class Lifecycle:
         self._rendered_with = NO_MARKERS
         # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._told_unknown = ""
-        self._facts = EngineFacts(self._model, b"", False, self._later_turns, guard.note, ("none", ""), self.limits)
+        self._facts = EngineFacts(
+            self._model, NO_SENTENCES, False, self._later_turns, guard.note, ("none", ""), self.limits
+        )
         self.link = Link(
             self._targets,
             self.hello,
@@ -87,36 +93,36 @@ class Lifecycle:
     def start(self) -> Agent:
         """Build and return the first agent, which begins with the settings that are kept on disk, until a control plane
         sends others."""
-        config = self._scheduler.vllm_config
-        self._markers = self._rendered_with = reasoning_markers.resolve(config, agent_pb2.Settings())
+        config, find = self._scheduler.vllm_config, self._start.find
+        words = find("tokenizer", lambda: tokenizer.tokenizer_of(config), None)
+        markers = find("markers", lambda: reasoning_markers.resolve(config, agent_pb2.Settings()), None)
+        self._markers = markers or no_markers(self._start.why("markers"))
+        self._rendered_with = self._markers
         self._chat_template = tokenizer.chat_template_of(config)
         self._later_turns.read_anew()
         self._told_unknown = self._markers.unknown
         self._log_markers()
-        prefix_cache.hide_from_cache_stats(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
-        if self._scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
-            kv_connectors.cache_nothing(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
-        no_probes = kv_connectors.hide_from_connector(self._scheduler, probe_admission.PREFIX, self._guard)
+        no_probes = find("hiding probes", self._hide_probes, "they cannot be hidden from vLLM")
         if no_probes:
-            logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", no_probes)
-        elif scheduler_api.captures_outputs(self._scheduler):
-            no_probes = "the workers capture auxiliary outputs (enable_return_routed_experts)"
             logger.warning("meridian: no EAT probes: %s", no_probes)
-        shares_blocks = prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
-        boundaries = tokenizer.boundaries(config)
-        later_turns, note = self._later_turns, self._guard.note
-        expected = expected_backend(str(config.device_config.device_type))
-        self._facts = EngineFacts(
-            self._model, boundaries, shares_blocks, later_turns, note, expected, self.limits, no_probes
-        )
-        no_probe_rows = probe_rows.refusal(self._scheduler)
+        no_probe_rows = find("probe rows", lambda: probe_rows.refusal(self._scheduler), "not known")
         if no_probe_rows:
             logger.info("meridian: each EAT probe is a request of its own: %s", no_probe_rows)
-        self._facts = replace(
-            self._facts, no_probe_rows=no_probe_rows, **hand_over.abilities(self._scheduler, self._guard)
+        self._facts = EngineFacts(
+            self._model,
+            find("sentence ends", lambda: self._sentences(words), NO_SENTENCES),
+            find("shared blocks", self._share_blocks, False),
+            self._later_turns,
+            self._guard.note,
+            find("entropy backend", lambda: expected_backend(str(config.device_config.device_type)), ("none", "")),
+            self.limits,
+            no_probes,
+            no_probe_rows,
+            **find("handover", self._hand_over_abilities, dict[str, Any]()),
         )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
-        self._start_from_file(agent)
+        find("settings on disk", lambda: self._start_from_file(agent), None)
+        self._start.log()
         if is_true("MERIDIAN_FREEZE", True, "the engine is frozen"):
             logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
             self.link.lease.freeze_for(math.inf)
@@ -131,6 +137,36 @@ class Lifecycle:
         )
         self.link.start()
         return agent
+
+    def _hide_probes(self) -> str:
+        """Hide probes from vLLM's metrics, its KV cache events and its KV connector. Return why that cannot be done, so
+        that there can be no probes; empty if it can."""
+        scheduler, prefix = self._scheduler, probe_admission.PREFIX
+        prefix_cache.hide_from_cache_stats(scheduler.kv_cache_manager, prefix)
+        if scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
+            kv_connectors.cache_nothing(scheduler.kv_cache_manager, prefix)
+        if why := kv_connectors.hide_from_connector(scheduler, prefix, self._guard):
+            return f"they cannot be hidden from the KV connector: {why}"
+        if scheduler_api.captures_outputs(scheduler):
+            return "the workers capture auxiliary outputs (enable_return_routed_experts)"
+        return ""
+
+    def _hand_over_abilities(self) -> dict[str, Any]:
+        return hand_over.abilities(self._scheduler, self._guard)
+
+    def _share_blocks(self) -> bool:
+        return prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
+
+    def _sentences(self, words: Any) -> SentenceTable:
+        """Return the machine that finds the ends of sentences. words: the tokenizer, None if there is none."""
+        if words is None:
+            return NO_SENTENCES
+        size = self._scheduler.vllm_config.model_config.get_vocab_size()
+        table, failed = tokenizer.sentences_of(words, size)
+        if failed:
+            first = ", ".join(map(str, failed[:3]))
+            self._start.note("texts of some tokens", f"{len(failed)} of {size} cannot be decoded, the first: {first}")
+        return table
 
     def _start_from_file(self, agent: Agent) -> None:
         settings = self._state.load()
@@ -244,6 +280,7 @@ class Lifecycle:
             entropy_note=note,
             engine_limits=self.limits.message(),
             reclaim_note=clean(self._later_turns.note, MAX_FAULT),
+            missing_facts=self._start.missing,
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_hand_over, hello.no_answer_handed_over = self._facts.no_hand_over, self._facts.no_answer_handed_over
@@ -256,14 +293,29 @@ class Lifecycle:
         the settings."""
         if self._guard.rest_s():
             raise BadSettings(f"the agent is off: {self._guard.fault}")
-        found = reasoning_markers.resolve(self._scheduler.vllm_config, settings)
+        found = self._resolve(settings)
         if found.known and self.unknown_markers:
             self._rendered_with = found
             self._later_turns.read_anew()
         return found
 
+    def _resolve(self, settings: agent_pb2.Settings) -> Markers:
+        """Return the thinking markers under these settings. Raises BadSettings only for something that the settings
+        name."""
+        try:
+            return reasoning_markers.resolve(self._scheduler.vllm_config, settings)
+        except BadSettings:
+            raise
+        except Exception as error:
+            self._start.note("markers", f"{type(error).__name__}: {error}")
+            return no_markers(self._start.why("markers"))
+
     def _read_template(self, settings: str) -> tokenizer.Template:
         """Find out what the model's own chat template does with thinking under these settings. Runs on a thread of
         `LaterTurns`, too."""
-        config = self._scheduler.vllm_config
-        return tokenizer.template_of(tokenizer.tokenizer_of(config), self._rendered_with, self._chat_template, settings)
+
+        def read() -> tokenizer.Template:
+            words = tokenizer.tokenizer_of(self._scheduler.vllm_config)
+            return tokenizer.template_of(words, self._rendered_with, self._chat_template, settings)
+
+        return self._start.find("chat template", read, tokenizer.Template())

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import probe_admission
-from meridian_agent.core.phases import Phase
+from meridian_agent.core.phases import FLAG_GOES_ON, Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import PROBED
@@ -22,7 +22,7 @@ from meridian_agent.engine.queue_order import skip_step
 from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Mapping
     from collections.abc import Set as AbstractSet
 
     from meridian_agent.core.directives import Directives
@@ -74,8 +74,12 @@ class ProbeRunner:
         wanted: prefill_limits.Wanted | None = None
         collecting = self.collects(scheduler)
         for asked, past in self._asked_here(scheduler):
-            decision_id, live, _, hold_ms = asked
-            if observes and self._place_row(scheduler, decision_id, live, past, hold_ms):
+            decision_id, live, flags, hold_ms = asked
+            if observes and self._place_row(scheduler, asked, past):
+                continue
+            if past == 0 and live.since_end(flags, 0) is None:
+                # Only a row can be given up once the next token shows that the sentence goes on.
+                probes.put_back(asked)
                 continue
             self._keep_places(scheduler)
             may_wait = past is not None and observes and not self._never and probe_admission.may_wait(asked)
@@ -105,13 +109,13 @@ class ProbeRunner:
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
 
-    def reach(self, scheduler: Any, parents: Collection[LiveRequest]) -> bool:
-        """Let the probes of these requests, which belong behind the newest tokens, wait for others. Return False if
-        they must be placed now."""
+    def reach(self, scheduler: Any, past: Mapping[LiveRequest, int]) -> bool:
+        """Let the probes of these requests, which have reached their places, wait for others. past: number of tokens
+        after each place. Return False if they must be placed now."""
         if scheduler.num_spec_tokens:
             return False
         self._begin_to_collect(scheduler)
-        return self._directives.probes.reach(parents)
+        return self._directives.probes.reach(past)
 
     def _begin_to_collect(self, scheduler: Any) -> None:
         if not self._directives.probes.reached:
@@ -130,14 +134,14 @@ class ProbeRunner:
         all_decode = self._tracker.run.members == len(scheduler.running)
         return scheduler_api.would_cut_seeded(scheduler, min(shares, probes * most), all_decode=all_decode)
 
-    def place_rows(self, scheduler: Any, parents: Sequence[LiveRequest]) -> bool:
+    def place_rows(self, scheduler: Any, parents: Mapping[LiveRequest, int]) -> bool:
         """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return
         False at the first one that cannot be a row; it and those after it go on waiting."""
         if self._would_cut_seeded(scheduler, len(parents)):
             return False
         for live in parents:
-            asked = decision_id, _, _, hold_ms = self._directives.probes.take(live)
-            if not self._place_row(scheduler, decision_id, live, 0, hold_ms):
+            asked = self._directives.probes.take(live)
+            if not self._place_row(scheduler, asked, parents[live]):
                 self._directives.probes.put_back(asked)
                 return False
         return True
@@ -151,32 +155,42 @@ class ProbeRunner:
         collected = {live: past for live in reached if (past := probes.past(live)) is not None}
         waits = (self.waiting(probes) | probes.reached.keys()) - collected.keys()
         for each in [each for each in probes if each[1] not in waits]:
-            _, live, flags, _ = each
+            _, live, flags, hold_ms = each
             past, misplaced = collected.get(live), False
             if past is None:
-                # If a step brings several tokens, the end of a sentence need not be the last of them.
-                past = live.since_boundary(flags, scheduler.num_spec_tokens)
+                # If a step brings several tokens, the end of a sentence need not be the last of them; and the end may
+                # become known with the token after it.
+                past = live.since_end(flags, scheduler.num_spec_tokens + 1)
+                if past is None and not self.must_know(hold_ms) and live.sentence_flags & flags == flags:
+                    past = 0
                 misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
             if live.phase is not Phase.THINK or live.ending is not None or not misplaced:
                 probes.take(live)
                 here.append((each, past))
         return here
 
+    def must_know(self, hold_ms: int) -> bool:
+        """Return whether a probe may be placed only where a sentence is known to have ended. A row is placed where the
+        text so far may end one, and its result is dropped if the token of the same step shows that it does not."""
+        return not self.rows_possible or bool(self._never) or hold_ms > 0
+
     def waiting(self, probes: Iterable[Asked]) -> AbstractSet[LiveRequest]:
         """Return thinking requests whose newest tokens have no end of a sentence for which their probe waits."""
         run = self._tracker.run
         # No member of the run is being ended, and a member's phase is the one that it had when its probe was accepted.
-        awaited = {live: flags for _, live, flags, _ in probes if flags and live.run_row >= 0}
-        waiting = awaited.keys() - run.at_boundaries({live.run_row: flags for live, flags in awaited.items()})
-        if (most := run.tokens_per_step - 1) == 0:
+        members = [(live, flags, hold_ms) for _, live, flags, hold_ms in probes if flags and live.run_row >= 0]
+        awaited = {live.run_row: (flags, self.must_know(hold_ms)) for live, flags, hold_ms in members}
+        waiting = {live for live, *_ in members} - run.at_ends(awaited).keys()
+        if (most := run.tokens_per_step) == 1:
             return waiting
         near = run.flagged_rows()
         return {live for live in waiting if live.run_row not in near and live.think_tokens - live.passed[0] > most}
 
-    def _place_row(self, scheduler: Any, decision_id: int, live: LiveRequest, past: int | None, hold_ms: int) -> bool:
+    def _place_row(self, scheduler: Any, asked: Asked, past: int | None) -> bool:
         """Compute a probe as a row of its request in the coming step; return False if that cannot be. A request that
         waits for the decision gets no token in the step of its probe, so its probe is a request of its own."""
-        if not self.rows_possible or self._never or past != 0 or hold_ms:
+        decision_id, live, flags, hold_ms = asked
+        if past != 0 or self.must_know(hold_ms):
             return False
         if live.phase is not Phase.THINK or live.ending is not None:
             return False
@@ -191,7 +205,7 @@ class ProbeRunner:
         if not probe_rows.fits(scheduler, request, len(tokens)):
             return False
         probe_rows.append(request, tokens)
-        self.rows[request.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, 0)
+        self.rows[request.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, 0, flags=flags)
         return True
 
     @property
@@ -287,23 +301,45 @@ class ProbeRunner:
             probe_rows.forget(scheduler)
         for placed in rows.values():
             # The request was left out of the step, so it is still where the probe belongs.
-            self._directives.probes.put_back((placed.decision_id, placed.parent, 0, 0))
+            self._directives.probes.put_back((placed.decision_id, placed.parent, placed.flags, 0))
 
     def row_tokens(self) -> int:
         """Return the number of tokens that the scheduled step computes for probes that are rows."""
         return sum(placed.cost_tokens for placed in self.computed)
 
-    def collect_rows(self, runner_output: Any) -> None:
-        """Collect the results of the probes that were rows of the step."""
+    def collect_rows(self, runner_output: Any) -> bool:
+        """Collect the results of the probes that were rows of the step. Return whether probes wait again, because the
+        sentences go on at whose supposed ends they were computed."""
         computed, self.computed = self.computed, []
+        wait_again = False
         probed = getattr(runner_output, PROBED, None)
         for row, placed in enumerate(computed):
             wanted = self._tracker.markers.probe_of(placed.parent.own_state.start)
-            if probed is None or placed.cost_tokens < len(wanted):
+            if placed.flags and self._goes_on(placed.parent, runner_output):
+                self._wait_again(placed)
+                wait_again = True
+            elif probed is None or placed.cost_tokens < len(wanted):
                 self._not_measured(placed)
             else:
                 eat_nats, answer = probed[row]
                 self._measured(placed, answer, eat_nats)
+        return wait_again
+
+    def _goes_on(self, live: LiveRequest, runner_output: Any) -> bool:
+        """Return whether the step's token shows that the sentence goes on which the request's token before it seemed to
+        end. The tracker has not counted the step yet."""
+        row = runner_output.req_id_to_index.get(live.info.request_id)
+        tokens = [] if row is None else runner_output.sampled_token_ids[row]
+        table = self._tracker.sentences
+        return len(tokens) > 0 and bool(table.flags[table.step(live.sentence, tokens[0])] & FLAG_GOES_ON)
+
+    def _wait_again(self, placed: probe_admission.Placed) -> None:
+        """Let a probe wait for the next end of a sentence, unless its decision is no longer in force."""
+        self.tokens += placed.cost_tokens
+        if placed.parent in self._directives.probes:
+            self._directives.report(placed.decision_id, Outcome.SUPERSEDED, placed.parent)
+        elif placed.decision_id:
+            self._directives.probes.put_back((placed.decision_id, placed.parent, placed.flags, 0))
 
     def collect(self, group: Any, signals: StepSignals | None, index: dict[str, int]) -> None:
         """Collect the results of probes, and remove the probes from the output for the clients."""

@@ -131,7 +131,7 @@ class StepAccounting:
         self._phase_numbers.add_to(stats, now_s)
         self._calm.find_due(scheduler)
         lengths = run.lengths_for(told) if run.tokens_per_step > 1 else ()
-        columns = run.slots, run.phases, run.rows, tokens, run.boundaries, told, lengths
+        columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, told, lengths
         gauges = self._gauges(scheduler)
         if tracker.begun is None:
             number = tracker.number(scheduler.current_step)

@@ -1,17 +1,20 @@
-"""Reads two facts from vLLM's tokenizer: which tokens end a sentence, and how the chat template treats the thinking of
-earlier turns."""
+"""Reads two facts from vLLM's tokenizer: the texts of its tokens, by which the ends of sentences are found, and how the
+chat template treats the thinking of earlier turns."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.phases import boundary_flag
 from meridian_agent.core.request_info import TOOLS
+from meridian_agent.core.sentences import SentenceTable, TokenText, split_bytes, table_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian_agent.core.phases import Markers
 
 logger = logging.getLogger("vllm.meridian")
@@ -27,13 +30,85 @@ def tokenizer_of(vllm_config: Any) -> Any:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
-def boundaries(vllm_config: Any) -> bytes:
-    """Return the sentence and paragraph flags of every token id; empty if the engine has no tokenizer."""
-    tokenizer = tokenizer_of(vllm_config)
-    if tokenizer is None:
-        return b""
-    ids = [[i] for i in range(min(len(tokenizer), vllm_config.model_config.get_vocab_size()))]
-    return bytes(boundary_flag(text) for text in tokenizer.batch_decode(ids))
+# An added token that is no text, such as a marker; the other ones are runs of spaces, words and the like.
+MARKUP = re.compile(r"\s*[<\[({|｜].*[>\])}|｜]\s*", re.DOTALL)
+# A byte of a vocabulary that has bytes beside its texts.
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# What a decoder writes for bytes that are no character.
+NO_CHARACTER = "\ufffd"
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for, as in GPT-2: printable characters of
+    Latin-1 stand for themselves, and the other bytes, in their order, for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+def sentences_of(tokenizer: Any, vocab_size: int) -> tuple[SentenceTable, list[int]]:
+    """Return the machine that finds the ends of sentences in this vocabulary, and the ids that the tokenizer cannot
+    decode."""
+    texts, failed = token_texts(tokenizer, vocab_size)
+    return table_of(texts), failed
+
+
+def token_texts(tokenizer: Any, vocab_size: int) -> tuple[list[TokenText], list[int]]:
+    """Return the text of each token by id, and the ids that the tokenizer cannot decode, which count as words."""
+    ids = range(min(len(tokenizer), vocab_size))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    special |= {token for text, token in tokenizer.get_added_vocab().items() if MARKUP.fullmatch(text)}
+    found = list[TokenText]()
+    failed = list[int]()
+    for token, text in zip(ids, _decoded(tokenizer, ids), strict=True):
+        if token in special:
+            found.append(TokenText("", special=True))
+        elif text is None:
+            failed.append(token)
+            found.append(TokenText("word"))
+        elif NO_CHARACTER in text and (raw := _raw_bytes(tokenizer, token)):
+            found.append(split_bytes(raw))
+        else:
+            found.append(TokenText(text))
+    return found, failed
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
+    """Return the texts of these tokens; None for a token that the tokenizer cannot decode.
+
+    Each token is decoded behind another one, because some decoders leave out the space with which a text begins.
+    """
+    first = [*tokenizer.encode("a", add_special_tokens=False)[-1:]]
+    before = tokenizer.decode(first)
+    try:
+        texts: list[str] = tokenizer.batch_decode([[*first, token] for token in ids])
+    except Exception:
+        return [_decoded_alone(tokenizer, first, before, token) for token in ids]
+    if not all(text.startswith(before) for text in texts):
+        return [_decoded_alone(tokenizer, first, before, token) for token in ids]
+    return [text[len(before) :] for text in texts]
+
+
+def _decoded_alone(tokenizer: Any, first: list[int], before: str, token: int) -> str | None:
+    try:
+        text = str(tokenizer.decode([*first, token]))
+        return text[len(before) :] if text.startswith(before) else str(tokenizer.decode([token]))
+    except Exception:
+        return None
+
+
+def _raw_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of a token; empty if the vocabulary does not have them."""
+    named = tokenizer.convert_ids_to_tokens([token])[0]
+    if isinstance(named, bytes):
+        return named
+    if byte := BYTE.fullmatch(named):
+        return bytes([int(byte[1], 16)])
+    known = BYTE_CHARACTERS
+    return bytes(known[c] for c in named) if all(c in known for c in named) else b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,13 +115,17 @@ def rows_wanted(
 
 
 def rows_after_ends(batch: Any, flags: NDArray[np.uint8], rows: ChosenRows | None, count: int) -> ChosenRows:
-    """Return those of the rows, or of all the step's `count` rows, whose newest token ends a sentence.
+    """Return those of the rows, or of all the step's `count` rows, whose newest token may end a sentence: it may by
+    itself, or it may belong to the end that the token before it has begun.
 
     batch: that of Model Runner V1, without draft tokens. flags: as `WorkerRequestDecoder.flags` returns them.
     """
     among = np.arange(count, dtype=np.int32) if rows is None else rows.chosen
-    newest = batch.token_ids_cpu[among, batch.num_tokens_no_spec[among] - 1]
-    return ChosenRows(count, among[flags.take(newest, mode="clip") != 0], at_ends=True)
+    last = batch.num_tokens_no_spec[among] - 1
+    kind = flags.take(batch.token_ids_cpu[among, last], mode="clip")
+    among, last, kind = among[chosen := kind != 0], last[chosen], kind[chosen]
+    before = flags.take(batch.token_ids_cpu[among, np.maximum(last - 1, 0)], mode="clip")
+    return ChosenRows(count, among[(kind == 1) | (before != 0)], at_ends=True)
 
 
 def without_entropy(signals: bytes) -> bytes:
@@ -179,8 +183,8 @@ class Observer:
         self._runner = runner
         self._recovered = False
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
-        # The end marker's first token id; the ids of the requests whose rows are not measured; and the sentence flags
-        # by token id if only rows are measured whose newest token ends a sentence, else None.
+        # The end marker's first token id; the ids of the requests whose rows are not measured; and
+        # SentenceTable.may_end if only rows are measured whose newest token may end a sentence, else None.
         self._wanted: tuple[int, Set[str], NDArray[np.uint8] | None] | None = None
         # Whether the runner's batch has the newest token of each row before sampling.
         self.knows_newest = False

@@ -119,6 +119,9 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
         for name in same_names(found):
             say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
+        for lacking in found:
+            for fact in lacking.missing_facts:
+                say(f"{lacking.engine_id} works without {fact}")
         for line in (*thinking_lines(found), *pool_lines(found), *limit_lines(found)):
             say(line)
 

@@ -43,10 +43,12 @@ from meridian_control.decisions.token_rows import (
     ENCODED_SIGNALS,
     FLAG_BOUNDARY,
     FLAG_END,
+    FLAG_GOES_ON,
     NO_INTERVALS,
     TAKE_BACK_SHIFT,
     intervals,
     rows_of,
+    sentence_goes_on,
     token_kinds,
 )
 
@@ -270,7 +272,7 @@ class RequestTable(DecidedColumns):
         """Return the rows that report the end marker's rank at a sentence end, and note which requests are at one.
 
         The rank at a sentence end is the rank in the distribution of the next token, so the next token's row reports
-        it. held, now: bytes of the slots' rows before and after the report.
+        it; and that row says if the sentence goes on. held, now: bytes of the slots' rows before and after the report.
         """
         if rows.flags_seen & FLAG_BOUNDARY:
             ends = rows.thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
@@ -285,6 +287,8 @@ class RequestTable(DecidedColumns):
             return NONE
         is_known &= rows.thinks
         is_known &= rows.end_rank > 0
+        if rows.flags_seen & FLAG_GOES_ON:
+            is_known &= ~sentence_goes_on(rows.flags)
         now[:, BOUNDARY_NOW] = is_known.take(rows.last)
         return is_known.nonzero()[0]
 

@@ -28,6 +28,7 @@ FLAG_FROM_OUTPUT = agent_pb2.TOKEN_FLAG_FROM_OUTPUT
 FLAG_FORCED = agent_pb2.TOKEN_FLAG_FORCED
 FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
 FLAG_BY_RESERVE = agent_pb2.TOKEN_FLAG_BY_RESERVE
+FLAG_GOES_ON = agent_pb2.TOKEN_FLAG_SENTENCE_GOES_ON
 FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
 FLAG_BOUNDARY = agent_pb2.TOKEN_FLAG_SENTENCE | FLAG_PARAGRAPH
 TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
@@ -302,3 +303,9 @@ def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
         raise BadReport(f"token columns must have one length; got {lengths}")
     whole = np.concatenate(numbers).astype(np.uint32)
     return np.concatenate([whole, np.concatenate(measured).view(np.uint32)]).reshape(len(lengths), -1)
+
+
+def sentence_goes_on(flags: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether the token before each row ends no sentence, although its own row says so. flags: of the rows."""
+    found: NDArray[np.bool_] = (flags & (FLAG_GOES_ON | FLAG_END)) == FLAG_GOES_ON
+    return found

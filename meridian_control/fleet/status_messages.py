@@ -43,6 +43,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         unknown_markers=hello.unknown_markers,
         entropy_backend=hello.entropy_backend,
         entropy_note=hello.entropy_note,
+        missing_facts=hello.missing_facts,
         kv_connector=hello.kv_connector,
         kv_role=hello.kv_role,
         thinking=int((running & (table.phase == THINK)).sum()),

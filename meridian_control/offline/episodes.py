@@ -25,6 +25,7 @@ from meridian_control.decisions.token_rows import (
     FLAG_FROM_OUTPUT,
     FLAG_MARKER,
     TAKE_BACK_SHIFT,
+    sentence_goes_on,
 )
 from meridian_control.offline.trace_file import FileError, read
 from meridian_control.policy.formats import from_proto
@@ -264,7 +265,7 @@ def _episodes(seen: _Collector) -> Episodes:
     think = _within(begins, owner, _counted(phase, flags))
 
     known = (owner[1:] == owner[:-1]) & (phase[:-1] == THINK) & ((flags[:-1] & FLAG_BOUNDARY) != 0)
-    at = np.flatnonzero(known & (phase[1:] == THINK) & (rank[1:] > 0))
+    at = np.flatnonzero(known & (phase[1:] == THINK) & (rank[1:] > 0) & ~sentence_goes_on(flags[1:]))
     # A live session no longer decides once the end marker has begun, so boundaries before an end marker are left out.
     goes_on = (flags[at + 1] & FLAG_END) == 0
     before, at, after = at, at[goes_on], at[goes_on] + 1

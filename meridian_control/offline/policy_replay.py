@@ -21,7 +21,9 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import (
     FLAG_BOUNDARY,
+    FLAG_END,
     FLAG_FROM_OUTPUT,
+    FLAG_GOES_ON,
     FLAG_MARKER,
     FLAG_PARAGRAPH,
     TAKE_BACK_SHIFT,
@@ -281,6 +283,8 @@ class SessionReplay:
         """Note the places of sentence ends, with thinking tokens counted as in the request table."""
         for slot, phase, flags in zip(tokens.slot, tokens.phase, tokens.flags, strict=False):
             if phase == THINK and slot in self._think:
+                if flags & FLAG_GOES_ON and not flags & FLAG_END:
+                    self._flags[slot].pop(self._think[slot], None)
                 back = 0 if flags & FLAG_FROM_OUTPUT else flags >> TAKE_BACK_SHIFT
                 self._think[slot] += (not flags & FLAG_MARKER) - back
                 if flags & FLAG_BOUNDARY:

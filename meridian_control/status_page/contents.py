@@ -145,6 +145,8 @@ def _connected(engine: fleet_pb2.Engine) -> Condition:
         return Condition("connected", "the agent has not applied a policy yet", "warn")
     if engine.unknown_markers:
         return Condition("no markers", f"no token counts as thinking: {engine.unknown_markers}", "warn")
+    if engine.missing_facts:
+        return Condition("lacks facts", "; ".join(engine.missing_facts), "warn")
     pressure = pressure_text(engine)
     return Condition(
         state_name(engine.agent_state) if engine.agent_state else "connected", pressure, "warn" if pressure else ""

@@ -31,7 +31,7 @@ class Windows(Steps):
 
     def compare(self, requests: int, pairs: int, bias: float | None) -> dict[str, float]:
         """Return medians over pairs of windows: microseconds per step in the worker under both policies, and their
-        ratio; and the share of tokens that end a sentence. bias: logit bias of the full stop, None for none. Raises
+        ratio; and the share of tokens that may end a sentence. bias: logit bias of the full stop, None for none. Raises
         BenchError."""
         us: dict[bool, list[float]] = {False: [], True: []}
         share = 0.0
@@ -43,8 +43,8 @@ class Windows(Steps):
                 us[only].append(took_us)
             if tokens[False] != tokens[True]:
                 raise program.BenchError("the policies have changed tokens")
-            flags = self._agent.tracker.boundaries
-            ends = [token < len(flags) and flags[token] > 0 for of in tokens[True] for token in of]
+            may_end = self._agent.tracker.sentences.may_end
+            ends = [token < len(may_end) and may_end[token] > 0 for of in tokens[True] for token in of]
             share = statistics.mean(ends)
         full, only_ends = us[False][1:], us[True][1:]
         return {

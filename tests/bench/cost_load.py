@@ -29,6 +29,7 @@ from meridian.v1 import agent_pb2
 from tests.fakes import agent as fake_agent
 from tests.fakes import engine as fake_engine
 from tests.fakes.linked import LinkedEngine
+from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,7 @@ class Simulated:
         self._engine = self.linked.engine
         flags = bytearray(PARAGRAPH[0] + 1)
         flags[SENTENCE[0]], flags[PARAGRAPH[0]] = SENTENCE[1], PARAGRAPH[1]
-        self._engine.tracker.boundaries = bytes(flags)
+        self._engine.tracker.sentences = ends_by_id(bytes(flags))
         self._engine.open = self._open  # type: ignore[method-assign, assignment]
         self._signals = signals(requests, number)
         # The older commit's record has pairs of names and values, today's has the values alone.

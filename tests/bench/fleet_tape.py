@@ -23,6 +23,7 @@ from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.session.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.bench.cost_load import ANSWER, MAX_TOKENS, PARAGRAPH, PROMPT_TOKENS, SENTENCE, SIGNALS, THINK, signals
 from tests.fakes.engine import END, START, TEXT, FakeEngine
+from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -132,7 +133,7 @@ class _Engine:
         self._rng, self._engine, self._step_ms = random.Random(seed), FakeEngine(), step_ms
         flags = bytearray(PARAGRAPH[0] + 1)
         flags[SENTENCE[0]], flags[PARAGRAPH[0]] = SENTENCE[1], PARAGRAPH[1]
-        self._engine.tracker.boundaries = bytes(flags)
+        self._engine.tracker.sentences = ends_by_id(bytes(flags))
         # As under the default policy.
         self._engine.tracker.merge_openings = self._engine.tracker.merge_answers = True
         self._signals, self._opened = signals(requests, seed), 0

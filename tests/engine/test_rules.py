@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm import SamplingParams
 
-from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_END, FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_agent.core.probe_admission import MAX_HOLD_MS, PREFIX
 from tests.data import maze
 from tests.engine import Run, chat, paced
 from tests.engine.policies import CONVERGED
 from tests.engine.recording import probes, records, rows
+from tests.fakes.sentences import ends_of, flags_of
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
@@ -40,12 +41,13 @@ def free_run(llm: Any, agent: Any) -> tuple[list[list[int]], list[list[Any]]]:
 
 
 def test_boundaries_of_the_vocabulary(llm: Any, agent: Any) -> None:
-    vocabulary = llm.get_tokenizer().get_vocab()
-    flags = agent.tracker.boundaries
-    assert flags[vocabulary["."]] == FLAG_SENTENCE
-    assert flags[vocabulary["\n\n"]] == FLAG_SENTENCE | FLAG_PARAGRAPH
-    assert sum(map(bool, flags)) <= 4
-    assert not flags[vocabulary["A"]]
+    vocabulary, table = llm.get_tokenizer().get_vocab(), agent.tracker.sentences
+    word, stop, paragraph = (vocabulary[text] for text in ("Wait", ".", "\n\n"))
+    flags = flags_of(table, [word, stop, word, stop, paragraph, word])
+    assert [f & (FLAG_SENTENCE | FLAG_PARAGRAPH) for f in flags] == [0, 32, 0, 32, 96, 0]
+    assert ends_of(flags) == [1, 4]
+    assert sum(map(bool, table.may_end)) <= 4
+    assert not table.may_end[vocabulary["A"]]
 
 
 @pytest.mark.parametrize(("placement", "flag"), [("sentence", FLAG_SENTENCE), ("paragraph", FLAG_PARAGRAPH)])
@@ -57,17 +59,23 @@ def test_probes_wait_for_a_boundary(  # noqa: PLR0917
     with records(agent) as seen:
         (tokens,) = paced(llm, CASES[:1], GREEDY, settled)
     at = [think_tokens for record, *_ in seen for _, _, think_tokens, *_ in record.probes]
+    flags = flags_of(agent.tracker.sentences, tokens)
     assert at
-    assert all(agent.tracker.boundaries[tokens[n - 1]] & flag for n in at)
+    assert {n - 1 for n in at} <= {end for end in ends_of(flags) if flags[end] & flag}
     control.settled()
+
+
+def ends_before(measured: list[Any], n: int) -> bool:
+    """Return whether a sentence ends with the token before the n-th one."""
+    (_, before, *_), (_, flags, *_) = measured[n - 1], measured[n]
+    return bool(before & FLAG_SENTENCE) and (flags & (FLAG_GOES_ON | FLAG_END)) != FLAG_GOES_ON
 
 
 def first_likely_end(measured: list[Any], max_rank: int, from_tokens: int = 0) -> int:
     """Return the thinking tokens at the first sentence end after which the end marker ranks at most `max_rank`."""
     for n in range(max(1, from_tokens), len(measured)):
-        _, flags, *_ = measured[n - 1]
         _, _, _, end_rank, *_ = measured[n]
-        if flags & FLAG_SENTENCE and end_rank <= max_rank:
+        if ends_before(measured, n) and end_rank <= max_rank:
             return n
     return len(measured)
 
@@ -77,7 +85,7 @@ def first_near_end(measured: list[Any], threshold_nats: float, in_a_row: int, fr
     `in_a_row` - 1 sentence ends before it, the end marker's margin is at most the threshold."""
     held = 0
     for n in range(1, len(measured)):
-        if measured[n - 1][1] & FLAG_SENTENCE:
+        if ends_before(measured, n):
             held = held + 1 if measured[n][5] <= threshold_nats else 0
             if held >= in_a_row and n + 1 >= from_tokens:
                 return n
@@ -92,7 +100,7 @@ def test_the_margin_rule_ends_thinking_at_its_sentence_end(
     the sentence end that the free run's own margins give."""
     free, measured = free_run(llm, agent)
     end = agent.tracker.markers.end[0]
-    margins = [m[n][5] for m in measured for n in range(1, len(m)) if m[n - 1][1] & FLAG_SENTENCE and m[n][5] > 0]
+    margins = [m[n][5] for m in measured for n in range(1, len(m)) if ends_before(m, n) and m[n][5] > 0]
     threshold = sorted(margins)[len(margins) // 2]
     expected = [first_near_end(m, threshold, in_a_row, 6) for m in measured]
     in_force = {"shadow": False, "holdout_share": 0.0}

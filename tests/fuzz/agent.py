@@ -114,7 +114,7 @@ class World:
         assert len(own.probes) <= len(self.engine.live), "probes pile up"
         for decision_id, tr, flags, hold_ms in list(own.probes):
             assert hold_ms <= MAX_HOLD_MS, "a request would wait for very long"
-            if tr.state.phase is not Phase.THINK or tr.boundary & flags == flags:
+            if tr.state.phase is not Phase.THINK or tr.sentence_flags & flags == flags:
                 own.probes.take(tr)
                 own.report(decision_id, Outcome.REFUSED, tr, "no engine")
 

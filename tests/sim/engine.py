@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import pytest
     from vllm.config import VllmConfig
 
+    from meridian_agent.core.sentences import SentenceTable
+
 MODEL = Path(__file__).parent.parent / "data" / "maze-qwen3"
 BLOCK = 8
 DRAFTS = 2
@@ -120,15 +122,16 @@ def tokenizer() -> Any:
 
 
 @functools.cache
-def boundaries() -> bytes:
-    return tokenizer_module.boundaries(_base(0))
+def sentences() -> SentenceTable:
+    table, _ = tokenizer_module.sentences_of(tokenizer(), _base(0).model_config.get_vocab_size())
+    return table
 
 
 def share_tokenizer(patch: pytest.MonkeyPatch) -> None:
     """Let all engines have the tokenizer that was read once, because they have the same model."""
-    known, ends = tokenizer(), boundaries()
+    known, found = tokenizer(), (sentences(), list[int]())
     patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known)
-    patch.setattr(tokenizer_module, "boundaries", lambda _: ends)
+    patch.setattr(tokenizer_module, "sentences_of", lambda *_: found)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.directives import ORDER
 from meridian_agent.core.live_request import PHASE_RANK
-from meridian_agent.core.phases import Phase
+from meridian_agent.core.phases import FLAG_GOES_ON, Phase
 from meridian_agent.core.probe_admission import PREFIX, free_blocks
-from tests.sim.engine import BLOCK, boundaries
+from tests.sim.engine import BLOCK, sentences
 from tests.sim.policies import NEAR
 
 if TYPE_CHECKING:
@@ -166,15 +166,22 @@ class Steps:
         assert not newly_placed or left > 0, "a probe takes the last place"
 
     def _check_boundaries(self, newly_placed: set[str], asked: dict[int, int]) -> None:
-        """Check that each probe begins after a token of the requested kind.
+        """Check that each probe begins after a token of the requested kind, which is known to end a sentence.
 
         A probe whose decision arrives in this step is not known yet, so it is not checked.
         """
+        table = sentences()
         for placed in map(self._agent.probing.placed.__getitem__, newly_placed):
-            flags, newest = asked.get(placed.decision_id, 0), placed.parent.ref.all_token_ids[placed.shared_tokens]
-            assert not placed.decision_id or boundaries()[newest] & flags == flags, (
-                f"{placed.parent.info.request_id} is probed after {newest}, which ends nothing"
-            )
+            live, flags = placed.parent, asked.get(placed.decision_id, 0)
+            if not (placed.decision_id and flags):
+                continue
+            tokens, state = live.ref.all_token_ids, live.own_state
+            generated = tokens[len(tokens) - state.text_run : placed.shared_tokens + 2]
+            states = [table.state_of(generated[:n]) for n in (len(generated) - 1, len(generated))]
+            past = len(tokens) - placed.shared_tokens - 1
+            ended = past == 0 or not table.flags[states[1]] & FLAG_GOES_ON
+            flags &= table.flags[states[-1 if past == 0 else 0]] if ended else 0
+            assert flags, f"{live.info.request_id} is probed after {tokens[placed.shared_tokens]}, which ends nothing"
 
     def _check_probes(self, prepared: Prepared) -> None:
         """Check that each placed probe is in the step, because its request sits out for it.

@@ -240,8 +240,14 @@ class _TokenFlagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenFlag.V
     """The agent forced this end of thinking."""
     TOKEN_FLAG_BY_CAP: _TokenFlag.ValueType  # 16
     """The agent forced this end of thinking because of a cap."""
+    TOKEN_FLAG_SENTENCE_GOES_ON: _TokenFlag.ValueType  # 16
+    """Without TOKEN_FLAG_END: the request's token before this one ends no sentence, although its row has
+    TOKEN_FLAG_SENTENCE, because the sentence goes on with this token or ends with it.
+    """
     TOKEN_FLAG_SENTENCE: _TokenFlag.ValueType  # 32
-    """The token ends a sentence."""
+    """The token ends a sentence, unless the request's next row has TOKEN_FLAG_SENTENCE_GOES_ON. An agent of 0.3.0 judges
+    each token by itself and never sets TOKEN_FLAG_SENTENCE_GOES_ON.
+    """
     TOKEN_FLAG_PARAGRAPH: _TokenFlag.ValueType  # 64
     """The token ends a paragraph."""
     TOKEN_FLAG_BY_RESERVE: _TokenFlag.ValueType  # 128
@@ -266,8 +272,14 @@ TOKEN_FLAG_FORCED: TokenFlag.ValueType  # 8
 """The agent forced this end of thinking."""
 TOKEN_FLAG_BY_CAP: TokenFlag.ValueType  # 16
 """The agent forced this end of thinking because of a cap."""
+TOKEN_FLAG_SENTENCE_GOES_ON: TokenFlag.ValueType  # 16
+"""Without TOKEN_FLAG_END: the request's token before this one ends no sentence, although its row has
+TOKEN_FLAG_SENTENCE, because the sentence goes on with this token or ends with it.
+"""
 TOKEN_FLAG_SENTENCE: TokenFlag.ValueType  # 32
-"""The token ends a sentence."""
+"""The token ends a sentence, unless the request's next row has TOKEN_FLAG_SENTENCE_GOES_ON. An agent of 0.3.0 judges
+each token by itself and never sets TOKEN_FLAG_SENTENCE_GOES_ON.
+"""
 TOKEN_FLAG_PARAGRAPH: TokenFlag.ValueType  # 64
 """The token ends a paragraph."""
 TOKEN_FLAG_BY_RESERVE: TokenFlag.ValueType  # 128
@@ -690,6 +702,7 @@ class Hello(_message.Message):
     NO_ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
+    MISSING_FACTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -776,6 +789,12 @@ class Hello(_message.Message):
     def engine_limits(self) -> Global___EngineLimits:
         """The limits of vLLM's scheduler that Settings.engine_limits may change; an older agent leaves them out."""
 
+    @_builtins.property
+    def missing_facts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Facts about the engine that the agent could not find out when the engine started and works without, each with the
+        reason and with what follows from it.
+        """
+
     def __init__(
         self,
         *,
@@ -808,10 +827,11 @@ class Hello(_message.Message):
         no_answer_handed_over: _builtins.str = ...,
         engine_limits: Global___EngineLimits | None = ...,
         reclaim_note: _builtins.str = ...,
+        missing_facts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "engine_limits", b"engine_limits", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015

@@ -66,6 +66,8 @@ class Build:
 
     def lacks(self) -> str:
         """Return what this Python lacks for the build and how to get it, or an empty string."""
+        if self.name.endswith("-vocabulary") and not needed.VOCABULARIES.found():
+            return needed.VOCABULARIES.reason
         return needed.NIXL.reason if NIXL.items() <= self.env.items() and not needed.NIXL.found() else ""
 
     def runs_here(self) -> bool:
@@ -85,6 +87,20 @@ def _marked(
     model = {"model": str(MARKED), "served_model_name": "marked", "reasoning_parser": "openai_gptoss"}
     args = {**model, "load_format": "dummy", **args}
     return Build(name, shown, args, asynchronous=asynchronous, v2=v2, alone=True)
+
+
+def _vocabulary(name: str, size: int, parser: str, *, asynchronous: bool = False) -> Build:
+    """Return a build with a real tokenizer, and a small model without weights whose vocabulary has this size."""
+    args = {
+        "model": str(MARKED),
+        "hf_overrides": {"vocab_size": size},
+        "tokenizer": str(needed.vocabulary_folder() / name),
+        "served_model_name": "marked",
+        "reasoning_parser": parser,
+        "load_format": "dummy",
+    }
+    shown = "async" if asynchronous else "V1"
+    return Build(f"{name}-vocabulary", shown, args, asynchronous=asynchronous, alone=True)
 
 
 RANKS, BOUND = {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -167,6 +183,8 @@ BUILDS = {
         _marked("marked-v2-async", "V2 async", v2=True, asynchronous=True),
         _marked("marked-ngram", "V1, drafts", speculative_config=NGRAM),
         _marked("marked-v2-ngram", "V2, drafts", v2=True, speculative_config=NGRAM),
+        _vocabulary("qwen3", 151_936, "qwen3"),
+        _vocabulary("gptoss", 201_088, "openai_gptoss", asynchronous=True),
         Build("priority", "V1", PRIORITY, alone=True),
         Build("priority-async", "async", PRIORITY, asynchronous=True, alone=True),
         Build("windows-v1", "V1", WINDOWS),

@@ -29,6 +29,7 @@ from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL
 from tests.unit.sessions import EARLY, stream
@@ -136,7 +137,7 @@ async def test_decisions_are_listed_newest_first(control: Control) -> None:
 async def test_shadow_is_held_against_what_came(control: Control) -> None:
     await control.set_policy(policy(scheduler=SOFT, entropy={"enabled": False}))
     with LinkedEngine([control.target]) as linked:
-        linked.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+        linked.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
         await ready(control)
         linked.open("a", own_cap=120)
         linked.step()

@@ -29,6 +29,7 @@ from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT
 from tests.fakes.replays import GOAL, replay
 from tests.fakes.replays import made as requests_that_separate
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
@@ -165,7 +166,7 @@ def run_signal(made: Stream, signal: str, values: dict[int, float], name: str = 
 def with_sentences(first: Policy) -> Stream:
     """Return a stream of an engine of whose thinking each token ends a sentence."""
     made = stream(first)
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     return made
 
 

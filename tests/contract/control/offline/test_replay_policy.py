@@ -34,6 +34,7 @@ from meridian_control.policy import formats as forms
 from meridian_control.session.freeze_state import Freeze, Match
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream
 
@@ -95,7 +96,7 @@ def recorded(first: Policy, requests: int = 12, seed: int = 0, sentences: bool =
     rng.seed(seed)
     made.agent.step_cost_ms = 5.0, 4.0
     if sentences:
-        made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+        made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.apply(first)
     for number in range(requests):
         made.open(f"r{number}", think=rng.randrange(1, 40), answer=rng.randrange(1, 20), entropy_nats=rng.random())
@@ -463,7 +464,7 @@ def test_a_probe_wants_a_sample_of_its_place(tmp_path: Path) -> None:
     for step in range(40):
         paragraph = step % 4 == 3
         flags = FLAG_SENTENCE | (FLAG_PARAGRAPH if paragraph else 0)
-        made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([flags])
+        made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([flags]))
         made.step()
     paragraphs = ACTIVE.entropy.model_copy(update={"eat_probe_placement": "paragraph", "eat_warmup_samples": 3})
     found = told(tmp_path, made.records, ACTIVE.model_copy(update={"entropy": paragraphs}))

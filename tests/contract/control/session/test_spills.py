@@ -15,6 +15,7 @@ from tests.contract.control.cluster.test_harm_guard import savings
 from tests.contract.ctl import run
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import LinkedEngine
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import EARLY
 
@@ -45,7 +46,7 @@ class MeasuredEngine(LinkedEngine):
         """Run one engine step. The model wants the token that the test has set for a request, or else text."""
         self.take_inbox()
         engine = self.engine
-        engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+        engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
         engine.schedule()
         engine.mask()
         for name in [name for name in engine.live if name in self.wanted or engine.thinking(name)]:

@@ -13,9 +13,10 @@ from tests.engine.matrix.features import (
     parallel,
     scheduling,
     signals,
+    vocabularies,
 )
 
-MODULES = (signals, forces, asked, scheduling, markers, parallel, groups, connectors, handovers)
+MODULES = (signals, forces, asked, scheduling, markers, parallel, groups, connectors, handovers, vocabularies)
 
 
 def all_of_them() -> dict[str, Feature]:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.phases import FLAG_FORCED, FLAG_SENTENCE, Phase
+from meridian_agent.core.phases import FLAG_FORCED, Phase
 from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
 from tests.engine import STRIPPED
@@ -18,6 +18,7 @@ from tests.engine.matrix.features.forces import GREEDY, SHORT, force
 from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.queueing import compared
+from tests.fakes.sentences import ends_of, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,12 +136,12 @@ def within_a_step(engine: Engine) -> None:
     with engine.watched() as seen:
         runs = engine.paced(asks)
     assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
-    flags, within = engine.agent.tracker.boundaries, 0
+    within = 0
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
         engine.check_probes(ask.prompt, tokens, said)
         places = [think_tokens for _, _, think_tokens, *_ in said.probes]
         assert len(places) == len(set(places)), "an end is probed twice"
-        assert all(flags[tokens[place - 1]] & FLAG_SENTENCE for place in places)
+        assert {place - 1 for place in places} <= {*ends_of(flags_of(engine.agent.tracker.sentences, tokens))}
         within += len({*places} - {past for _, past in steps_of(said)})
     assert within, "no sentence ended within a step"
 

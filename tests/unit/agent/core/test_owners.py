@@ -21,7 +21,7 @@ SOURCES = [path for path in sorted(AGENT.rglob("*.py")) if path != AGENT / OWNER
 LIVE = {field.name for field in fields(LiveRequest)}
 PARTS = {"cap": {field.name for field in fields(Cap)}, "ending": {field.name for field in fields(Ending)}}
 # The tracker assigns these itself, because a call for each token would make each step slower.
-HOT = {"expected", "own_boundary", "passed", "watch_from"}
+HOT = {"expected", "own_sentence", "passed", "watch_from"}
 # Other objects with attributes of the same names: the object itself in its own methods, and a step's record.
 OTHERS = {"self", "record"}
 # Methods that change a list or a dict.

@@ -14,8 +14,6 @@ from meridian_agent.core.phases import (
     FLAG_END,
     FLAG_FROM_OUTPUT,
     FLAG_MARKER,
-    FLAG_PARAGRAPH,
-    FLAG_SENTENCE,
     NO_MARKERS,
     TAIL_TOKENS,
     TAKE_BACK_SHIFT,
@@ -26,7 +24,6 @@ from meridian_agent.core.phases import (
     TokenEvent,
     Work,
     begin,
-    boundary_flag,
 )
 from meridian_control.decisions.request_table import RequestTable
 
@@ -374,20 +371,3 @@ def test_a_beginning_in_the_prompt_or_in_a_marker_is_not_gone_on_with() -> None:
 def test_a_closing_text_holds_no_marker(closing: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="closing text"):
         Markers(((6,),), ((3, 4), (5,)), closing)
-
-
-@pytest.mark.parametrize(
-    ("text", "flag"),
-    [
-        (".", FLAG_SENTENCE),
-        (" done. ", FLAG_SENTENCE),
-        ("?", FLAG_SENTENCE),
-        ("\n", FLAG_SENTENCE),
-        (".\n\n", FLAG_SENTENCE | FLAG_PARAGRAPH),
-        (",", 0),
-        ("3.1", 0),
-        ("", 0),
-    ],
-)
-def test_boundaries_come_from_the_tokens_text(text: str, flag: int) -> None:
-    assert boundary_flag(text) == flag

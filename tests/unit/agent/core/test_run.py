@@ -16,6 +16,7 @@ from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report
 from tests.fakes.records import in_slot_order
+from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ BOUNDARIES = bytes([0, 0, 0, 0, 32])
 def tracker_of(markers: Markers = MARKERS, drafts: int = 0) -> Tracker:
     tracker = Tracker(markers, 1 + drafts)
     tracker.lookahead = drafts
-    tracker.boundaries = BOUNDARIES
+    tracker.sentences = ends_by_id(BOUNDARIES)
     return tracker
 
 
@@ -50,7 +51,7 @@ def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = 
         ranks, first = entropies.astype(np.int32), np.array(rows, np.int32)
         told = StepSignals(first, entropies, ranks, entropies, entropies).encode()
     if not ended and (text := run.count_all(names, list(tokens.values()), enders)) is not None:
-        columns = run.slots, run.phases, run.rows, text, run.boundaries, told, run.lengths_for(told)
+        columns = run.slots, run.phases, run.rows, text, run.sentences, run.text_states, told, run.lengths_for(told)
         tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, *columns))
         return ""
     others = tracker.note(names, list(tokens.values()), ended)
@@ -99,7 +100,7 @@ def test_a_request_that_a_step_leaves_out_joins_again() -> None:
     a, b = (opened(tracker, name) for name in "ab")
     stepped(tracker, {"a": [TEXT], "b": [STOP]})
     assert step(tracker, {"a": [TEXT]}) == ""
-    assert (a.state.think_tokens, b.state.think_tokens, b.boundary) == (4, 3, 32)
+    assert (a.state.think_tokens, b.state.think_tokens, b.sentence_flags & 32) == (4, 3, 32)
     assert stepped(tracker, {"b": [TEXT], "a": [TEXT]}) == ["b", "", ""]
     assert (a.state.think_tokens, b.state.think_tokens) == (7, 6)
 
@@ -216,11 +217,11 @@ def test_whoever_looks_sees_the_newest_step() -> None:
     a, b = opened(tracker, "a"), opened(tracker, "b", [START, END])
     assert not stepped(tracker, {"a": [TEXT], "b": [STOP]}, 5)[-1]
     assert not step(tracker, {"a": [STOP], "b": [STOP]})
-    assert (a.boundary, b.boundary) == (32, 0)
+    assert (a.sentence_flags & 32, b.sentence_flags & 32) == (32, 0)
     assert (a.state.think_tokens, a.state.text_run, b.state.output_tokens) == (6, 6, 6)
     assert not step(tracker, {"a": [TEXT], "b": [STOP]})
     assert [(row[3], row[4]) for row in tracker.snapshot()] == [(7, 0), (0, 7)]
-    assert a.boundary == 0
+    assert a.sentence_flags & 32 == 0
 
 
 def test_a_request_keeps_its_newest_token_when_its_row_changes() -> None:
@@ -229,7 +230,7 @@ def test_a_request_keeps_its_newest_token_when_its_row_changes() -> None:
         opened(tracker, name)
     stepped(tracker, {"a": [TEXT], "b": [TEXT], "c": [STOP]})
     tracker.run.arrange(["c", "b"])
-    assert [live.boundary for live in tracker.by_id.values()] == [0, 0, 32]
+    assert [live.sentence_flags & 32 for live in tracker.by_id.values()] == [0, 0, 32]
 
 
 def test_reports_do_not_tell_how_a_step_was_accounted() -> None:
@@ -251,7 +252,7 @@ def test_reports_do_not_tell_how_a_step_was_accounted() -> None:
 
 
 def state(live: LiveRequest) -> tuple[Any, ...]:
-    boundary, since = live.boundary, live.since_boundary(32, 2)
+    boundary, since = live.sentence_flags & 32, live.since_end(32, 2)
     s = live.state
     return live.info.request_id, s.phase, s.think_tokens, s.output_tokens, s.text_run, boundary, since
 

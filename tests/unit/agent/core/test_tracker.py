@@ -11,6 +11,7 @@ from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import RESTING_SLOTS, Tracker
+from tests.fakes.sentences import ends_by_id
 
 START, END, TEXT = 1, 2, 90
 MARKERS = Markers(((START,),), ((END,),))
@@ -200,14 +201,14 @@ def test_reorder_is_asked_for_by_phase_changes() -> None:
 def test_a_sentence_that_ends_within_a_step_is_looked_back_at() -> None:
     """The tracker looks back only as far as one step reaches, not past a marker, and once."""
     tracker = Tracker(MARKERS)
-    tracker.boundaries = bytes([0, 0, 0, 0, 0, FLAG_SENTENCE, FLAG_SENTENCE | FLAG_PARAGRAPH])
+    tracker.sentences = ends_by_id(bytes([0, 0, 0, 0, 0, FLAG_SENTENCE, FLAG_SENTENCE | FLAG_PARAGRAPH]))
     tr = opened(tracker, "a")
 
     def since(*tokens: int) -> tuple[int | None, ...]:
         tracker.feed(tr, tokens, 0)
-        return tr.since_boundary(FLAG_SENTENCE, 2), tr.since_boundary(FLAG_SENTENCE | FLAG_PARAGRAPH, 2)
+        return tr.since_end(FLAG_SENTENCE, 2), tr.since_end(FLAG_SENTENCE | FLAG_PARAGRAPH, 2)
 
-    assert tr.since_boundary(0, 0) == 0
+    assert tr.since_end(0, 0) == 0
     assert since(TEXT, TEXT) == (None, None)
     assert since(TEXT, 5, TEXT) == (1, None)
     assert since(TEXT) == (2, None)

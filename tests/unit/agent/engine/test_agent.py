@@ -12,6 +12,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import CAPS, ORDER
 from meridian_agent.core.phases import begin
 from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.sentences import NO_SENTENCES
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import REQUEST
 from meridian_agent.engine.agent import Agent
@@ -37,7 +38,7 @@ def scheduler_of() -> Any:
 
 
 LATER_TURNS = LaterTurns(lambda _: Template(), lambda: None)
-FACTS = EngineFacts("m", b"", False, LATER_TURNS, lambda *_: None, ("cuda", ""), SchedulerLimits({}))
+FACTS = EngineFacts("m", NO_SENTENCES, False, LATER_TURNS, lambda *_: None, ("cuda", ""), SchedulerLimits({}))
 
 
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

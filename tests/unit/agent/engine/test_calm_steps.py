@@ -23,6 +23,7 @@ from meridian_agent.link.inbox import Inbox
 from meridian_agent.link.lease import Lease
 from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.record_queue import RecordQueue
+from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ class Engine:
         self.link = SimpleNamespace(lease=lease, inbox=inbox, mailbox=Mailbox(lease, inbox, lambda _: None))
         self.tracker = Tracker(Markers(((START,),), ((END,),)), 1 + drafts)
         # The token STOP ends a sentence.
-        self.tracker.boundaries = bytes([0, 0, 0, 0, FLAG_SENTENCE])
+        self.tracker.sentences = ends_by_id(bytes([0, 0, 0, 0, FLAG_SENTENCE]))
         self.directives = Directives(self.tracker)
         self.probing = ProbeRunner(self.tracker, self.directives, 16, True)
         self.queues: Any
@@ -188,7 +189,7 @@ def test_a_probe_that_arrives_in_calm_steps_is_placed_at_its_sentence_end() -> N
     engine.link.inbox.put(agent_pb2.Directives(step=1, probes=[asked]))
     engine.take()
     engine.calm.find_due(engine.scheduler)
-    assert engine.calm.due == [engine.tracker.by_id["a"]], "the sentence has just ended"
+    assert engine.calm.due == {engine.tracker.by_id["a"]: 0}, "the sentence has just ended"
     engine = Engine()
     assert engine.look()
     engine.probing.rows_possible = True
@@ -198,7 +199,7 @@ def test_a_probe_that_arrives_in_calm_steps_is_placed_at_its_sentence_end() -> N
     assert not engine.calm.due
     engine.step([STOP], [STOP])
     assert engine.holds()
-    assert engine.calm.due == [engine.tracker.by_id["a"]]
+    assert engine.calm.due == {engine.tracker.by_id["a"]: 0}
 
 
 def test_a_probe_that_needs_a_place_ends_the_calm_until_places_are_kept_free() -> None:
@@ -334,6 +335,8 @@ def test_a_sentence_that_ends_among_drafts_ends_the_calm() -> None:
     assert not engine.holds()
     assert not engine.look(), "the probe can be placed behind the sentence"
     engine.step([TEXT], [TEXT])
+    assert not engine.look(), "the end of a sentence may become known one token later"
+    engine.step([TEXT], [TEXT])
     assert engine.look(), "the end of the sentence is too far back"
 
 
@@ -349,7 +352,7 @@ def test_a_probe_that_waits_has_no_place_in_the_newest_tokens(drafts: int) -> No
             engine.ids = engine.ids[::-1]
         engine.counted(*(rng.choices((TEXT, STOP), (90, 10), k=rng.randint(1, 1 + drafts)) for _ in IDS))
         waits = live in engine.probing.waiting(engine.directives.probes)
-        since = live.since_boundary(FLAG_SENTENCE, drafts)
+        since = live.since_end(FLAG_SENTENCE, drafts)
         assert not waits or since is None
         waiting, placed = waiting + waits, placed + (since is not None)
         if since is not None and rng.random() < 0.5:

@@ -14,6 +14,7 @@ from meridian_agent.core.live_request import Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_SENTENCE, Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.sentences import NO_SENTENCES
 from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
@@ -186,7 +187,7 @@ def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
     live = tracked(all_token_ids=[9] * 41, request_id="a")
     probing.rows_possible = True
     directives.probes.put_back((1, live, FLAG_SENTENCE, 0))
-    assert probing.place_rows(scheduler, [live]) == may
+    assert probing.place_rows(scheduler, {live: 0}) == may
     assert (len(probing.rows), len(directives.probes)) == (may, not may)
     if not full:
         probing.rows_possible = False
@@ -212,7 +213,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     limits = SchedulerLimits({})
     later_turns = LaterTurns(lambda _: Template(), lambda: None)
     facts = [
-        EngineFacts("m", b"", True, later_turns, lambda *_: None, ("cpu", ""), limits, why)
+        EngineFacts("m", NO_SENTENCES, True, later_turns, lambda *_: None, ("cpu", ""), limits, why)
         for why in ("", "it moves it")
     ]
     assert [capabilities(scheduler, True, one).eat_probe for one in facts] == [True, False]

@@ -25,6 +25,7 @@ from meridian_agent.link.messages import step_report
 from meridian_agent.link.unreported import Unreported
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 from tests.fakes.records import in_slot_order
+from tests.fakes.sentences import ends_by_id
 
 START, END, TEXT, STOP, TOOL_CALL = 1, 2, 3, 4, 5
 
@@ -37,7 +38,7 @@ class Engine:
         self.tracker, self.singly, self.whole = Tracker(Markers(((START,),), ((END,),)), 1 + drafts), singly, 0
         self.rows = 1 + drafts
         # The token STOP ends a sentence.
-        self.tracker.boundaries = bytes([0, 0, 0, 0, 32])
+        self.tracker.sentences = ends_by_id(bytes([0, 0, 0, 0, 32]))
         directives = Directives(self.tracker)
         self.probing = ProbeRunner(self.tracker, directives, 16, True)
         hand_over = HandOverRunner(self.tracker, directives.hand_overs, None, True)
@@ -108,7 +109,7 @@ class Engine:
 
 def states(engine: Engine) -> list[tuple[Any, ...]]:
     live = engine.tracker.by_id.values()
-    return [(r.state.phase, r.state.think_tokens, r.state.output_tokens, r.boundary, r.same_answer) for r in live]
+    return [(r.state.phase, r.state.think_tokens, r.state.output_tokens, r.sentence_flags, r.same_answer) for r in live]
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

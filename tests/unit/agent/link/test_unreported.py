@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Markers
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox, unreported
 from meridian_agent.link.message_sizes import SnapshotRecord
@@ -204,7 +206,10 @@ def test_steps_of_text_notice_silence_too() -> None:
     made.link.lease.attention = False
 
     def text(at_s: float) -> bool:
-        return made.link.outbox.send_text((record.step, at_s, 0, 0, 0, 0, 0, 0, [], [], [], (), b"", None, ()))
+        gauges = 0, 0, 0, 0, 0, 0
+        return made.link.outbox.send_text(
+            (record.step, at_s, *gauges, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())
+        )
 
     assert text(made.now_s)
     assert text(made.now_s + SILENT_S)
@@ -311,4 +316,5 @@ def test_a_record_knows_how_it_changes_the_thinking_tokens(play: Callable[[FakeE
 
 def test_a_record_of_the_run_counts_each_draft() -> None:
     record = StepRecord(slots=[3, 5], phases=[2, 3], rows=[0, 1], text=[TEXT] * 5, lengths=[3, 2])
+    record.states = np.zeros(5, np.uint32)
     assert record.think_tokens() == {3: 3, 5: 0}

@@ -209,7 +209,7 @@ def test_a_probe_whose_request_is_left_out_of_the_step_waits_for_it() -> None:
         live.ref.spec_token_ids = []
     assert tracker.record.outcomes == []
     directives.probes.add(agent_pb2.EatProbe(decision_id=6, slot=live.slot, hold_ms=5), live)
-    assert not probing.place_rows(engine, [live]), "the request is to wait for the decision"
+    assert not probing.place_rows(engine, {live: 0}), "the request is to wait for the decision"
     assert [decision_id for decision_id, *_ in directives.probes] == [6], "a full look places it"
     probing.collect_rows(SimpleNamespace(**{PROBED: [(0.5, 7)]}))
     assert [outcome for _, outcome, *_ in tracker.record.outcomes] == [Outcome.APPLIED]

@@ -24,6 +24,7 @@ from meridian_control.fleet.status_messages import request_views
 from meridian_control.session.session import Session
 from tests.fakes.agent import StreamChecker
 from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
 
@@ -126,7 +127,7 @@ def test_what_the_gates_of_a_probe_compared() -> None:
     gates = {"eat_probe_max_rank": 4, "eat_probe_max_margin_nats": 0.75}
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | gates))
     made.agent.end_rank, made.agent.margin_nats = 3, 0.5
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.open("a")
     made.step(4)
     probe = decisions(made, kind="probe")[0]
@@ -189,7 +190,7 @@ def test_what_the_rules_at_sentence_ends_compared(
     made.agent.end_rank, made.agent.margin_nats = 3, 0.5
     made.open("a")
     made.step(3)
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.step(10)
     (force,) = decisions(made, kind="force")
     assert force.reason == reason
@@ -369,7 +370,7 @@ def test_a_probe_has_only_the_values_that_decided_about_it() -> None:
     made.apply(
         policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0, "eat_probe_max_rank": 50})
     )
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.step(200)
     gated = decisions(made, kind="probe")[0]
     assert gated.signals.think_tokens > counted.think_tokens

@@ -172,6 +172,20 @@ def test_margins_at_sentence_ends() -> None:
     np.testing.assert_array_equal(made.boundary_margins[0], [1.0, 2.5, np.nan, np.nan])
 
 
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_sentence_that_goes_on_has_no_end(cut: int) -> None:
+    """A row may say that the token before it ended no sentence, also in the next report. The same bit means something
+    else at an end of thinking."""
+    made, goes_on = table(thinking()), phases.FLAG_GOES_ON
+    rows = [(FLAG_BOUNDARY, 1), (goes_on, 2), (FLAG_BOUNDARY, 3), (FLAG_BOUNDARY | goes_on, 4), (0, 5), (0, 6)]
+    for part in (rows[:cut], rows[cut:]):
+        made.add_tokens(tokens([(0, THINK, flags, 1.0, rank) for flags, rank in part]))
+    assert (made.boundary_count[0], made.boundary_ranks[0, 0]) == (1, 5)
+    ended = phases.FLAG_MARKER | phases.FLAG_END | phases.FLAG_FORCED | phases.FLAG_BY_CAP
+    made.add_tokens(tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 7), (0, THINK, ended, 1.0, 8)]))
+    assert (made.boundary_count[0], made.boundary_ranks[0, 0]) == (2, 8)
+
+
 def test_an_older_agent_sends_no_margins() -> None:
     made = table(thinking())
     assert made.add_tokens(tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 9, -4.0), (0, THINK, 0, 1.0, 9, -4.0)])) == 2

@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.decisions.request_table import OUTPUT, THINK, RequestTable
 from meridian_control.decisions.signals import rpdi
-from meridian_control.decisions.token_rows import FLAG_BOUNDARY
+from meridian_control.decisions.token_rows import FLAG_BOUNDARY, FLAG_GOES_ON
 from meridian_control.offline.correctness import from_probes
 from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
@@ -136,10 +136,12 @@ def test_columns_are_those_of_a_live_table(path: Path) -> None:
     requests[3].rows += [
         (OUTPUT, 1, 0.1, 9),
         *[(THINK, FLAG_BOUNDARY, 0.3, 7)] * 3,
+        (THINK, FLAG_BOUNDARY | FLAG_GOES_ON, 0.3, 6),
+        (THINK, 0, 0.3, 5),
         (THINK, 3, 0.1, 1),
         (OUTPUT, 0, 0, 9),
     ]
-    for tokens in range(1, 4):
+    for tokens in range(1, 5):
         requests[3].probes[max(requests[3].probes) + 1] = (0.5, tokens)
     found = collect([traces.write(path, traces.records(requests, at_once=3))])
     assert sorted(found.ids) == sorted(r.request_id for r in requests)

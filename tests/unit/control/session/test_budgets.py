@@ -15,6 +15,7 @@ from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.session.session import Session
 from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import Stream, step_report, stream
 
@@ -36,7 +37,7 @@ def budgeted(shadow: bool = False, entropy: bool = False, **scheduler: Any) -> P
 def closable(first: Policy) -> Stream:
     """Return an engine on which every token ends a sentence with a likely end marker."""
     made = stream(first)
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.agent.end_rank = 1
     return made
 

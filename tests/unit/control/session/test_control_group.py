@@ -19,6 +19,7 @@ from meridian_control.session.arms import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.session.session import Session
 from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
 
@@ -219,7 +220,7 @@ def test_harm_of_a_rule_without_probes_is_not_measured() -> None:
     capabilities = agent_pb2.Capabilities(token_entropy=True, force_end=True, dispatch=True)
     rules = {"shadow": False, "rpdi_threshold": 0.5, "eat_level_threshold_nats": 0.0, "holdout_share": 0.5}
     made = stream(policy(scheduler=EARLY, entropy={**rules, "rpdi_window_tokens": 2}), capabilities=capabilities)
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.open(CONTROL, think=30, answer=2)
     made.step(40)
     told = counts(made)

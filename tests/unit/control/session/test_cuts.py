@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_END, FLAG_GOES_ON, FLAG_MARKER, FLAG_SENTENCE
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-SENTENCE, END, START = FLAG_SENTENCE, FLAG_MARKER | FLAG_END, FLAG_MARKER
+SENTENCE, GOES_ON, END, START = FLAG_SENTENCE, FLAG_GOES_ON, FLAG_MARKER | FLAG_END, FLAG_MARKER
 Token = tuple[int, int, float, int]
 
 
@@ -213,7 +213,8 @@ def _token(draw: st.DrawFn, slot: int, phases: dict[int, int]) -> Token:
         phases[slot] = THINK
         return (THINK, START, *signals)
     phases[slot] = THINK if before == THINK else OUTPUT
-    return (phases[slot], SENTENCE * (kind % 2) * (before == THINK), *signals)
+    flags = SENTENCE * (kind % 2) + GOES_ON * (kind % 3 == 1)
+    return (phases[slot], flags * (before == THINK), *signals)
 
 
 @st.composite

@@ -12,6 +12,7 @@ from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.session.effective_policies import ROOM
 from tests.fakes.agent import Script
 from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
@@ -205,7 +206,7 @@ def test_gated_probes_are_asked_for_where_the_end_marker_is_likely_and_placed_at
     made = stream(policy(scheduler=EARLY, entropy=gate))
     made.open("a")
     assert not made.step(6).probes, "no sentence has ended"
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     asked = made.step(3)
     assert {p.placement for p in asked.probes} == {agent_pb2.PLACEMENT_ANYWHERE}
     made.agent.end_rank = 6
@@ -218,7 +219,7 @@ def test_probes_are_gated_by_the_margin_too() -> None:
     made.agent.margin_nats = 1.75
     made.open("a")
     made.step()
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     assert not made.step(6).probes, "the margin is too large"
     made.agent.margin_nats = 1.5
     assert {p.placement for p in made.step(3).probes} == {agent_pb2.PLACEMENT_ANYWHERE}
@@ -234,7 +235,7 @@ def test_the_margin_rule_ends_thinking_once_it_is_confirmed(shadow: bool) -> Non
     made.open("plain", think=60)
     made.open("careful", think=60, tenant="careful")
     made.step(2)
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     assert not made.step(10).forces, "the margin is too large"
     made.agent.margin_nats = 1.5
     fired = [sorted((f.slot, f.reason, f.shadow) for f in made.step().forces) for _ in range(4)]
@@ -307,7 +308,7 @@ def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
     made.step(9)
     made.agent.scripts["a"].entropy_nats = 2.0
     assert not made.step(3).forces, "no sentence has ended"
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     assert [f.reason for f in made.step(2).forces] == [agent_pb2.FORCE_REASON_RPDI]
     assert made.session.table is not None
     made.apply(policy(scheduler=EARLY, entropy=rules | {"rpdi_window_tokens": 30}))

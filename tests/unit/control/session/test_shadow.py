@@ -13,6 +13,7 @@ from meridian_control.fleet.status_messages import engine_view
 from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import FakeAgent
 from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
@@ -97,7 +98,7 @@ def test_other_rules_begin_anew_and_other_fields_do_not() -> None:
 
 def run(entropy: dict[str, Any], scheduler: dict[str, Any], think: int = 30) -> Stream:
     made = stream(policy(scheduler=EARLY | scheduler, entropy=CALIBRATED | entropy), agent=FakeAgent())
-    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
     made.open("a", think=think, answer=2)
     made.step(think + 10)
     assert made.balanced()
