@@ -78,6 +78,10 @@ class CatchUp:
         """Add requests after all others."""
         self._waiting.extend(requests)
 
+    def put_back(self, requests: list[Any]) -> None:
+        """Add requests before all others, because they have to be read again later."""
+        self._waiting.extendleft(reversed(requests))
+
     def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Any, PhaseState]]:
         """Do the reading of one step; return the requests that have been read to their newest token, each with its
         state."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
 # with the step that closed it, so an early use would cut one report into two.
 RESTING_SLOTS = 8
+# Number of slots; no control plane takes in a request with a higher one.
+MAX_SLOTS = 1 << 16
 
 
 class Tracker:
@@ -101,6 +103,11 @@ class Tracker:
     def limit_new(self, cap: int | None, reserve: int, over: bool) -> None:
         """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`."""
         self.default_cap, self.default_reserve = (None, 0) if over else (cap, reserve)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is free for another request."""
+        return not self._free and self._next_slot >= MAX_SLOTS
 
     def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> LiveRequest:
         """Start tracking a request that was just admitted to the engine."""

@@ -192,7 +192,7 @@ class Agent:
         self.hand_over.opened(info)
         self.facts.later_turns.arrived(info, request.block_hashes)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
-        if state is not None:
+        if state is not None and not self.tracker.is_full:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
             return
         self._adoption.extend([request])
@@ -203,17 +203,25 @@ class Agent:
         self.accounts.prefills.extend([0] * steps_under_way)
 
     def _adopt_some(self, scheduler: Any) -> None:
+        """Do the reading of one step. While the engine has more live requests than a control plane takes in, the newest
+        ones wait here; hardly one of them runs before it has a slot."""
+        if self.tracker.is_full:
+            return
+        without_slot: list[Any] = []
         for request, state in self._adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 self.tracker.reread(live, state, self._sentence(request, state))
                 self.link.outbox.resync()
+            elif self.tracker.is_full:
+                without_slot.append(request)
             elif request.sampling_params is not None and live is None and not request_api.waits_for_input(request):
                 info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
                 waits = request_api.waits_preempted(request)
                 sentence = self._sentence(request, state)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits, sentence=sentence)
                 self.tracker.reorder = True
+        self._adoption.put_back(without_slot)
 
     def _sentence(self, request: Any, state: PhaseState) -> int:
         """Return the sentence table's state after the thinking of a request that the agent has not seen from its first

@@ -29,8 +29,10 @@ TOKEN_BYTES, PROBE_BYTES, SLOT_BYTES, OUTCOME_BYTES, OPENED_BYTES = 28, 64, 24, 
 STEP_BYTES, REPORT_HEAD_BYTES = 64, 512
 # Fields of a record with an entry for each token, request or decision; and the fields that only one of the reports of a
 # step has, as the others have them.
-ENTRIES: tuple[str, ...] = ("slots", "phases", "rows", "text", "flags", "opened", "probes", "looks", "loops", "repeats")
-ENTRIES += ("preempted", "resumed", "closed", "continued", "joined", "outcomes")
+ENTRIES = (
+    *("slots", "phases", "rows", "text", "flags", "opened", "joined", "probes", "looks", "loops", "repeats"),
+    *("preempted", "resumed", "continued", "outcomes", "closed"),
+)
 NOTHING_ONCE: dict[str, Any] = {"prefill_tokens": 0, "counters": ()}
 
 

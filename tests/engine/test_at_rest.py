@@ -67,7 +67,7 @@ def test_settings_and_freezes_are_confirmed_without_a_step(
     confirmed(control, True)
     assert (scheduler.current_step, scheduler.running) == (step, running), "nothing of vLLM's has changed"
     # The next step is stock's, and so are all others of the freeze.
-    resting.add("frozen", opened(2), GREEDY)
+    resting.add("frozen", cases()[2], GREEDY)
     resting.until(lambda: "frozen" in resting.finished)
     assert resting.tokens["frozen"] == stock[2]
     assert scheduler._agent.frozen

@@ -21,6 +21,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
+from meridian_agent.core import tracker
 from meridian_agent.core.phases import Phase
 from meridian_agent.engine import scheduler_mixin, stock_restore
 from meridian_agent.vllm_adapter import request_api
@@ -376,3 +377,23 @@ def test_a_probe_ends_with_all_requests_before_an_engine_sleeps(
     assert [outcome[:2] for record in sent for outcome in record.outcomes] == [(7, agent_pb2.OUTCOME_REQUEST_GONE)]
     while engine.busy():
         step(engine, 1)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_more_requests_than_a_control_plane_takes_in_wait_for_slots(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """The oldest requests, which run first, have slots; the others get theirs before they run."""
+    monkeypatch.setattr(tracker, "MAX_SLOTS", 16)
+    engine = made(Shape(is_async=is_async, blocks=200, places=3, batch_tokens=128))
+    names = [f"request {number}" for number in range(60)]
+    for name in names:
+        add(engine, name, [TEXT[0], START], Script(1, 2, 2, False), 8)
+    slots: dict[str, int] = {}
+    while engine.busy():
+        slots |= {name: live.slot for name, live in engine.agent.tracker.by_id.items()}
+        assert {request.request_id for request in engine.scheduler.running} <= slots.keys()
+        step(engine, 1)
+    assert set(engine.finished) == slots.keys() == set(names)
+    assert max(slots.values()) == 15
+    assert not engine.scheduler._guard.fault
