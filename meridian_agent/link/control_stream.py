@@ -188,8 +188,11 @@ class Link:
         """Open one stream after another until the link stops, whatever a stream fails with."""
         while not self._stop.is_set():
             wait_s = BACKOFF_S[1]
-            with contextlib.suppress(Exception):
+            try:
                 wait_s = self._round()
+            except Exception:
+                with contextlib.suppress(Exception):
+                    logger.exception("meridian: an error of the agent ended a stream")
             self.mailbox.let_go()
             self._stop.wait(wait_s)
 

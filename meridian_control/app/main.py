@@ -167,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
             asyncio.run(serve(args, DecisionLog(settled, ended)))
     except (MeridianError, OSError, ValueError) as error:
+        # The cause is nearly always a flag or a file; the traceback shows whether it is an error of this program.
+        logger.debug("the control plane has ended with an error", exc_info=error)
         print(f"meridian-control: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0

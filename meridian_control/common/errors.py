@@ -147,10 +147,11 @@ class InvalidRequest(MeridianError):
 
 class BadReport(InvalidRequest):
     """An agent's message breaks the contract. Only the checks of what an agent sends raise this error, so that no error
-    of our own code counts as the agent's fault."""
+    of our own code counts as the agent's fault. `field` is the kind of the message, empty where it is not known yet."""
 
-    def __init__(self, message: str, field: str = "report") -> None:
+    def __init__(self, message: str, field: str = "") -> None:
         super().__init__(field, message)
+        self.args = (f"{field} {message}".strip(),)
 
 
 class PolicyError(MeridianError, ValueError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.common.errors import BadReport
 from meridian_control.decisions.loop_rules import repeats_from_tokens
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
@@ -152,7 +153,7 @@ class _Columns:
         self.values = {name: array(kind) for name, kind in kinds.items()}
 
     def add(self, slots: Mapping[int, int], report: int, message: Any) -> None:
-        """Add a report's rows, often none. Raises ValueError if the columns of the rows differ in length."""
+        """Add a report's rows, often none. Raises BadReport if the columns of the rows differ in length."""
         if not message.ByteSize():
             return
         count = len(message.slot)
@@ -162,7 +163,7 @@ class _Columns:
             # A sender leaves a column that it does not know empty, and NaN is a value that was not measured.
             values = getattr(message, name, ()) or [math.nan if column.typecode == FLOAT else 0] * count
             if len(values) != count:
-                raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
+                raise BadReport(f"its columns must have one length; got {count} and {len(values)}")
             column.extend(values)
 
     def grouped(self, numbers: NDArray[np.int64]) -> list[Any]:
@@ -197,7 +198,7 @@ class _Collector:
     report: int = 0
 
     def add(self, record: fleet_pb2.TraceRecord) -> None:
-        """Add the next record of a trace. Raises ValueError for a record that breaks the contract."""
+        """Add the next record of a trace. Raises BadReport for a record that breaks the contract."""
         kind, session = record.up.WhichOneof("message"), record.session_id
         if record.HasField("policy"):
             self.policy = record.policy.policy
@@ -205,7 +206,7 @@ class _Collector:
         if kind == "hello":
             self.slots[session], self.served[session] = {}, record.up.hello.model
         elif kind is not None and session not in self.slots:
-            raise ValueError("its session has no Hello before it")
+            raise BadReport("its session has no Hello before it")
         elif kind == "snapshot":
             self.slots[session] = {}
             for opened in record.up.snapshot.requests:
@@ -246,7 +247,7 @@ def collect(paths: Iterable[Path], model: str = "") -> Episodes:
         for number, record in enumerate(read(path)):
             try:
                 collector.add(record)
-            except ValueError as error:
+            except BadReport as error:
                 raise FileError(path, f" record {number}:", str(error)) from error
     if path is not None and not model and len(collector.models) > 1:
         names = ", ".join(sorted(collector.models))

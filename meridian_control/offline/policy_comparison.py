@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.common.enum_names import reason_name
-from meridian_control.common.errors import MeridianError
+from meridian_control.common.errors import BadReport, MeridianError
 from meridian_control.decisions import moments
 from meridian_control.decisions.token_rows import FLAG_FORCED
 from meridian_control.offline.policy_replay import ReplayResult, SessionReplay, ThinkEnd
@@ -123,7 +123,7 @@ class Difference:
             for number, record in enumerate(read(path)):
                 try:
                     self._take(record)
-                except (MeridianError, ValueError, IndexError) as error:
+                except (MeridianError, IndexError) as error:
                     raise FileError(path, "", f"record {number}: {error}") from error
             for session in self._sessions.values():
                 self._finish(session)
@@ -138,7 +138,7 @@ class Difference:
             return
         session = self._sessions.get(record.session_id)
         if session is None:
-            raise ValueError("its session has no Hello before it")
+            raise BadReport("its session has no Hello before it")
         if record.HasField("down") and not record.down.HasField("freeze"):
             session.said.append(record.down)
             return

@@ -102,7 +102,7 @@ class PendingProbe(NamedTuple):
 class _Came:
     """The steps in which a report's recorded probes and outcomes came, and the steps of their replacements.
 
-    Raises ValueError if the report's columns of merged steps do not fit the report.
+    Raises BadReport if the report's columns of merged steps do not fit the report.
     """
 
     def __init__(self, report: agent_pb2.StepReport) -> None:

@@ -120,6 +120,8 @@ class FakeEngine:
         self.tracker.close(tr, reason)
 
     def abort(self, name: str) -> None:
+        """End a request because its client has gone."""
+        self.tracker.record.clients_gone.append(self.live[name].slot)
         self.finish(name, ABORT)
 
     def free(self, name: str) -> None:

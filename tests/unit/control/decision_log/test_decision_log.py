@@ -222,7 +222,11 @@ def test_an_abort_and_thinking_taken_up_again() -> None:
     made.step(3)
     made.agent.abort("a")
     made.step()
-    assert kinds(life(made))[-1] == "closed abort"
+    assert kinds(life(made))[-1] == "closed the client has gone"
+    made.open("b")
+    made.agent.engine.finish("b", agent_pb2.FINISH_REASON_ABORT)
+    made.step()
+    assert kinds(life(made, "b"))[-1] == "closed aborted by the front end: a stop string, a disconnect or a pause"
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

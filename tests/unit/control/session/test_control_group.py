@@ -243,6 +243,21 @@ def test_aborts_lengths_and_reentries() -> None:
     assert told.treated.think_tokens == 5
 
 
+def test_an_abort_that_may_be_a_stop_string_is_no_harm() -> None:
+    """Agents of 0.3.0 report stop strings and disconnects alike."""
+    made = stream(HALF)
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL)
+    made.open(TREATED)
+    made.step(5)
+    for name in (CONTROL, TREATED):
+        made.agent.engine.finish(name, agent_pb2.FINISH_REASON_ABORT)
+    made.step(2)
+    told = counts(made)
+    assert (told.control.requests, told.treated.requests) == (1, 1)
+    assert (told.control.aborts, told.treated.aborts) == (0, 0)
+
+
 def test_requests_of_other_rules_do_not_count() -> None:
     made = stream(HALF)
     made.open(CONTROL, think=10)

@@ -76,16 +76,20 @@ def test_a_second_thinking_without_an_end_is_a_reentry() -> None:
         (1, None, (1, 0, 1, 0)),
         (2, None, (1, 0, 0, 0)),
         (1000, agent_pb2.FINISH_REASON_LENGTH, (1, 0, 0, 0)),
-        (1000, agent_pb2.FINISH_REASON_ABORT, (1, 0, 0, 1)),
+        (1000, agent_pb2.FINISH_REASON_ABORT, (1, 0, 0, 0)),
+        (1000, "the client has gone", (1, 0, 0, 1)),
     ],
 )
-def test_empty_answers_and_aborts(answer: int, reason: int | None, counted: tuple[int, ...]) -> None:
+def test_empty_answers_and_aborts(answer: int, reason: int | str | None, counted: tuple[int, ...]) -> None:
     """An answer that the client aborts is not empty, however short it is; it counts with the length that it had."""
     made = stream(HALF)
     made.open(TREATED, think=30, answer=answer)
     made.step(30)
-    if reason is not None:
+    if isinstance(reason, str):
+        made.agent.engine.abort(TREATED)
+    elif reason is not None:
         made.agent.engine.finish(TREATED, reason)
+    if reason is not None:
         made.step()
     assert side(counts(made).forced_ends) == counted
 
