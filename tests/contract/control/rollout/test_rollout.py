@@ -460,4 +460,4 @@ async def test_the_author_hears_of_a_step_without_engines_and_it_waits(control: 
             "an engine with the candidate: step 1 selects none of the 1 connected engines"
         )
         shown = (await run("rollout", "status", server=control.target)).stdout
-        assert "output_itl_p99_ms 9 0 not measured".split() in [line.split() for line in shown.splitlines()]
+        assert ["output_itl_p99_ms", "9", "0", "not", "measured"] in [line.split() for line in shown.splitlines()]
