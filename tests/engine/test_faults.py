@@ -242,6 +242,24 @@ def test_unset_means_nothing_is_imported(value: str | None) -> None:
     assert done.returncode == 0, done.stderr
 
 
+UNUSABLE = """
+import logging
+from vllm.config.scheduler import SchedulerConfig
+stock = SchedulerConfig.get_scheduler_cls
+from meridian_agent.plugin import register
+register()
+assert SchedulerConfig.get_scheduler_cls is stock
+"""
+
+
+def test_a_control_plane_that_cannot_be_an_address_means_stock_vllm() -> None:
+    done = python(UNUSABLE, MERIDIAN_CONTROL="http://control:50051")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "MERIDIAN_CONTROL='http://control:50051': no address host:port; it is left out" in said
+    assert "MERIDIAN_CONTROL names no usable address: this process runs stock vLLM" in said
+
+
 @pytest.mark.parametrize(
     ("what", "said"), [("version", "0.99.0 is outside the supported"), ("hook", "Scheduler._preempt_request")]
 )

@@ -197,7 +197,10 @@ async def test_a_link_that_is_refused_says_so_once(secured: Secured, caplog: pyt
 async def test_a_link_whose_files_are_no_good_says_so(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
     (broken := secured.folder / "broken").write_text("one\ntwo\n")
     for files, complaint in (
-        (agent_credentials.AgentCredentials(ca="/no/such.pem"), "No such file or directory: '/no/such.pem'"),
+        (
+            agent_credentials.AgentCredentials(ca="/no/such.pem"),
+            "MERIDIAN_TLS_CA='/no/such.pem': No such file or directory",
+        ),
         (agent_credentials.AgentCredentials(token_file="/no/token"), "MERIDIAN_TOKEN_FILE needs TLS"),
         (
             agent_credentials.AgentCredentials(ca=str(secured.authority.file), token_file=str(broken)),

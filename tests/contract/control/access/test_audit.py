@@ -374,4 +374,5 @@ async def test_meridianctl(tmp_path: Path) -> None:
         assert (nothing.exit_code, nothing.stderr[:12]) == (3, "UNAVAILABLE:")
         missing = await ctl(secured, "admin", "--ca", str(tmp_path / "no.pem"), "engines")
         assert missing.exit_code == 2
-        assert missing.stderr == f"{tmp_path / 'no.pem'}: cannot be read: No such file or directory\n"
+        why = "cannot be read: No such file or directory; named by --ca, MERIDIAN_TLS_CA or the context"
+        assert missing.stderr == f"{tmp_path / 'no.pem'}: {why}\n"

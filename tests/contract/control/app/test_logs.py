@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import urllib.request
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,10 @@ class Logged(Control):
     """A control plane whose page and log a test reads."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self.page, self.health = free_port(), free_port()
-        ports = ("--page-listen", f"127.0.0.1:{self.page}", "--health-listen", f"127.0.0.1:{self.health}")
-        super().__init__(folder, options=(*ports, *options))
+        self.page, self.health, self.metrics = free_port(), free_port(), free_port()
+        listens = {"page": self.page, "health": self.health, "metrics": self.metrics}
+        flags = [part for name, port in listens.items() for part in (f"--{name}-listen", f"127.0.0.1:{port}")]
+        super().__init__(folder, options=(*flags, *options))
 
     def lines(self, text: str) -> list[str]:
         return [line for line in self.process.output().splitlines() if text in line]
@@ -76,7 +78,8 @@ def control(tmp_path: Path) -> Iterator[Logged]:
 def test_the_start_names_version_and_addresses(control: Logged, tmp_path: Path) -> None:
     line = control.line("listening on")
     assert f"meridian-control {__version__} listening on {control.target} for gRPC (no TLS, no access file)" in line
-    assert f", status page on 127.0.0.1:{control.page}, health on 127.0.0.1:{control.health}" in line
+    others = ("/metrics", control.metrics), ("status page", control.page), ("health", control.health)
+    assert "".join(f", {name} on 127.0.0.1:{port}" for name, port in others) in line
     assert line.endswith(f"; store SQLite {tmp_path / 'meridian.db'}")
 
 
@@ -159,6 +162,8 @@ def test_two_engines_of_one_name(control: Logged, caplog: pytest.LogCaptureFixtu
             command = [*MERIDIANCTL, "--server", control.target, "engines"]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+            with urllib.request.urlopen(f"http://127.0.0.1:{control.metrics}/metrics") as answer:
+                assert "\nmeridian_engines_sharing_name 2.0\n" in answer.read().decode()
             assert "same: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own" in said
 
 

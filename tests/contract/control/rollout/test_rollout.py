@@ -433,3 +433,31 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     steps.write_text("[[step]]\npercent = 101\n")
     bad = await ctl("start", "-f", policy, "--steps", steps)
     assert (bad.exit_code, bad.stderr) == (INVALID, "step[0].percent must be in [0, 100]; got 101\n")
+
+
+async def test_the_author_hears_of_a_step_without_engines_and_it_waits(control: Control, tmp_path: Path) -> None:
+    """A percentage of one engine selects none. The rollout does not pass that step, whatever the guardrails say."""
+    policy, steps = tmp_path / "policy.toml", tmp_path / "steps.toml"
+    policy.write_text("fallback.lease_ms = 6000")
+    steps.write_text(
+        "[[step]]\npercent = 0.0001\nbake_s = 2\n[[step]]\npercent = 100\n[guardrails]\noutput_itl_p99_ms = 9"
+    )
+    command = ("rollout", "start", "-f", policy, "--steps", steps)
+    nobody = await run(*command, "--dry-run", server=control.target)
+    assert nobody.stderr == "warning: no engine is connected: the rollout waits until one connects\n"
+    with Engine(control, "a", "main") as a:
+        await a.has(1)
+        for more in (("--dry-run",), ()):
+            warned = await run(*command, *more, server=control.target)
+            assert (warned.exit_code, warned.stderr) == (
+                OK,
+                "warning: step 1 selects none of the 1 connected engines (0.0001 % of the engines, by a hash of their "
+                "ids): it waits until an engine that it selects connects\n",
+            )
+        found = await control.ticks(20)
+        assert (found.step, found.candidate_engines, found.other_engines) == (1, 0, 1)
+        assert found.waiting_for.startswith(
+            "an engine with the candidate: step 1 selects none of the 1 connected engines"
+        )
+        shown = (await run("rollout", "status", server=control.target)).stdout
+        assert ["output_itl_p99_ms", "9", "0", "not", "measured"] in [line.split() for line in shown.splitlines()]

@@ -26,7 +26,7 @@ def test_no_stream_outlives_the_engine(is_off: bool) -> None:
     stopped: list[bool] = []
     made: Any = object.__new__(governed(Stock))
     made._guard = Guard()
-    made._lifecycle = SimpleNamespace(link=SimpleNamespace(stop=lambda: stopped.append(True)))
+    made._lifecycle = SimpleNamespace(stop=lambda: stopped.append(True))
     if is_off:
         made._guard.trip(Stock.shutdown, KeyError("no such block"))
     made.shutdown()

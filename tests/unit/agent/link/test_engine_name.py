@@ -41,9 +41,9 @@ while not file.load():
 if os.environ.get("CHILD"):
     child = os.fork()
     if not child:
-        print(json.dumps([os.getpid()]), flush=True)
+        os.write(1, f"{json.dumps([os.getpid()])}\\n".encode())
         time.sleep(600)
-print(json.dumps([held.name, held.file_name]), flush=True)
+os.write(1, f"{json.dumps([held.name, held.file_name])}\\n".encode())
 time.sleep(600)
 """
 

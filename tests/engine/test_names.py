@@ -1,0 +1,59 @@
+"""Two servers of one host without a name of their own: each is an engine, and the control plane knows how each ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from tests.engine.test_served import APART, Served
+from tests.processes import MERIDIANCTL, Control, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def connected(control: Control) -> dict[str, str]:
+    """Return the names of the connected engines, and of each its label `server`."""
+    live = [e for e in control.engines() if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+    return {engine.engine_id: engine.labels["server"] for engine in live}
+
+
+def test_two_servers_of_one_host(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    # Both servers have one state folder, as by default. An empty name counts as none.
+    own = {**APART, "MERIDIAN_ENGINE_ID": "", "MERIDIAN_STATE_DIR": str(tmp_path / "state")}
+    # By default vLLM kills its engine as soon as it is to shut down, so that the engine cannot end its stream.
+    patient = ("--shutdown-timeout", "60")
+    servers = [
+        Served(tmp_path, control.target, None, patient, {**own, "MERIDIAN_LABELS": f"server={n}"}) for n in (1, 2)
+    ]
+    try:
+        found: dict[str, str] = wait_for(lambda: len(names := connected(control)) == 2 and names, 120, "both engines")
+        assert sorted(found.values()) == ["1", "2"]
+        assert len(list((tmp_path / "state").glob("*.json"))) <= 2
+        for server in servers:
+            wait_for(server.ready, 120, "the server")
+        names = {label: name for name, label in found.items()}
+        # The first server shuts down, and the second is killed.
+        servers[0].process.signal(signal.SIGTERM)
+        wait_for(lambda: list(connected(control).values()) == ["2"], 60, "the first server to leave")
+        servers[1].process.signal(signal.SIGKILL)
+        lost = f"engine {names['2']} ("
+        wait_for(lambda: any(lost in line for line in warnings(control)), 60, "the warning")
+        assert not [line for line in warnings(control) if f"engine {names['1']} (" in line]
+        command = [*MERIDIANCTL, "--server", control.target, "wait", "--timeout", "0"]
+        waited = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert waited.returncode == 1
+        assert f"{names['2']} is lost: its stream broke off, and it has not come back\n" in waited.stderr
+        assert f"{names['1']} has left\n" in waited.stderr
+    finally:
+        for server in servers:
+            server.process.stop()
+        control.process.stop()
+
+
+def warnings(control: Control) -> list[str]:
+    return [line for line in control.process.output().splitlines() if " WARNING " in line and " is lost" in line]
