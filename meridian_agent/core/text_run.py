@@ -19,7 +19,7 @@ import numpy as np
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import NEVER
-from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, place_flags
+from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, newest_end
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -39,9 +39,9 @@ SEPARATOR = "\0"
 
 # A token that ends a sentence: the number of thinking tokens up to it, and its sentence and paragraph flags.
 Passed: TypeAlias = tuple[int, int]
-# The flags of a token for which a probe waits; and whether the token must be known to end a sentence, or may just end
-# one as far as the text before it tells.
-Awaited: TypeAlias = tuple[int, bool]
+# The flags of a token for which a probe waits; and the flag with which the newest token counts as the end of a
+# sentence, as in `sentences.newest_end`.
+Awaited: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -355,7 +355,7 @@ class TextRun:
             ends, states, flags_of = several.ends, several.states, self.sentences.flags
             several.flagged = {}
             for at in self.sentences.ends(states, CERTAIN | ENDED).tolist():
-                row, place = bisect_right(ends, at), place_flags(flags_of[states[at]])
+                row, place = bisect_right(ends, at), newest_end(flags_of[states[at]])
                 if place is not None and row not in several.joined:
                     several.flagged[row] = ends[row] - 1 - at + place[0], place[1]
         return several.flagged
@@ -370,9 +370,8 @@ class TextRun:
         reached: dict[LiveRequest, int] = {}
         several = self._recent[-1] if self._recent else None
         flagged = {} if several is None else self._flagged(several)
-        for row, (wanted, known) in awaited.items():
-            flags = self.sentences.flags[self._states[row]]
-            place = flagged.get(row) or (place_flags(flags) if known else (0, flags))
+        for row, (wanted, enough) in awaited.items():
+            place = flagged.get(row) or newest_end(self.sentences.flags[self._states[row]], enough)
             if place is not None and place[1] & wanted == wanted and (live := self._by_row[row]) is not None:
                 reached[live] = place[0]
         return reached

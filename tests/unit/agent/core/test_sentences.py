@@ -20,7 +20,7 @@ from meridian_agent.core.sentences import (
     ROW_FLAGS,
     SentenceTable,
     TokenText,
-    place_flags,
+    newest_end,
     split_bytes,
     table_of,
 )
@@ -127,7 +127,7 @@ def test_paragraphs_and_markers() -> None:
     assert [f & both for f in flags] == [0, FLAG_SENTENCE, both, 0, both, 0]
     assert flags[2] & FLAG_GOES_ON, "the end belongs to the later line feed"
     assert ends_of(flags_of(table, [word, stop, special])) == [1], "a marker ends what seemed to end"
-    known = [place_flags(f) for f in flags_of(table, [word, stop, word, paragraph, word])]
+    known = [newest_end(f) for f in flags_of(table, [word, stop, word, paragraph, word])]
     assert known == [None, None, (1, FLAG_SENTENCE), (0, both), (1, both)]
 
 
