@@ -273,7 +273,7 @@ class Directives:
         if ending.reason != agent_pb2.FORCE_REASON_SOFT_CLOSE or ending.waited_steps >= MAX_WAIT_STEPS:
             return False
         limit = limit_in(live, live.state, self._tracker.markers)
-        near = limit is not None and live.think_tokens + rows >= limit.tokens
+        near = limit is not None and live.think_tokens + rows > limit.tokens
         return bool(live.sentence_flags & DIVIDES) and not near
 
     def _written(self, live: LiveRequest, state: PhaseState, ending: Ending) -> tuple[tuple[int, ...], str]:
