@@ -28,7 +28,7 @@ from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTEN
 from meridian_agent.core.sentence_properties import CONTINUATIONS, FULL_STOPS, TERMINATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -536,5 +536,36 @@ def newest_end(flags: int, enough: int = CERTAIN) -> tuple[int, int] | None:
 
 # The machine of an engine whose vocabulary is not known, in which no token ends a sentence.
 NO_SENTENCES = SentenceTable(array("H", [0]), array("I", [0]), b"\0")
+
+
+class States:
+    """States of a table, one for each row or token of a step, which are computed when somebody first reads them.
+
+    Both threads may read them, because the computation is the same whoever does it. before: the states from which
+    `compute` derives them; None if they are given as `known`.
+    """
+
+    __slots__ = ("_before", "_compute", "_known")
+
+    def __init__(
+        self,
+        known: NDArray[np.uint32] | None,
+        before: States | None = None,
+        compute: Callable[[NDArray[np.uint32]], NDArray[np.uint32]] | None = None,
+    ) -> None:
+        self._known, self._before, self._compute = known, before, compute
+
+    def get(self) -> NDArray[np.uint32]:
+        """Return the states, in an array that nobody changes."""
+        before, compute = self._before, self._compute
+        if self._known is None:
+            assert before is not None
+            assert compute is not None
+            self._known = compute(before.get())
+        # What the states came from is released, in this order, because the other thread may be here too.
+        self._before = self._compute = None
+        return self._known
+
+
 # The states of no tokens.
-NO_STATES = np.zeros(0, np.uint32)
+NO_STATES = States(np.zeros(0, np.uint32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import time
 from array import array
@@ -20,6 +21,7 @@ from meridian_agent.core.sentences import (
     NO_SENTENCES,
     ROW_FLAGS,
     SentenceTable,
+    States,
     TokenText,
     newest_end,
     split_bytes,
@@ -410,3 +412,18 @@ def test_what_the_table_costs_at_the_start(name: str) -> None:
     size = sum(memoryview(part).nbytes for part in (table.classes, table.after, table.flags, table.may_end))
     print(f"| {name} | {len(texts):,} | {texts_s:.1f} | {table_s:.1f} | {size / 1e6:.1f} MB |")
     assert size < 2_000_000
+
+
+def test_states_keep_nothing_that_they_came_from() -> None:
+    """A run of any length keeps the states of its newest step only."""
+    tracker = made(shifted(TABLE), 2)
+    for name in ("r0", "r1"):
+        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, object())
+    thinking, seen = [[FIRST] * 400] * 2, {"r0": list[int](), "r1": list[int]()}
+    rng, kept = random.Random(1), list[int]()
+    for _ in range(120):
+        step(tracker, ["r0", "r1"], thinking, seen, rng)
+        tracker.run.read()
+        gc.collect()
+        kept.append(sum(isinstance(each, States) for each in gc.get_objects()))
+    assert max(kept[20:]) <= max(kept[:20]) + 2
