@@ -53,6 +53,7 @@ PROGRAMS = {
     "meridian_control": "control",
     "tests.chaos.engine": "vllm",
     "tests.engine.lacking": "vllm",
+    "tests.engine.less_known": "vllm",
     "tests.engine.late": "vllm",
     "tests.engine.matrix.child": "vllm",
     "tests.engine.misfit": "vllm",

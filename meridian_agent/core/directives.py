@@ -15,6 +15,7 @@ from meridian_agent.core.hand_overs import HandOvers
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.probe_admission import NOT_THINKING, PendingProbes
+from meridian_agent.core.sentences import DIVIDES
 from meridian_agent.core.step_record import NOT_KNOWN, TIERS, Outcome
 from meridian_agent.core.think_limit import (
     ending_tokens,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.tracker import Tracker
 
 
+# A soft close waits at most this many steps for the end of a number or an abbreviation.
+MAX_WAIT_STEPS = 16
 # Whatever the control plane decides, no request is left out of more steps in a row.
 MAX_SKIP_STEPS = 1024
 
@@ -265,8 +268,20 @@ class Directives:
             live.begin_forced_end(made)
             live.rewrite_forced_end(*self._written(live, state, made))
         elif not _begun(live):
+            if self._waits(live, ending, rows):
+                live.delay_forced_end()
+                return {}
             live.rewrite_forced_end(*self._written(live, live.state, ending))
         return live.expect_forced_end(first, rows)
+
+    def _waits(self, live: LiveRequest, ending: Ending, rows: int) -> bool:
+        """Return whether a soft close waits, because it would divide a number or an abbreviation. It does not wait past
+        a limit that the step may reach."""
+        if ending.reason != agent_pb2.FORCE_REASON_SOFT_CLOSE or ending.waited_steps >= MAX_WAIT_STEPS:
+            return False
+        limit = limit_in(live, live.state, self._tracker.markers)
+        near = limit is not None and live.think_tokens + rows > limit.tokens
+        return bool(live.sentence_flags & DIVIDES) and not near
 
     def _written(self, live: LiveRequest, state: PhaseState, ending: Ending) -> tuple[tuple[int, ...], str]:
         """Return the tokens that a forced end writes in `state`, and the detail of its outcome."""

@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_FORCED, Phase, PhaseState
 from meridian_agent.core.request_info import NEVER
-from meridian_agent.core.sentences import place_flags
+from meridian_agent.core.sentences import CERTAIN, newest_end
 
 if TYPE_CHECKING:
     from meridian_agent.core.request_info import RequestInfo
@@ -53,6 +53,8 @@ class Ending:
     # The answer reserve began the forced end; `detail` says then how many tokens the end leaves to the answer.
     by_reserve: bool = False
     detail: str = ""
+    # Number of steps that the end has waited for the end of a number or an abbreviation.
+    waited_steps: int = 0
 
     def advance(self) -> int:
         """Count one more generated token; return the row flags of the last token, and 0 for all others."""
@@ -248,6 +250,11 @@ class LiveRequest:
         if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:
             self.ending.decision_id = decision_id
 
+    def delay_forced_end(self) -> None:
+        """Count a step that the forced end waits for the end of a number or an abbreviation."""
+        if self.ending is not None:
+            self.ending.waited_steps += 1
+
     def rewrite_forced_end(self, tokens: tuple[int, ...], detail: str) -> None:
         """Replace the tokens and the detail of a forced end of which no token has been generated."""
         if self.ending is not None:
@@ -373,12 +380,12 @@ class LiveRequest:
         self.default_cap, self.default_reserve = (default_cap, default_reserve) if self.cap is None else (None, 0)
         self.own_sentence, self.passed = sentence, (0, 0)
 
-    def since_end(self, flags: int, most: int) -> int | None:
-        """Return the number of tokens after the newest known end of a sentence with these flags; None if there are more
-        than `most`. The end of a sentence may become known one token later."""
+    def since_end(self, flags: int, most: int, enough: int = CERTAIN) -> int | None:
+        """Return the number of tokens after the newest end of a sentence with these flags; None if there are more than
+        `most`. The end may become known one token later. enough: as in `sentences.newest_end`."""
         if not flags:
             return 0
-        newest = place_flags(self.sentence_flags)
+        newest = newest_end(self.sentence_flags, enough)
         if newest is not None and newest[1] & flags == flags:
             return newest[0] if newest[0] <= most else None
         self._apply_steps()

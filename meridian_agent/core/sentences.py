@@ -28,15 +28,17 @@ from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTEN
 from meridian_agent.core.sentence_properties import CONTINUATIONS, FULL_STOPS, TERMINATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
 # The flags that a row reports.
 ROW_FLAGS = FLAG_SENTENCE | FLAG_PARAGRAPH | FLAG_GOES_ON
 # Flags that only the agent reads. CERTAIN: whatever follows, the token ends a sentence, or belongs to the end of one.
-# ENDED, ENDED_PARAGRAPH: the token shows that the token before it has ended a sentence, or a paragraph.
-CERTAIN, ENDED, ENDED_PARAGRAPH = 1, 2, 4
+# ENDED, ENDED_PARAGRAPH: the token shows that the token before it has ended a sentence, or a paragraph. LIKELY: the
+# token ends a sentence for certain, or with a sign behind a word, so that no number, initial or known abbreviation goes
+# on after it. DIVIDES: an end of thinking after the token would divide a number or an abbreviation.
+CERTAIN, ENDED, ENDED_PARAGRAPH, LIKELY, DIVIDES = 1, 2, 4, 8, 128
 
 # Words whose full stop ends no sentence; those of the second text only before a number.
 ABBREVIATIONS = (
@@ -116,11 +118,12 @@ class Place(IntEnum):
     UPPER_LETTER = auto()
     # After a full stop that ends no sentence.
     SHORTENED = auto()
-    # From here on a sentence may have ended: after a terminator, `!` or `?`, a full stop, that of a word which a number
-    # follows, or that of a single letter; and the same with spaces.
+    # From here on a sentence may have ended: after a terminator, `!` or `?`, a full stop, that of a number, that of a
+    # word which a number follows, or that of a single letter; and the same with spaces.
     AFTER_TERMINATOR = auto()
     AFTER_MARK = auto()
     AFTER_STOP = auto()
+    AFTER_NUMBER = auto()
     AFTER_BEFORE_NUMBER = auto()
     AFTER_LETTER = auto()
     SPACED = auto()
@@ -135,10 +138,17 @@ P = Place
 PENDING = frozenset(range(P.AFTER_TERMINATOR, len(Place)))
 # The places at which a sentence has ended whatever follows, because no number and no abbreviation goes on there.
 SURE = {P.AFTER_TERMINATOR, P.SPACED, P.AFTER_LINE, P.AFTER_PARAGRAPH}
+PROBABLE = {*SURE, P.AFTER_MARK, P.AFTER_STOP, P.SPACED_STOP}
+# The places within a number or an abbreviation. A single letter is more often a word than the beginning of one.
+DIVIDED = {
+    *(P.START_NUMBER, P.ITEM, P.NUMBER, P.AFTER_NUMBER, P.ABBREVIATION, P.SHORTENED, P.AFTER_LETTER),
+    *(P.BEFORE_NUMBER, P.AFTER_BEFORE_NUMBER, P.SPACED_BEFORE_NUMBER),
+}
 WITH_SPACES = {
     P.AFTER_TERMINATOR: P.SPACED,
     P.AFTER_MARK: P.SPACED,
     P.AFTER_STOP: P.SPACED_STOP,
+    P.AFTER_NUMBER: P.SPACED_STOP,
     P.AFTER_LETTER: P.SPACED_LETTER,
     P.AFTER_BEFORE_NUMBER: P.SPACED_BEFORE_NUMBER,
 }
@@ -146,6 +156,7 @@ AFTER_STOP_OF = {
     P.ABBREVIATION: P.SHORTENED,
     P.UPPER_LETTER: P.SHORTENED,
     P.BEFORE_NUMBER: P.AFTER_BEFORE_NUMBER,
+    P.NUMBER: P.AFTER_NUMBER,
     P.LOWER_LETTER: P.AFTER_LETTER,
     P.START_NUMBER: P.ITEM,
     # A full stop where a sentence begins ends none.
@@ -256,7 +267,7 @@ def _read(reading: Reading, symbol: Symbol) -> Reading:
     fate, new = _after_end(place, symbol)
     if fate is Fate.ENDED:
         if own:
-            flags |= FLAG_SENTENCE | CERTAIN | (FLAG_PARAGRAPH if place is P.AFTER_PARAGRAPH else 0)
+            flags |= FLAG_SENTENCE | CERTAIN | LIKELY | (FLAG_PARAGRAPH if place is P.AFTER_PARAGRAPH else 0)
         else:
             flags |= ENDED | (ENDED_PARAGRAPH if place is P.AFTER_PARAGRAPH else 0)
         return Reading(new, new in PENDING, flags)
@@ -270,12 +281,14 @@ def _read(reading: Reading, symbol: Symbol) -> Reading:
 def _over(reading: Reading) -> tuple[Place, int]:
     """Return the place after a whole token, and the token's flags."""
     place, own, flags = reading
+    flags |= DIVIDES if place in DIVIDED else 0
     if place in PENDING:
         # If an end was pending before a token of spaces, it includes them.
         flags |= FLAG_SENTENCE | (0 if own else FLAG_GOES_ON)
         if place is P.AFTER_PARAGRAPH:
             flags |= FLAG_PARAGRAPH
-        flags = flags | CERTAIN if place in SURE else flags & ~CERTAIN
+        flags &= ~(CERTAIN | LIKELY)
+        flags |= (CERTAIN if place in SURE else 0) | (LIKELY if place in PROBABLE else 0)
     return place, flags
 
 
@@ -510,10 +523,11 @@ def _numbered(functions: list[_Function], classes: array[int], may_end: bytes) -
     return SentenceTable(classes, after, flags, may_end)
 
 
-def place_flags(flags: int) -> tuple[int, int] | None:
-    """Return the number of tokens after the newest known end of a sentence, which is 0 or 1, and the row flags of the
-    token that ends it; None if the flags, those of a request's newest token, tell of no known end."""
-    if flags & CERTAIN:
+def newest_end(flags: int, enough: int = CERTAIN) -> tuple[int, int] | None:
+    """Return the number of tokens after the newest end of a sentence, which is 0 or 1, and the row flags of the token
+    that ends it; None if the flags, those of a request's newest token, tell of no end. enough: the flag with which the
+    newest token itself counts as an end: CERTAIN, LIKELY or FLAG_SENTENCE."""
+    if flags & enough:
         return 0, flags & (FLAG_SENTENCE | FLAG_PARAGRAPH)
     if flags & ENDED:
         return 1, FLAG_SENTENCE | (FLAG_PARAGRAPH if flags & ENDED_PARAGRAPH else 0)
@@ -522,5 +536,36 @@ def place_flags(flags: int) -> tuple[int, int] | None:
 
 # The machine of an engine whose vocabulary is not known, in which no token ends a sentence.
 NO_SENTENCES = SentenceTable(array("H", [0]), array("I", [0]), b"\0")
+
+
+class States:
+    """States of a table, one for each row or token of a step, which are computed when somebody first reads them.
+
+    Both threads may read them, because the computation is the same whoever does it. before: the states from which
+    `compute` derives them; None if they are given as `known`.
+    """
+
+    __slots__ = ("_before", "_compute", "_known")
+
+    def __init__(
+        self,
+        known: NDArray[np.uint32] | None,
+        before: States | None = None,
+        compute: Callable[[NDArray[np.uint32]], NDArray[np.uint32]] | None = None,
+    ) -> None:
+        self._known, self._before, self._compute = known, before, compute
+
+    def get(self) -> NDArray[np.uint32]:
+        """Return the states, in an array that nobody changes."""
+        before, compute = self._before, self._compute
+        if self._known is None:
+            assert before is not None
+            assert compute is not None
+            self._known = compute(before.get())
+        # What the states came from is released, in this order, because the other thread may be here too.
+        self._before = self._compute = None
+        return self._known
+
+
 # The states of no tokens.
-NO_STATES = np.zeros(0, np.uint32)
+NO_STATES = States(np.zeros(0, np.uint32))

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, Phase
-from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, SentenceTable
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, SentenceTable, States
 from meridian_agent.core.step_signals import SignalBytes, first_rows
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.token_cycles import Look
 
@@ -56,7 +53,7 @@ TextStep: TypeAlias = tuple[
     list[int],
     Sequence[int],
     SentenceTable,
-    "NDArray[np.uint32]",
+    States,
     SignalBytes | None,
     Sequence[int],
 ]
@@ -119,7 +116,7 @@ class StepRecord:
     # table of sentences with its states after these tokens. `flags` has the flags of the other rows.
     text: Sequence[int] = ()
     sentences: SentenceTable = NO_SENTENCES
-    states: NDArray[np.uint32] = field(default_factory=lambda: NO_STATES)
+    states: States = NO_STATES
     # Signals of the step's rows as the worker sent them.
     told: SignalBytes | None = None
     # With drafts, the number of tokens of each member of the run, whose slot, phase and row in the runner come once
@@ -235,6 +232,6 @@ class StepRecord:
             return self.flags
         if THINK not in self.phases:
             return [0] * len(self.text) + self.flags
-        flags = self.sentences.row_flags(self.states)
+        flags = self.sentences.row_flags(self.states.get())
         rows = zip(flags, self.phases, strict=False)
         return [of_token if phase == THINK else 0 for of_token, phase in rows] + self.flags

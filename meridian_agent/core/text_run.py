@@ -19,7 +19,7 @@ import numpy as np
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import NEVER
-from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, place_flags
+from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, States, newest_end
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -37,22 +37,24 @@ THINK = int(Phase.THINK)
 # A character that an id never has if the client has sent it in a header.
 SEPARATOR = "\0"
 
+# Number of steps of which nobody need read the sentence table's states.
+MAX_UNREAD_STEPS = 16
 # A token that ends a sentence: the number of thinking tokens up to it, and its sentence and paragraph flags.
 Passed: TypeAlias = tuple[int, int]
-# The flags of a token for which a probe waits; and whether the token must be known to end a sentence, or may just end
-# one as far as the text before it tells.
-Awaited: TypeAlias = tuple[int, bool]
+# The flags of a token for which a probe waits; and the flag with which the newest token counts as the end of a
+# sentence, as in `sentences.newest_end`.
+Awaited: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
 class Several:
     """The tokens of a step that brought a row several tokens: all of them, and by row their number and the place behind
-    the row's last one. states: state of the sentence table after each token."""
+    the row's last one. states: states of the sentence table after each token."""
 
     tokens: list[int]
     lengths: list[int]
     ends: list[int]
-    states: NDArray[np.uint32] = field(default_factory=lambda: NO_STATES)
+    states: States = NO_STATES
     # By row in whose tokens a sentence is known to have ended, the number of tokens after the newest such end and its
     # flags; None until somebody asks.
     flagged: dict[int, tuple[int, int]] | None = None
@@ -90,9 +92,10 @@ class TextRun:
         self.lengths: Sequence[int] = ()
         # The machine that finds the ends of sentences; its state by row after the row's newest token; and its states
         # after the tokens that the newest counted step brought the members, in the order of these tokens. States are
-        # kept while a member thinks. The arrays never change once a record has them.
+        # kept while a member thinks; `unread` is the number of newest steps whose states nobody has read.
         self.sentences = NO_SENTENCES
         self._states, self.text_states = NO_STATES, NO_STATES
+        self._unread = 0
         self.steps = 0
         self.number = 1
         # Number of members, and whether the newest step had no other live requests.
@@ -138,7 +141,8 @@ class TextRun:
                 moved[known[row]] = live
         more = len(request_ids) - both
         beyond = [*self._beyond[:both], *[0] * more]
-        states, had = np.concatenate((self._states[:both], np.zeros(max(0, more), np.uint32))), self._states
+        had = self._states.get()
+        states = np.concatenate((had[:both], np.zeros(max(0, more), np.uint32)))
         self._slots, self._phases = [*self._slots[:both], *[0] * more], [*self._phases[:both], *[0] * more]
         by_row: list[LiveRequest | None] = [*self._by_row[:both], *[None] * more]
         for row in (*rows, *range(both, len(request_ids))):
@@ -153,7 +157,7 @@ class TextRun:
             live.leave_run()
         # The ids are copied, because the runner may change its own list.
         self.request_ids, self._by_row = list(request_ids), by_row
-        self._beyond, self._states = beyond, states
+        self._beyond, self._states = beyond, States(states)
         joined = SEPARATOR.join(request_ids)
         self._joined = joined if joined.count(SEPARATOR) < max(1, len(request_ids)) else None
 
@@ -166,9 +170,9 @@ class TextRun:
         self._by_row[row], self._stale = live, True
         self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
-        # A record may have the array.
-        self._states = self._states.copy()
-        self._states[row] = live.own_sentence
+        states = self._states.get().copy()
+        states[row] = live.own_sentence
+        self._states = States(states)
         if self._recent and (several := self._recent[-1]) is not None:
             several.joined.add(row)
             if several.flagged is not None:
@@ -272,7 +276,8 @@ class TextRun:
     def _count_one_each(self, tokens: Sequence[int]) -> None:
         self.steps += 1
         if self._thinks:
-            self._states = self.sentences.steps(self._states, self.sentences.classes_of(tokens))
+            table = self.sentences
+            self._add_states(States(None, self._states, lambda states: table.steps(states, table.classes_of(tokens))))
         if self.tokens_per_step > 1:
             self.lengths = ()
             self._recent.append(None)
@@ -290,24 +295,50 @@ class TextRun:
     def _count_several(self, several: Several) -> None:
         self.steps += 1
         self._steps_until_cap -= max(several.lengths) - 1
-        several.states = self._read_several(several)
+        several.states, states = self._read_several(several, self._states)
+        self._add_states(states)
         self._beyond = [tokens - 1 for tokens in map(add, self._beyond, several.lengths)]
         self._recent.append(several)
 
-    def _read_several(self, several: Several) -> NDArray[np.uint32]:
-        """Advance the rows' states by a step, and return the state after each of its tokens."""
-        after = np.zeros(len(several.tokens), np.uint32)
-        if not self._thinks:
-            return after
-        classes, states = self.sentences.classes_of(several.tokens), self._states.copy()
-        lengths = np.array(several.lengths)
-        begins = np.array(several.ends) - lengths
-        for place in range(min(self.tokens_per_step, lengths.max())):
-            rows = (lengths > place).nonzero()[0]
-            at = begins[rows] + place
-            states[rows] = after[at] = self.sentences.steps(states[rows], classes[at])
+    def _add_states(self, states: States) -> None:
+        """Note the rows' states after a step. They are read while the workers compute the next step, or at last when
+        a few steps are unread."""
         self._states = states
-        return after
+        self._unread += 1
+        if self._unread > MAX_UNREAD_STEPS:
+            self.read()
+
+    def read(self) -> None:
+        """Compute the rows' states after the newest step."""
+        self._states.get()
+        self._unread = 0
+
+    def _read_several(self, several: Several, before: States) -> tuple[States, States]:
+        """Return the states after each token of a step, and after the newest token of each row. before: the rows'
+        states before the step."""
+        if not self._thinks:
+            return States(np.zeros(len(several.tokens), np.uint32)), before
+        table, most = self.sentences, self.tokens_per_step
+
+        def each(states: NDArray[np.uint32]) -> NDArray[np.uint32]:
+            after, states = np.zeros(len(several.tokens), np.uint32), states.copy()
+            classes, lengths = table.classes_of(several.tokens), np.array(several.lengths)
+            begins = np.array(several.ends) - lengths
+            for place in range(min(most, lengths.max())):
+                rows = (lengths > place).nonzero()[0]
+                at = begins[rows] + place
+                states[rows] = after[at] = table.steps(states[rows], classes[at])
+            return after
+
+        def newest(after: NDArray[np.uint32]) -> NDArray[np.uint32]:
+            states, lengths = before_step.get().copy(), np.array(several.lengths)
+            rows = (lengths > 0).nonzero()[0]
+            states[rows] = after[np.array(several.ends)[rows] - 1]
+            return states
+
+        before_step = before
+        after = States(None, before, each)
+        return after, States(None, after, newest)
 
     def count(self, tokens: Sequence[int], several: Several | None = None) -> Sequence[int]:
         """Count a step; return the members' tokens, in the order of their rows. tokens: the newest token of each row,
@@ -317,13 +348,14 @@ class TextRun:
             self.lengths = [several.lengths[row] for row in self.rows]
             spans = [(several.ends[row] - several.lengths[row], several.ends[row]) for row in self.rows]
             places = [at for begin, end in spans for at in range(begin, end)]
-            self.text_states = several.states[places]
+            self.text_states = States(None, several.states, lambda states: states[places])
             return [several.tokens[at] for at in places]
         self._count_one_each(tokens)
         if self.members == len(tokens):
             self.text_states = self._states
             return tokens
-        self.text_states = self._states[self.rows]
+        rows = self.rows
+        self.text_states = States(None, self._states, lambda states: states[rows])
         return [tokens[row] for row in self.rows]
 
     def lengths_for(self, told: SignalBytes | None) -> Sequence[int]:
@@ -352,10 +384,10 @@ class TextRun:
 
     def _flagged(self, several: Several) -> dict[int, tuple[int, int]]:
         if several.flagged is None:
-            ends, states, flags_of = several.ends, several.states, self.sentences.flags
+            ends, states, flags_of = several.ends, several.states.get(), self.sentences.flags
             several.flagged = {}
             for at in self.sentences.ends(states, CERTAIN | ENDED).tolist():
-                row, place = bisect_right(ends, at), place_flags(flags_of[states[at]])
+                row, place = bisect_right(ends, at), newest_end(flags_of[states[at]])
                 if place is not None and row not in several.joined:
                     several.flagged[row] = ends[row] - 1 - at + place[0], place[1]
         return several.flagged
@@ -370,13 +402,13 @@ class TextRun:
         reached: dict[LiveRequest, int] = {}
         several = self._recent[-1] if self._recent else None
         flagged = {} if several is None else self._flagged(several)
-        for row, (wanted, known) in awaited.items():
-            flags = self.sentences.flags[self._states[row]]
-            place = flagged.get(row) or (place_flags(flags) if known else (0, flags))
+        states = self._states.get()
+        for row, (wanted, enough) in awaited.items():
+            place = flagged.get(row) or newest_end(self.sentences.flags[states[row]], enough)
             if place is not None and place[1] & wanted == wanted and (live := self._by_row[row]) is not None:
                 reached[live] = place[0]
         return reached
 
     def state(self, row: int) -> int:
         """Return the sentence table's state after the newest counted token in this row."""
-        return int(self._states[row])
+        return int(self._states.get()[row])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import FLAG_MARKER, Markers, Phase, PhaseState, begin
 from meridian_agent.core.request_info import NEVER, RequestInfo
-from meridian_agent.core.sentences import ROW_FLAGS, place_flags
+from meridian_agent.core.sentences import ROW_FLAGS, newest_end
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.text_run import NO_TOKEN, Several, TextRun, several_of
 from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
@@ -329,7 +329,7 @@ class Tracker:
             if flags:
                 # A sentence end before a marker no longer counts.
                 live.passed = 0, 0
-            elif here and (known := place_flags(here)) is not None:
+            elif here and (known := newest_end(here)) is not None:
                 live.passed = state.think_tokens - known[0], known[1]
             record.add_row(live.slot, phase, flags | here & ROW_FLAGS, first_row + offset)
             if state.phase is not before:

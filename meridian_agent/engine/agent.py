@@ -420,6 +420,7 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
+        self.tracker.run.read()
         self._outbox.ring.wake()
         drafted = output.scheduled_spec_decode_tokens
         if self.lease.attention:

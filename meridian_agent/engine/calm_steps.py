@@ -162,15 +162,15 @@ class CalmSteps:
         self.awaited, self.needs_places = {}, False
         if not probes:
             return True
-        must_know, waits = self._probing.must_know, [each for each in probes if each[1] not in probes.reached]
-        awaited = {live.run_row: (flags, must_know(hold_ms)) for _, live, flags, hold_ms in waits}
+        enough, waits = self._probing.enough, [each for each in probes if each[1] not in probes.reached]
+        awaited = {live.run_row: (flags, enough(hold_ms)) for _, live, flags, hold_ms in waits}
         if -1 in awaited or not all(flags for flags, _ in awaited.values()):
             return False
         if drafts:
             # The end of a sentence need not be the newest token.
             far = self._probing.waiting(probes)
-            near = ((live, flags) for _, live, flags, _ in probes if live not in far)
-            if any(live.since_end(flags, drafts + 1) is not None for live, flags in near):
+            near = ((live, flags, enough(hold_ms)) for _, live, flags, hold_ms in probes if live not in far)
+            if any(live.since_end(flags, drafts + 1, which) is not None for live, flags, which in near):
                 return False
         self.awaited, self.needs_places = awaited, self._probing.needs_places
         return True

@@ -13,8 +13,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import probe_admission
-from meridian_agent.core.phases import FLAG_GOES_ON, Phase
+from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE, Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
+from meridian_agent.core.sentences import CERTAIN, LIKELY
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import PROBED
 from meridian_agent.engine import prefill_limits, stock_restore
@@ -77,7 +78,7 @@ class ProbeRunner:
             decision_id, live, flags, hold_ms = asked
             if observes and self._place_row(scheduler, asked, past):
                 continue
-            if past == 0 and live.since_end(flags, 0) is None:
+            if past == 0 and live.since_end(flags, 0, LIKELY if hold_ms else CERTAIN) is None:
                 # Only a row can be given up once the next token shows that the sentence goes on.
                 probes.put_back(asked)
                 continue
@@ -160,26 +161,30 @@ class ProbeRunner:
             if past is None:
                 # If a step brings several tokens, the end of a sentence need not be the last of them; and the end may
                 # become known with the token after it.
-                past = live.since_end(flags, scheduler.num_spec_tokens + 1)
-                if past is None and not self.must_know(hold_ms) and live.sentence_flags & flags == flags:
-                    past = 0
+                past = live.since_end(flags, scheduler.num_spec_tokens + 1, self.enough(hold_ms))
                 misplaced = past is None or (markers.longest > 1 and live.state.may_be_in_marker(markers))
             if live.phase is not Phase.THINK or live.ending is not None or not misplaced:
                 probes.take(live)
                 here.append((each, past))
         return here
 
-    def must_know(self, hold_ms: int) -> bool:
-        """Return whether a probe may be placed only where a sentence is known to have ended. A row is placed where the
-        text so far may end one, and its result is dropped if the token of the same step shows that it does not."""
-        return not self.rows_possible or bool(self._never) or hold_ms > 0
+    def enough(self, hold_ms: int) -> int:
+        """Return the flag with which a request's newest token counts as the place of a probe at the end of a sentence.
+
+        A row is placed where the text so far may end a sentence, and its result is dropped if the token of the same
+        step shows that the sentence goes on. A held request gets no token that could show it, so its sentence must be
+        likely to have ended. Every other probe is placed where an end is known.
+        """
+        if hold_ms:
+            return LIKELY
+        return FLAG_SENTENCE if self.rows_possible and not self._never else CERTAIN
 
     def waiting(self, probes: Iterable[Asked]) -> AbstractSet[LiveRequest]:
         """Return thinking requests whose newest tokens have no end of a sentence for which their probe waits."""
         run = self._tracker.run
         # No member of the run is being ended, and a member's phase is the one that it had when its probe was accepted.
         members = [(live, flags, hold_ms) for _, live, flags, hold_ms in probes if flags and live.run_row >= 0]
-        awaited = {live.run_row: (flags, self.must_know(hold_ms)) for live, flags, hold_ms in members}
+        awaited = {live.run_row: (flags, self.enough(hold_ms)) for live, flags, hold_ms in members}
         waiting = {live for live, *_ in members} - run.at_ends(awaited).keys()
         if (most := run.tokens_per_step) == 1:
             return waiting
@@ -190,7 +195,7 @@ class ProbeRunner:
         """Compute a probe as a row of its request in the coming step; return False if that cannot be. A request that
         waits for the decision gets no token in the step of its probe, so its probe is a request of its own."""
         decision_id, live, flags, hold_ms = asked
-        if past != 0 or self.must_know(hold_ms):
+        if not self.rows_possible or self._never or past != 0 or hold_ms:
             return False
         if live.phase is not Phase.THINK or live.ending is not None:
             return False

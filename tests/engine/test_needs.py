@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from meridian_agent.engine.start_facts import OPTIONAL
 from meridian_agent.vllm_adapter import version
 from meridian_agent.vllm_adapter.required_api import (
     API_SERVER,
@@ -164,3 +165,33 @@ def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: li
         control.process.stop()
     assert found == {"scheduler": "Scheduler", "tokens": stock}
     assert f"no agent in this engine, vLLM runs as stock; vLLM {version.vllm_version()} {lacks}" in engine.output()
+
+
+def test_an_engine_of_which_less_is_known_is_governed(tmp_path: Path, stock: list[list[int]]) -> None:
+    """Without optional facts the engine serves what stock vLLM serves, obeys caps and takes policies; its log says once
+    what is missing, and so does the fleet."""
+    control = Control(tmp_path)
+    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    engine = Process([sys.executable, "-m", "tests.engine.less_known"], tmp_path / "engine.log", env)
+
+    def said() -> str | None:
+        assert engine.popen.poll() is None, engine.output()[-3000:]
+        return next(
+            (line for line in engine.output().splitlines() if line.startswith("{") and line.endswith("}")), None
+        )
+
+    try:
+        found = json.loads(wait_for(said, 120, "the engine to say what it generates"))
+        shown = control.engine()
+        assert (shown.fault, shown.unknown_markers, shown.nack_error) == ("", "", "")
+        lacking = {fact.partition(" (")[0] for fact in shown.missing_facts}
+        optional = {*OPTIONAL} - {"tokenizer", "markers", "sentence ends", "settings on disk"}
+        assert lacking == optional
+        assert engine.stop() == 0
+    finally:
+        engine.kill()
+        control.process.stop()
+    assert found == {"tokens": stock, "ends": [9], "may_end": 3}
+    lines = [line for line in engine.output().splitlines() if "the agent works without" in line]
+    assert len(lines) == 1
+    assert all(name in lines[0] for name in optional)

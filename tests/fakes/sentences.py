@@ -7,7 +7,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE
-from meridian_agent.core.sentences import CERTAIN, SentenceTable
+from meridian_agent.core.sentences import CERTAIN, LIKELY, SentenceTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ def ends_by_id(flags: bytes) -> SentenceTable:
     """Return the table in which the token with this id has these row flags. flags: by token id."""
     kinds = [0, *sorted(set(flags) - {0})]
     width = len(kinds)
-    states = b"".join(bytes([kind | (CERTAIN if kind else 0)]) + bytes(width - 1) for kind in kinds)
+    states = b"".join(bytes([kind | (CERTAIN | LIKELY if kind else 0)]) + bytes(width - 1) for kind in kinds)
     after = array("I", [number * width for number in range(width)] * width)
     return SentenceTable(array("H", [*map(kinds.index, flags), 0]), after, states, bytes(map(bool, flags)))
 

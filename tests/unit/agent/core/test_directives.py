@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import MAX_SKIP_STEPS
+from meridian_agent.core.directives import MAX_SKIP_STEPS, MAX_WAIT_STEPS
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
+from meridian_agent.core.sentences import TokenText, table_of
 from meridian_agent.core.step_record import NOT_KNOWN, Outcome, Tier
 from tests.fakes.engine import END, MARKERS, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan, text_until_end
@@ -107,6 +108,44 @@ def test_a_force_ends_thinking_now(markers: Markers) -> None:
     assert text_until_end(engine, "a") == len(markers.ending)
     assert (tr.state.think_tokens, tr.forced) == (1, True)
     assert engine.outcomes == {1: [Outcome.APPLIED]}
+
+
+@pytest.mark.parametrize(
+    ("reason", "own_cap", "kept"),
+    [
+        # The rest of `3.14` and of `Dr. Smith` comes first; a cap and other ends do not wait for it.
+        (agent_pb2.FORCE_REASON_SOFT_CLOSE, None, [" 3", ".", "14", " Dr", ".", " Smith"]),
+        (agent_pb2.FORCE_REASON_SOFT_CLOSE, 4, [" 3", ".", "14"]),
+        (agent_pb2.FORCE_REASON_EAT, None, [" 3"]),
+    ],
+)
+def test_a_soft_close_divides_no_number_and_no_abbreviation(
+    reason: agent_pb2.ForceReason.ValueType, own_cap: int | None, kept: list[str]
+) -> None:
+    texts = [" so", " 3", ".", "14", " Dr", " Smith"]
+    engine = FakeEngine()
+    engine.tracker.sentences = table_of([TokenText("", special=True)] * TEXT + [*map(TokenText, texts)])
+    tr = engine.open("a", own_cap=own_cap)
+    engine.run({"a": TEXT})
+    engine.run({"a": TEXT + 1})
+    engine.accept(message(forces=[agent_pb2.ForceEnd(decision_id=1, slot=0, reason=reason)]))
+    for text in [".", "14", " Dr", ".", " Smith", " so"]:
+        if engine.thinking("a"):
+            engine.run({"a": TEXT + texts.index(text)})
+    assert not engine.thinking("a")
+    assert tr.state.think_tokens == 1 + len(kept)
+
+
+def test_a_soft_close_does_not_wait_for_a_number_without_end() -> None:
+    engine = FakeEngine()
+    engine.tracker.sentences = table_of([TokenText("3")] * (TEXT + 1))
+    tr = engine.open("a")
+    soft = agent_pb2.FORCE_REASON_SOFT_CLOSE
+    engine.accept(message(forces=[agent_pb2.ForceEnd(decision_id=1, slot=0, reason=soft)]))
+    for _ in range(2 * MAX_WAIT_STEPS):
+        engine.run({"a": TEXT})
+    assert not engine.thinking("a")
+    assert tr.state.think_tokens <= MAX_WAIT_STEPS + 1
 
 
 def test_a_force_that_comes_too_late() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,14 @@ from meridian_agent.core.sentences import (
     NO_SENTENCES,
     ROW_FLAGS,
     SentenceTable,
+    States,
     TokenText,
-    place_flags,
+    newest_end,
     split_bytes,
     table_of,
 )
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.vllm_adapter.tokenizer import sentences_of
+from meridian_agent.vllm_adapter.tokenizer import sentences_of, token_texts
 from tests.fakes.sentences import ends_of, flags_of
 from tests.needed import VOCABULARIES, VOCABULARY_NAMES, vocabulary_folder
 
@@ -127,7 +130,7 @@ def test_paragraphs_and_markers() -> None:
     assert [f & both for f in flags] == [0, FLAG_SENTENCE, both, 0, both, 0]
     assert flags[2] & FLAG_GOES_ON, "the end belongs to the later line feed"
     assert ends_of(flags_of(table, [word, stop, special])) == [1], "a marker ends what seemed to end"
-    known = [place_flags(f) for f in flags_of(table, [word, stop, word, paragraph, word])]
+    known = [newest_end(f) for f in flags_of(table, [word, stop, word, paragraph, word])]
     assert known == [None, None, (1, FLAG_SENTENCE), (0, both), (1, both)]
 
 
@@ -391,3 +394,36 @@ def of(counts: Sequence[int]) -> tuple[float, float]:
     """Return precision and recall."""
     found, invented, missed = counts
     return found / max(1, found + invented), found / max(1, found + missed)
+
+
+@VOCABULARIES.mark
+@pytest.mark.parametrize("name", VOCABULARY_NAMES)
+def test_what_the_table_costs_at_the_start(name: str) -> None:
+    """The table of the largest vocabulary takes a few seconds of one core, once, and about as much memory as four bytes
+    for each id."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(vocabulary_folder() / name / "tokenizer.json"))
+    began_s = time.process_time()
+    texts, _ = token_texts(tokenizer, 1 << 20)
+    texts_s, began_s = time.process_time() - began_s, time.process_time()
+    table = table_of(texts)
+    table_s = time.process_time() - began_s
+    size = sum(memoryview(part).nbytes for part in (table.classes, table.after, table.flags, table.may_end))
+    print(f"| {name} | {len(texts):,} | {texts_s:.1f} | {table_s:.1f} | {size / 1e6:.1f} MB |")
+    assert size < 2_000_000
+
+
+def test_states_keep_nothing_that_they_came_from() -> None:
+    """A run of any length keeps the states of its newest step only."""
+    tracker = made(shifted(TABLE), 2)
+    for name in ("r0", "r1"):
+        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, object())
+    thinking, seen = [[FIRST] * 400] * 2, {"r0": list[int](), "r1": list[int]()}
+    rng, kept = random.Random(1), list[int]()
+    for _ in range(120):
+        step(tracker, ["r0", "r1"], thinking, seen, rng)
+        tracker.run.read()
+        gc.collect()
+        kept.append(sum(isinstance(each, States) for each in gc.get_objects()))
+    assert max(kept[20:]) <= max(kept[:20]) + 2

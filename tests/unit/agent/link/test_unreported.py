@@ -10,7 +10,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Markers
-from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, States
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox, unreported
 from meridian_agent.link.message_sizes import SnapshotRecord
@@ -316,5 +316,5 @@ def test_a_record_knows_how_it_changes_the_thinking_tokens(play: Callable[[FakeE
 
 def test_a_record_of_the_run_counts_each_draft() -> None:
     record = StepRecord(slots=[3, 5], phases=[2, 3], rows=[0, 1], text=[TEXT] * 5, lengths=[3, 2])
-    record.states = np.zeros(5, np.uint32)
+    record.states = States(np.zeros(5, np.uint32))
     assert record.think_tokens() == {3: 3, 5: 0}
