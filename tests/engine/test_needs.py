@@ -17,9 +17,11 @@ from meridian_agent.engine.start_facts import OPTIONAL
 from meridian_agent.vllm_adapter import version
 from meridian_agent.vllm_adapter.required_api import (
     API_SERVER,
+    BALANCER,
     BUDGET,
     CONNECTOR,
     ENGINE,
+    FRONT_END,
     LIMITS,
     METRICS,
     PROBE_ROWS,
@@ -36,7 +38,7 @@ from tests.vllm_sources import Sources
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALL = {**CONNECTOR, **V1_RUNNER, **V2_RUNNER, **API_SERVER, **ENGINE}
+ALL = {**CONNECTOR, **V1_RUNNER, **V2_RUNNER, **API_SERVER, **FRONT_END, **BALANCER, **ENGINE}
 PARAMS = "vllm.sampling_params:SamplingParams"
 ALL |= {owner: ALL.get(owner, ()) + wanted for owner, wanted in METRICS.items()}
 ALL[PARAMS] += BUDGET[PARAMS]
