@@ -634,7 +634,8 @@ class SchedulerPolicy(_message.Message):
     """
     answer_reserve_tokens: _builtins.int
     """Answer reserve: thinking ends early enough that at least this many tokens of the request's max_tokens and of the
-    model's context are left for the answer; 0 reserves none.
+    model's context are left for the answer, but at most half of them, and none if the request goes on with the thinking
+    of an earlier one; 0 reserves none.
     """
     def __init__(
         self,

@@ -35,9 +35,9 @@ def shadows(made: Stream) -> dict[str, tuple[int, ...]]:
 
 
 def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such() -> None:
-    made = stream(with_reserve(20))
+    made = stream(with_reserve(14))
     made.open("a", answer=3, max_tokens=30)
-    assert caps(made.step()) == [(100, 20, False)]
+    assert caps(made.step()) == [(100, 14, False)]
     made.step(40)
     assert made.session.totals.ends == {RESERVE: 1}
     assert made.session.totals.settled["cap", "applied"] == 1
@@ -45,20 +45,20 @@ def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such() -> None
     (life,) = made.log.find("a", "")
     assert life is not None
     (end,) = (e for e in life.events if getattr(e, "kind", "") == "think_end")
-    assert (end.detail, end.think_tokens) == (RESERVE, 9)  # type: ignore[union-attr]
+    assert (end.detail, end.think_tokens) == (RESERVE, 15)  # type: ignore[union-attr]
     (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
-    assert (cap.outcome, cap.outcome_think_tokens) == (agent_pb2.OUTCOME_APPLIED, 9)
-    assert cap.detail == "answer_reserve_tokens: 20 of 30 tokens are left for the answer"
-    assert ("answer_reserve_tokens", 20, "=", "scheduler.answer_reserve_tokens", 20) in compared(cap)
+    assert (cap.outcome, cap.outcome_think_tokens) == (agent_pb2.OUTCOME_APPLIED, 15)
+    assert cap.detail == "answer_reserve_tokens: 14 of 30 tokens are left for the answer"
+    assert ("answer_reserve_tokens", 14, "=", "scheduler.answer_reserve_tokens", 14) in compared(cap)
     assert made.balanced()
 
 
 def test_the_outcome_of_a_reserve_that_cannot_fit_says_so_with_both_numbers() -> None:
     made = stream(with_reserve(50))
     made.open("a", answer=3, max_tokens=30)
-    made.step(10)
+    made.step(40)
     (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
-    assert "50 tokens do not fit, 28 of 30 are left" in cap.detail, "the first token came before the decision"
+    assert "50 tokens do not fit, 14 of 30 are left" in cap.detail
     assert made.session.totals.ends == {RESERVE: 1}
 
 
@@ -124,20 +124,20 @@ def test_without_a_reserve_nothing_on_the_wire_differs() -> None:
 
 
 def test_a_reserve_in_shadow_is_compared_with_what_came() -> None:
-    made = stream(with_reserve(20, shadow=True))
+    made = stream(with_reserve(14, shadow=True))
     made.open("a", think=25, answer=3, max_tokens=30)
     made.open("b", think=5, answer=3, max_tokens=30)
-    assert caps(made.step()) == [(100, 20, True)] * 2
+    assert caps(made.step()) == [(100, 14, True)] * 2
     made.step(40)
     assert made.session.totals.ends == {"natural": 2, "answer_reserve_shadowed": 1}
-    assert shadows(made) == {"": (1, 9, 16), RESERVE: (1, 9, 16)}
+    assert shadows(made) == {"": (1, 15, 10), RESERVE: (1, 15, 10)}
     assert made.balanced()
 
 
 def test_the_first_of_cap_and_reserve_in_shadow_counts() -> None:
     made = stream(with_reserve(20, shadow=True, max_think_tokens=6))
     made.open("a", think=25, answer=3, max_tokens=30)
-    made.open("b", think=25, answer=3, max_tokens=24)
+    made.open("b", think=25, answer=3, max_tokens=8)
     made.step(40)
     assert made.session.totals.ends == {"natural": 2, "hard_cap_shadowed": 1, "answer_reserve_shadowed": 1}
-    assert shadows(made) == {"": (2, 9, 41), RESERVE: (1, 3, 22), "hard_cap": (2, 12, 38)}
+    assert shadows(made) == {"": (2, 10, 40), RESERVE: (1, 4, 21), "hard_cap": (2, 12, 38)}
