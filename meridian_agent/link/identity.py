@@ -53,7 +53,9 @@ def wanted_name(data_parallel_rank: int = 0) -> tuple[str, bool]:
     """
     said = read("MERIDIAN_ENGINE_ID")
     chosen = clean(said)
-    if len(said) > MAX_TEXT or not chosen.isprintable():
+    # Bytes that are not UTF-8 fit into no message, and `clean` has escaped them.
+    written = said.encode("utf-8", "backslashreplace").decode()
+    if len(said) > MAX_TEXT or not written.isprintable():
         complain("MERIDIAN_ENGINE_ID", said, f"not {MAX_TEXT} printable characters at most; the host's name is used")
         chosen = ""
     name = chosen or ".".join((platform.node() or "engine", *_namespace()))
