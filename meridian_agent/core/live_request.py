@@ -114,6 +114,8 @@ class LiveRequest:
     # Number of thinking tokens at the newest known sentence end without a probe, and that token's flags, without the
     # counted steps of the run; used if a step brings several tokens.
     passed: tuple[int, int] = (0, 0)
+    # Number of thinking tokens at the newest probe, -1 before the first one.
+    probed_at: int = -1
     # Number of thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
     # Number of thinking tokens at which an answer reserve in shadow would have ended thinking.
@@ -338,10 +340,10 @@ class LiveRequest:
         """Note that the report of this step has the result of the probe."""
         self.asked_in = step
 
-    def forget_sentence_end(self) -> None:
-        """Forget the newest sentence end without a probe, because a probe is placed there."""
-        self._apply_steps()
-        self.passed = 0, 0
+    def note_probe(self, think_tokens: int) -> None:
+        """Note that a probe is placed behind so many thinking tokens, so that the end of a sentence there gets no other
+        probe; -1 if it is not computed after all."""
+        self.probed_at = think_tokens
 
     def count_same_answer(self, answer: int) -> int:
         """Note the likeliest token of a probe; return the number of probes in a row with this token."""
@@ -378,7 +380,7 @@ class LiveRequest:
         self.enter_phase(known_from)
         # The defaults that the request began with may be from settings that are no longer in force.
         self.default_cap, self.default_reserve = (default_cap, default_reserve) if self.cap is None else (None, 0)
-        self.own_sentence, self.passed = sentence, (0, 0)
+        self.own_sentence, self.passed, self.probed_at = sentence, (0, 0), -1
 
     def since_end(self, flags: int, most: int, enough: int = CERTAIN) -> int | None:
         """Return the number of tokens after the newest end of a sentence with these flags; None if there are more than
@@ -387,11 +389,15 @@ class LiveRequest:
             return 0
         newest = newest_end(self.sentence_flags, enough)
         if newest is not None and newest[1] & flags == flags:
-            return newest[0] if newest[0] <= most else None
+            return newest[0] if newest[0] <= most and not self.is_probed(newest[0]) else None
         self._apply_steps()
         at, passed = self.passed
         tokens = self.think_tokens - at
-        return tokens if passed & flags == flags and tokens <= most else None
+        return tokens if passed & flags == flags and tokens <= most and not self.is_probed(tokens) else None
+
+    def is_probed(self, past: int) -> bool:
+        """Return whether a probe has been placed so many tokens before the newest one, or after that."""
+        return self.think_tokens - past <= self.probed_at
 
     def text_tokens(self) -> int:
         """Return how many tokens of text may come before a cap must be checked or a shadowed cap is reached; 0 if that

@@ -405,7 +405,8 @@ class TextRun:
         states = self._states.get()
         for row, (wanted, enough) in awaited.items():
             place = flagged.get(row) or newest_end(self.sentences.flags[states[row]], enough)
-            if place is not None and place[1] & wanted == wanted and (live := self._by_row[row]) is not None:
+            live = self._by_row[row]
+            if live is not None and place is not None and place[1] & wanted == wanted and not live.is_probed(place[0]):
                 reached[live] = place[0]
         return reached
 

@@ -210,6 +210,7 @@ class ProbeRunner:
         if not probe_rows.fits(scheduler, request, len(tokens)):
             return False
         probe_rows.append(request, tokens)
+        live.note_probe(live.think_tokens)
         self.rows[request.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, 0, flags=flags)
         return True
 
@@ -230,7 +231,7 @@ class ProbeRunner:
     def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
         self._number += 1
         live, known = placed.parent, placed.shared_tokens + 1
-        live.forget_sentence_end()
+        live.note_probe(placed.think_tokens)
         tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.own_state.start)]
         probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens, known)
         self.placed[probe.request_id] = placed
@@ -306,6 +307,7 @@ class ProbeRunner:
             probe_rows.forget(scheduler)
         for placed in rows.values():
             # The request was left out of the step, so it is still where the probe belongs.
+            placed.parent.note_probe(-1)
             self._directives.probes.put_back((placed.decision_id, placed.parent, placed.flags, 0))
 
     def row_tokens(self) -> int:

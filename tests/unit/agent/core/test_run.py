@@ -295,7 +295,7 @@ def test_counted_as_a_whole_or_one_by_one(seed: int, drafts: int) -> None:
             for tracker in (whole, singly):
                 if chance < 0.08:
                     tracker.watch_limit(tracker.by_id[name])
-                tracker.by_id[name].forget_sentence_end()
+                tracker.by_id[name].note_probe(tracker.by_id[name].think_tokens)
         elif names:
             if chance < 0.12:
                 rng.shuffle(names)
