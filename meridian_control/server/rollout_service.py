@@ -15,6 +15,7 @@ from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFoun
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import from_proto, from_proto_as
+from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, Rollout
@@ -55,7 +56,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         by = By(self._clock(), request.author, request.reason, request.request_id)
         if (made := await self._store.answered(request.request_id, plan, policy)) is None:
             if request.validate_only:
-                made = rules.begin(0, plan, (await self._store.policies.check(request.etag), 0), by)
+                made = rules.begin(
+                    0, plan, (await self._store.policies.check(request.etag), 0), by, plan.harm_limit(policy)
+                )
             else:
                 made = await self._store.start(plan, policy, request.etag, by)
                 await self._rollouts.look()
@@ -64,7 +67,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         changes = [
             policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
         ]
-        return rollout_pb2.StartRolloutResponse(rollout=made.message(), changes=changes)
+        return rollout_pb2.StartRolloutResponse(rollout=made.message(), changes=changes, warnings=warnings(policy))
 
     async def GetRollout(  # noqa: N802
         self, request: rollout_pb2.GetRolloutRequest, context: Context
