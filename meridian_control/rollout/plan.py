@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import INT32_MAX, Glob, Section
-from meridian_control.policy.shortening_kinds import kinds_of
+from meridian_control.policy.shortening_kinds import kinds_of, not_measured
 
 # Largest latency in milliseconds that the histograms measure.
 MAX_MS = 10_000.0
@@ -101,10 +101,10 @@ class Plan(Section):
 
     def harm_limit(self, candidate: Policy) -> float | None:
         """Return the limit of the guardrail on harm, None for none: that of the plan, or else the candidate's own if
-        the candidate shortens thinking."""
+        the candidate shortens thinking and its harm can be measured."""
         if self.guardrails.harm_rate is not None:
             return self.guardrails.harm_rate
-        return candidate.entropy.max_loss if kinds_of(candidate) else None
+        return candidate.entropy.max_loss if kinds_of(candidate) and not not_measured(candidate) else None
 
 
 def position(rollout_id: int, engine_id: str) -> float:
