@@ -99,19 +99,21 @@ ANSWERS = f'sum by (arm) (increase({EVENTS}{{event="answered"}}[6h]))'
 COMPARED_ENDS = 'sum by (end) (increase(meridian_compared_ends_total{{event="{}"}}[6h]))'
 CONTROL_GROUP = [
     panel(
-        "Thinking saved by the rules, against the control group",
+        "Thinking saved, against the control group",
         "percentunit",
         ("max by (bound) (meridian_saved_ratio)", "{{bound}}"),
-        text="Share of the thinking that the entropy rules in force save, with its 95 % interval.",
+        text="Share of the thinking that the policy in force saves, with its 95 % interval.",
     ),
     panel(
-        "Harm by the rules, in the control group",
+        "Harm by kind of shortening, in the control group",
         "percentunit",
-        ("max by (bound) (meridian_harm_ratio)", "{{bound}}"),
-        ("max(meridian_harm_evidence_ratio)", "evidence of more harm than max_loss"),
+        ('max by (kind, name) (meridian_harm_ratio{bound="value"})', "{{kind}} {{name}}"),
+        ('max by (kind, name) (meridian_harm_ratio{bound="high"})', "{{kind}} {{name}}, at most"),
+        ("max by (kind, name) (meridian_harm_evidence_ratio)", "{{kind}} {{name}}, evidence of more than max_loss"),
         ("max(meridian_drift_evidence_ratio)", "evidence of drift"),
         text="Share of the control group whose trial answer at the place of the end was not the answer that stayed. If "
-        "the evidence of harm or of drift reaches 100 %, the control plane puts the entropy rules into shadow.",
+        "the evidence of a kind's harm reaches 100 %, the control plane withdraws the kind, unless it is a cap; if "
+        "that of drift does, it withdraws the entropy rules.",
         limit=1,
     ),
     panel(

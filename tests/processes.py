@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import grpc
@@ -147,6 +148,8 @@ class Control:
     # Prefix of the command, the module that it runs, and its listen address if that differs from its clients' target.
     within: Sequence[str] = ()
     module = "meridian_control"
+    # Values of the section `entropy` that `set_policy` adds.
+    defaults: Mapping[str, Any] = MappingProxyType({"holdout_share": 0.0})
     listen = ""
     # Waits until the control plane has all reports that the engine has sent; only an engine in this process knows.
     caught_up: Callable[[], object] = staticmethod(lambda: None)
@@ -230,7 +233,12 @@ class Control:
             return stub.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id), timeout=RPC_S).life
 
     def set_policy(self, policy: dict[str, Any]) -> int:
-        """Put a policy in force and return its revision, without waiting for engines."""
+        """Put a policy in force and return its revision, without waiting for engines.
+
+        Unless the policy says otherwise, it has no control group, which nothing shortens, because engines choose the
+        ids of requests, and with them the group, at random.
+        """
+        policy = {**policy, "entropy": {**self.defaults, **policy.get("entropy", {})}}
         message = ParseDict(policy, policy_pb2.Policy())
         with self.channel() as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)

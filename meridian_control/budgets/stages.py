@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from meridian.v1 import fleet_pb2
 
 from meridian_control.policy.model import AnyShortener, Policy, Who, matches_globs
-from meridian_control.policy.shortening_schema import BudgetPolicy, PressurePolicy
+from meridian_control.policy.shortening_kinds import Kind
+from meridian_control.policy.shortening_schema import BudgetPolicy, PressurePolicy, floors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,6 +39,10 @@ class Shortening(NamedTuple):
     name: str
     stage: int
     without: Policy
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.section, self.name)
 
 
 class ShortenedBy(NamedTuple):
@@ -70,13 +75,13 @@ def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> lis
 
 
 def shortened(
-    own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False, control: bool = False
+    own: Policy, entries: Iterable[tuple[Shortener, int]], *, shadow: bool = False
 ) -> tuple[Policy, ShortenedBy | None]:
     """Return the policy that holds for a request once its entries have shortened it, and the entries that did.
 
     own: the request's policy without them. entries: those that match the request, each with its stage. shadow: whether
-    to ask the entries in shadow, which shorten nothing, instead of those in force. control: whether the request is in
-    the control group, whose entropy rules stay in shadow. The result is None if the request's own values are as strict.
+    to ask the entries in shadow, which shorten nothing, instead of those in force. The result is None if the request's
+    own values are as strict.
     """
     found = [(entry, stage) for entry, stage in entries if entry.shadow is shadow]
     if not found:
@@ -84,7 +89,7 @@ def shortened(
     scheduler, entropy = own.scheduler, own.entropy
     for one in found:
         scheduler = _shortened(scheduler, *one)
-    ruling = [one for one in found if not control and isinstance(one[0], PressurePolicy) and one[0].entropy_in_force]
+    ruling = [one for one in found if isinstance(one[0], PressurePolicy) and one[0].entropy_in_force]
     if ruling:
         entropy = entropy.model_copy(update={"shadow": False})
     if (scheduler, entropy) == (own.scheduler, own.entropy):
@@ -106,12 +111,14 @@ def _strictness(found: tuple[Shortener, int]) -> tuple[int, int]:
 
 
 def _shortened(scheduler: SchedulerPolicy, entry: Shortener, stage: int) -> SchedulerPolicy:
-    """Return the scheduler values in a stage; no value falls below the floor, nor rises, also from stage to stage."""
-    floor, cap, soft = max(1, scheduler.min_think_tokens), scheduler.max_think_tokens, entry.soft_think_tokens
+    """Return the scheduler values in a stage; no value falls below the floors of the entry and of the section, nor
+    rises, also from stage to stage."""
+    floor, soft_floor = (max(own, scheduler.min_think_tokens) for own in floors_of(entry))
+    cap, soft = scheduler.max_think_tokens, entry.soft_think_tokens
     if stage >= LOWER_CAP:
         cap = min(cap, max(floor, entry.max_think_tokens if stage == LOWER_CAP else floor))
         soft = min(soft, cap // 2)
-    soft = max(floor, soft)
+    soft = max(soft_floor, soft)
     if scheduler.soft_think_tokens:
         soft = min(scheduler.soft_think_tokens, soft)
     return scheduler.model_copy(update={"soft_think_tokens": soft, "max_think_tokens": cap})

@@ -27,7 +27,7 @@ from meridian_control.cli.console import (
     show_value,
     warn_unreachable,
 )
-from meridian_control.cli.tables import ends_table, handover_table, savings_lines, savings_table
+from meridian_control.cli.tables import ends_table, handover_table, harm_table, savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
 
 KINDS = ("cap", "force", "hand_over", "probe", "tier")
@@ -138,17 +138,20 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
         return
     terminal = console()
     if answer.withdrawn_revision:
-        line = f"revision {answer.withdrawn_revision} put the entropy rules into shadow: {answer.withdrawn_reason}"
-        terminal.say(line)
+        terminal.say(f"revision {answer.withdrawn_revision} withdrew what did harm: {answer.withdrawn_reason}")
     for row in answer.savings:
         which = "current" if row.in_force else "earlier"
         terminal.say(f"{which} rules, since revision {row.since_revision}")
         terminal.print(savings_table(row))
         terminal.print(ends_table(row))
+        if row.kinds:
+            terminal.print(harm_table(row))
         for line in savings_lines(row):
             terminal.say(line)
     if not any(row.treated.requests or row.control.requests for row in answer.savings):
-        none = "No request counts: the entropy section is in shadow or off, or entropy.holdout_share is 0."
+        none = (
+            "No request counts: nothing in force shortens thinking, or entropy.holdout_share is 0, or none has ended."
+        )
         terminal.say(none)
 
 

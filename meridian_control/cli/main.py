@@ -111,7 +111,7 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
             say(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
         for reason in dict.fromkeys(engine.withdrawn for engine in found if engine.withdrawn):
             names = ", ".join(engine.engine_id for engine in found if engine.withdrawn == reason)
-            say(f"{names}: the control plane has put the entropy rules into shadow: {reason}")
+            say(f"{names}: the control plane has withdrawn what did harm: {reason}")
         for noted in (engine for engine in found if engine.entropy_note):
             backend = entropy_backend_name(noted.entropy_backend)
             say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")

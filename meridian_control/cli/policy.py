@@ -106,6 +106,7 @@ def policy_apply(
         )
         answer = client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S)
     _print_answer(answer.revision, answer.changes if diff else None, f"{file}: valid, nothing changed")
+    print_warnings(answer.warnings)
 
 
 @policy_app.command("rollback")
@@ -132,6 +133,7 @@ def policy_rollback(
         )
         answer = client.policy.RollbackPolicy(request, timeout=CALL_TIMEOUT_S)
     _print_answer(answer.revision, answer.changes if diff else None, f"revision {revision}: valid, nothing changed")
+    print_warnings(answer.warnings)
 
 
 @policy_app.command("validate")
@@ -264,6 +266,11 @@ def _print_answer(
     if changes is not None:
         console().print(change_table(changes, ("before", "after")))
     say(f"revision {revision.revision} etag {revision.etag}" if revision.revision else if_checked)
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        say(f"warning: {warning}", err=True)
 
 
 def change_table(changes: Iterable[policy_pb2.PolicyChange], names: tuple[str, str]) -> Table:

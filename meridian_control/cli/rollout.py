@@ -33,7 +33,7 @@ from meridian_control.cli.console import (
     show,
     show_value,
 )
-from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table
+from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table, print_warnings
 from meridian_control.policy import formats as forms
 from meridian_control.rollout.plan import Plan
 
@@ -86,8 +86,7 @@ def rollout_start(
         answer = client.rollout.StartRollout(request, timeout=CALL_TIMEOUT_S)
     if diff:
         console().print(change_table(answer.changes, ("before", "after")))
-    for warning in answer.warnings:
-        say(f"warning: {warning}", err=True)
+    print_warnings(answer.warnings)
     if dry_run:
         say(f"{file} and {steps}: valid, nothing started")
     else:

@@ -17,6 +17,7 @@ from meridian_control.common.enum_names import (
     phase_name,
     state_name,
 )
+from meridian_control.common.harm_words import kind_text, unmeasured_reason
 from meridian_control.pressure.controller import MAX_LEVEL, Reading, worst
 
 
@@ -179,6 +180,32 @@ def ends_table(row: fleet_pb2.Savings) -> Table:
     return shown
 
 
+def harm_table(row: fleet_pb2.Savings) -> Table:
+    """Return the harm of each kind of shortening, and what followed its ends beside natural ends."""
+    shown = new_table(
+        "shortened by", "judged", "would end", "harmful", "not judged", "harm", "after its ends", "natural"
+    )
+    for harm in row.kinds:
+        counts = harm.judged, harm.judged_stops, harm.harmful, harm.unjudged
+        sides = (_followed(side) for side in (harm.forced_ends, harm.natural_ends))
+        add(shown, kind_text(harm.kind, harm.name), *counts, _harm(harm, row), *sides)
+    return shown
+
+
+def _harm(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, row: fleet_pb2.Savings) -> str:
+    if not found.HasField("harm_ratio"):
+        return f"not measured, {unmeasured_reason(found, row)}"
+    value, high = found.harm_ratio.value, found.harm_ratio.high
+    return f"{value:.2%}, at most {high:.2%}; allowed {row.max_loss:.2%}"
+
+
+def _followed(side: fleet_pb2.EndCounts) -> str:
+    if not side.ends:
+        return ""
+    parts = (("empty", side.empty_answers), ("thought again", side.reentries), ("by length", side.lengths))
+    return f"{side.ends}: " + ", ".join(f"{_share(count, side.ends)} {name}" for name, count in parts)
+
+
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     """Yield what follows from a comparison: the saving, the shadow's own estimate, spilled ends, and the harm."""
     if row.HasField("saved_tokens"):
@@ -203,10 +230,11 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
         harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"
         yield f"harm: {harm.value:.2%} ({of}), at most {harm.high:.2%}; allowed {row.max_loss:.2%}"
     else:
-        why = "no probe came at the places where rules would have ended thinking" if row.unjudged else "no request yet"
-        yield f"harm: not measured, {why}{unjudged}"
-    if row.HasField("evidence_ratio"):
-        yield f"evidence of more harm: {row.evidence_ratio:.3g} of the level at which the rules go into shadow"
+        yield f"harm: not measured, {unmeasured_reason(row, row)}{unjudged}"
+    for harms in row.kinds:
+        if harms.HasField("evidence_ratio"):
+            level = "of the level at which the control plane withdraws it"
+            yield f"evidence of more harm by {kind_text(harms.kind, harms.name)}: {harms.evidence_ratio:.3g} {level}"
     yield from _distributions(row)
     if row.HasField("drift_evidence_ratio"):
         yield f"evidence of drift: {row.drift_evidence_ratio:.3g} of the level at which the rules go into shadow"

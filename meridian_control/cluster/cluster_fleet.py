@@ -143,7 +143,7 @@ class WholeFleet:
         fleet = self.fleet
         told = fleet_pb2.GetSavingsResponse(savings=savings.messages(fleet.experiments, fleet.policy))
         for row in told.savings:
-            row.MergeFrom(self.evidence.get(row.rules, fleet_pb2.Savings()))
+            savings.add_evidence(row, self.evidence.get(row.rules, fleet_pb2.Savings()))
         if (withdrawal := savings.withdrawn(fleet.policy)) is not None:
             told.withdrawn_revision, told.withdrawn_reason = withdrawal.revision, withdrawal.reason
         return told

@@ -1,4 +1,5 @@
-"""Puts the entropy rules into shadow if they harm, or if a signal of live requests is no longer as in the calibration.
+"""Withdraws a kind of shortening that harms, and the entropy rules if a signal of live requests is no longer as in the
+calibration.
 
 The control group shows the harm. The module owns the tests of harm and of drift. The replica that leads adds up the
 counts of all replicas and stores a new policy revision, so that the change reaches all engines and outlives a restart
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from functools import partial, reduce
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.errors import EtagMismatch, MeridianError
 from meridian_control.common.inference import SequentialTest, ShiftTest
-from meridian_control.decisions.control_group import in_shadow
-from meridian_control.fleet.savings import WITHDRAWER, merged
+from meridian_control.fleet.savings import WITHDRAWER, evidence_of, kind_of, merged
+from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
 from meridian_control.rollout.state import By
 from meridian_control.rollout.transitions import abort
 from meridian_control.session.arms import rules_of
@@ -36,16 +37,21 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks at the counts.
 LOOK_S = 5.0
-# Largest probability that rules whose harm is at most max_loss are ever put into shadow for their harm, and that rules
-# are ever put into shadow for drift although no signal has drifted; each per set of rules and leader.
+# Largest probability that a kind whose harm is at most max_loss is ever withdrawn for its harm, and that rules are ever
+# put into shadow for drift although no signal has drifted; each per set of rules and leader.
 FALSE_ALARM_RATE = 0.01
 
 
 class Watch:
-    """The test of one set of rules over all replicas."""
+    """The tests of one set of rules over all replicas.
+
+    harm: by kind of shortening, the evidence of its harm, 1 at the level of a withdrawal.
+    """
 
     def __init__(self) -> None:
-        self._test = SequentialTest(1.0)
+        self._tests: dict[Kind, SequentialTest] = {}
+        self._max_loss = 1.0
+        self.harm: dict[Kind, float] = {}
         # By signal that the policy describes.
         self._shifts: dict[str, ShiftTest] = {}
         # Evidence of drift, 1 at the level of a withdrawal; None if the policy describes no signal.
@@ -54,8 +60,7 @@ class Watch:
         self._seen: dict[str, fleet_pb2.Savings] = {}
 
     def look(self, counts: dict[str, fleet_pb2.Savings]) -> float:
-        """Take in the newest counts of each replica, by its id. Return the evidence of harm, 1 at the level of a
-        withdrawal.
+        """Take in the newest counts of each replica, by its id. Return the largest evidence of harm of a kind.
 
         The test begins anew if a replica has begun to count anew, because a later revision has put the same rules in
         force again. A replica that restarts has a new id, so counts of an id otherwise only grow.
@@ -64,7 +69,7 @@ class Watch:
         again = any(self._seen[key].since_revision != counts[key].since_revision for key in known)
         if again or not self._seen:
             self._seen = {}
-            self._test = SequentialTest(min(told.max_loss for told in counts.values()))
+            self._tests, self._max_loss = {}, min(told.max_loss for told in counts.values())
             # The bins follow from the rules, so they are the same on all replicas.
             bins = drift_bins(next(iter(counts.values())))
             self._shifts = {signal: ShiftTest([each.calibrated for each in own]) for signal, own in bins.items()}
@@ -72,13 +77,24 @@ class Watch:
             # A mean of e-values is an e-value, so the rate of false alarms holds for all signals together.
             new = self._new_samples(counts)
             self.drift = fmean(test.add(new[signal]) for signal, test in self._shifts.items()) * FALSE_ALARM_RATE
-        judged = harmful = 0
-        for replica_id, told in counts.items():
-            before = self._seen.get(replica_id, fleet_pb2.Savings())
-            judged += told.judged - before.judged
-            harmful += told.harmful - before.harmful
+        self.harm = {}
+        for kind, (harmful, judged) in self._new_verdicts(counts).items():
+            test = self._tests.setdefault(kind, SequentialTest(self._max_loss))
+            self.harm[kind] = test.add(harmful, judged) * FALSE_ALARM_RATE
         self._seen |= counts
-        return self._test.add(harmful, judged) * FALSE_ALARM_RATE
+        return max(self.harm.values(), default=0.0)
+
+    def _new_verdicts(self, counts: dict[str, fleet_pb2.Savings]) -> dict[Kind, tuple[int, int]]:
+        """Return by kind the numbers of harmful and of judged requests that the tests have not taken in."""
+        new: dict[Kind, tuple[int, int]] = {}
+        for replica_id, told in counts.items():
+            before = {kind_of(harm): harm for harm in self._seen.get(replica_id, fleet_pb2.Savings()).kinds}
+            for harm in told.kinds:
+                kind = kind_of(harm)
+                seen = before.get(kind, fleet_pb2.ShorteningHarm())
+                harmful, judged = new.get(kind, (0, 0))
+                new[kind] = harmful + harm.harmful - seen.harmful, judged + harm.judged - seen.judged
+        return new
 
     def _new_samples(self, counts: dict[str, fleet_pb2.Savings]) -> dict[str, list[int]]:
         """Return the number of samples in each bin of each signal that the tests have not taken in."""
@@ -99,6 +115,8 @@ class HarmGuard:
         self._whole, self._rollouts, self._clock = whole, rollouts, clock
         # By fingerprint of the rules, for the rules that replicas still count.
         self._watches: dict[str, Watch] = {}
+        # Rules whose cap does harm and stays, of which the log says so once.
+        self._left: set[str] = set()
         self.newest: fleet_pb2.GetSavingsResponse | None = None
 
     async def run(self) -> None:
@@ -112,10 +130,10 @@ class HarmGuard:
             except MeridianError as error:
                 if complaint != str(error):
                     complaint = str(error)
-                    logger.warning("the harm of the entropy rules is not watched: %s", complaint)
+                    logger.warning("the harm of shortened thinking is not watched: %s", complaint)
 
     async def look(self) -> None:
-        """Look at the counts of all replicas, and put rules that do harm into shadow.
+        """Look at the counts of all replicas, and withdraw what does harm.
 
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
@@ -134,18 +152,22 @@ class HarmGuard:
             }
             watch = self._watches[savings.rules]
             savings.evidence_ratio = watch.look(parts)
+            for harm in savings.kinds:
+                harm.evidence_ratio = watch.harm.get(kind_of(harm), 0.0)
             if watch.drift is not None:
                 savings.drift_evidence_ratio = watch.drift
         self.newest = newest
-        self._whole.evidence = {savings.rules: _evidence(savings) for savings in newest.savings}
+        self._whole.evidence = {savings.rules: evidence_of(savings) for savings in newest.savings}
         for savings in newest.savings:
-            if savings.evidence_ratio >= 1 and savings.HasField("harm_ratio"):
-                await self._withdraw(savings, _harm(savings))
+            proved = [harm for harm in savings.kinds if harm.evidence_ratio >= 1 and harm.HasField("harm_ratio")]
+            if proved:
+                reason = "; ".join(_harm(savings, harm) for harm in proved)
+                await self._withdraw(savings, [kind_of(harm) for harm in proved], reason)
             elif savings.drift_evidence_ratio >= 1:
-                await self._withdraw(savings, _drift(savings))
+                await self._withdraw(savings, [ENTROPY], _drift(savings))
 
-    async def _withdraw(self, savings: fleet_pb2.Savings, reason: str) -> None:
-        """Abort an active rollout, and put the policy's entropy rules into shadow if these are the counted rules."""
+    async def _withdraw(self, savings: fleet_pb2.Savings, kinds: list[Kind], reason: str) -> None:
+        """Abort an active rollout, and withdraw kinds of shortening from the policy if it has the counted rules."""
         policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
         candidate = None
         if (rollout := await rollouts.active()) is not None:
@@ -158,29 +180,28 @@ class HarmGuard:
             current = await policies.current()
         if current is None or not harms:
             return
+        policy = reduce(without, kinds, current.policy)
+        if policy == current.policy:
+            # Only a cap does harm, which is not withdrawn; the page and the alert show it.
+            if savings.rules not in self._left:
+                self._left.add(savings.rules)
+                logger.warning("the cap stays, although it does harm: %s", reason)
+            return
         try:
-            stored = await policies.append(
-                in_shadow(current.policy), etag=current.etag, author=WITHDRAWER, reason=reason, now=now
-            )
+            stored = await policies.append(policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=now)
         except EtagMismatch:
             # Somebody else has just stored a revision, and the next look judges that revision's rules.
             return
-        logger.warning("revision %d puts the entropy rules into shadow: %s", stored.revision, reason)
+        logger.warning("revision %d withdraws what does harm: %s", stored.revision, reason)
         # The engines get the revision also if the store cannot be read now.
         self._whole.fleet.set_policy(stored)
         await self._rollouts.look()
 
 
-def _evidence(savings: fleet_pb2.Savings) -> fleet_pb2.Savings:
-    """Return a message with nothing but the evidence."""
-    drift = savings.drift_evidence_ratio if savings.HasField("drift_evidence_ratio") else None
-    return fleet_pb2.Savings(evidence_ratio=savings.evidence_ratio, drift_evidence_ratio=drift)
-
-
-def _harm(savings: fleet_pb2.Savings) -> str:
+def _harm(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
     return (
-        f"{savings.harmful} of {savings.judged} answers of the control group would have changed under the rules of "
-        f"revision {savings.since_revision}, more than entropy.max_loss {savings.max_loss:g} allows"
+        f"{kind_of(harm).text}: {harm.harmful} of {harm.judged} answers of the control group would have changed under "
+        f"the rules of revision {savings.since_revision}, more than entropy.max_loss {savings.max_loss:g} allows"
     )
 
 

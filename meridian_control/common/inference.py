@@ -175,6 +175,23 @@ def _wilson(events: int, trials: int, confidence: float) -> tuple[float, float, 
     return share, (middle - reach) / (1 + z2 / trials), (middle + reach) / (1 + z2 / trials)
 
 
+def evidence(events: int, trials: int, limit: float) -> float:
+    """Return the evidence that the probability of an event exceeds `limit`, in (0, 1], from all trials so far.
+
+    It is the mean likelihood ratio of ALTERNATIVES to the limit, an e-value at each number of trials: if each trial's
+    probability given the earlier ones is at most the limit, the evidence ever reaches 1 / alpha with probability at
+    most alpha (Ville's inequality). Unlike a SequentialTest it keeps nothing, but many good trials hide a later change.
+    """
+    if limit >= 1:
+        return 1.0 / len(ALTERNATIVES)
+    total = 0.0
+    for alternative in (limit + (1 - limit) * place for place in ALTERNATIVES):
+        log_ratio = events * (math.log(alternative) - math.log(limit))
+        log_ratio += (trials - events) * math.log((1 - alternative) / (1 - limit))
+        total += math.exp(min(log_ratio, MAX_EXPONENT))
+    return total / len(ALTERNATIVES)
+
+
 class SequentialTest:
     """Tests whether the probability of an event exceeds `limit`, and may be asked after each new batch of trials.
 

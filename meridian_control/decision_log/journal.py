@@ -88,10 +88,10 @@ class Journal:
             self._note(life, change.kind, change.phase, detail)
 
     def in_control_group(self, slot: int) -> None:
-        """Note, once in a life, that the entropy rules only shadow the request."""
+        """Note, once in a life, that nothing shortens the request."""
         life = self._lives.get(slot)
         if life is not None and all(event.kind != "control_group" for event in life.events):
-            detail = "the entropy rules only shadow this request"
+            detail = "nothing shortens this request, so that others can be compared with it"
             self._note(life, "control_group", agent_pb2.PHASE_UNSPECIFIED, detail)
 
     def lost(self) -> None:

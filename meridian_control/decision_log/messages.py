@@ -234,6 +234,7 @@ def compared(made: Decision) -> list[Compared]:
         ("cap", "empty_answer"): _cap,
         ("probe", "eat"): _probe,
         ("probe", "empty_answer"): _cap_probe,
+        # A probe with the reason `harm` follows an end in shadow and compares nothing.
     }
     rule = rules.get((made.kind, made.reason))
     return [*rule(made, made.policy), *compared_reading(made)] if rule else []

@@ -1,19 +1,19 @@
-"""Decides which requests belong to the control group, in which the entropy rules are in shadow, and which requests are
-compared with the calibration. Functions are pure."""
+"""Decides which requests belong to the control group, which nothing shortens, what holds for them, and which requests
+are compared with the calibration. Functions are pure."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_control.decisions.probe_timing import only_gives_up, probe_lead_tokens, probes_may_end
+from meridian_control.policy.shortening_kinds import DEFAULT_CAP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.schema import EntropyPolicy
-    from meridian_control.policy.shortening_schema import PressurePolicy
+    from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
 
 SPAN = 1 << 64
 
@@ -26,18 +26,6 @@ def held_out(request_id: str, share: float) -> bool:
     """
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"control-group").digest()
     return int.from_bytes(digest) < share * SPAN
-
-
-def has_control_group(entropy: EntropyPolicy, pressure: Iterable[PressurePolicy]) -> bool:
-    """Return whether the entropy rules are or may come into force for some requests and are in shadow for the control
-    group. pressure: the entries that match the request."""
-    may_rule = not entropy.shadow or rule_under_pressure(pressure)
-    return entropy.enabled and may_rule and entropy.holdout_share > 0
-
-
-def rule_under_pressure(pressure: Iterable[PressurePolicy]) -> bool:
-    """Return whether one of these entries puts the entropy rules in force."""
-    return any(entry.entropy_in_force and not entry.shadow for entry in pressure)
 
 
 def compared_signals(
@@ -81,16 +69,16 @@ def sampled_from(policy: Policy) -> int:
     return floor - probe_lead_tokens(policy.entropy)
 
 
-def in_shadow(policy: Policy) -> Policy:
-    """Return the policy with its entropy rules in shadow, also those of overrides, and under pressure."""
-    overrides = tuple(map(_shadowed, policy.override))
-    pressure = tuple(entry.model_copy(update={"entropy_in_force": False}) for entry in policy.pressure)
-    made: Policy = _shadowed(policy).model_copy(update={"override": overrides, "pressure": pressure})
-    return made
+def unshortened(policy: Policy) -> Policy:
+    """Return the policy that holds for a request of the control group, with all that would end its thinking in shadow.
+
+    policy: the one that would hold for the request if it were treated.
+    """
+    scheduler = policy.scheduler.model_copy(update={"shadow": True})
+    entropy, loop = (part.model_copy(update={"shadow": True}) for part in (policy.entropy, policy.loop))
+    return policy.model_copy(update={"scheduler": scheduler, "entropy": entropy, "loop": loop})
 
 
-def _shadowed(part: Any) -> Any:
-    """Return a policy or an override with its entropy section in shadow, unless the override leaves that open."""
-    if part.entropy.shadow is None:
-        return part
-    return part.model_copy(update={"entropy": part.entropy.model_copy(update={"shadow": True})})
+def unshortened_cap(scheduler: SchedulerPolicy) -> SchedulerPolicy:
+    """Return the section with the default cap, if its own cap is lower."""
+    return scheduler.model_copy(update={"max_think_tokens": max(scheduler.max_think_tokens, DEFAULT_CAP)})

@@ -65,22 +65,6 @@ class DecidedColumns(Columns):
         else:
             self.end_decided[slot] = reason
 
-    def note_stop_decided(self, slot: int, probed: bool, gives_up: bool) -> None:
-        """Note that an entropy rule has decided to end the thinking of a request of the control group, in shadow.
-
-        probed: whether the rule has just seen the request's newest probe. gives_up: whether the rule is the give-up
-        rule. Only the first such decision counts.
-        """
-        if self.probes_since_stop[slot] < 0:
-            self.probes_since_stop[slot] = int(probed)
-            self.stop_is_empty[slot] = probed and self.empty_answer[slot]
-            self.stop_gives_up[slot] = gives_up
-
-    def note_stop(self, slot: int, think_tokens: int) -> None:
-        """Note the thinking tokens at which the first such decision would have ended the thinking."""
-        if self.stop_tokens[slot] < 0:
-            self.stop_tokens[slot] = think_tokens
-
     def restore_end(self, slot: int, reason: int) -> None:
         """Note an end of thinking that the engine still carries out, unless the request has a newer one."""
         self.end_decided[slot] = self.end_decided[slot] or reason
@@ -88,6 +72,10 @@ class DecidedColumns(Columns):
     def forget_ends(self) -> None:
         """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again."""
         self.end_decided[:] = self.shadow_decided[:] = 0
+
+    def ask_again(self, slot: int) -> None:
+        """Forget the rules that fired in shadow for a request, so that they are asked again."""
+        self.shadow_decided[slot] = 0
 
     def schedule_probe(self, slots: NDArray[np.intp], think_tokens: NDArray[np.int64]) -> None:
         """Note the number of thinking tokens at which each request's next EAT probe is due, [slots]."""

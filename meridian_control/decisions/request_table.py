@@ -361,7 +361,7 @@ class RequestTable(DecidedColumns):
     def note_think_end(self, slot: int, forced: bool, kind: int) -> None:
         """Note that the request's thinking has ended.
 
-        forced: whether the agent forced the end. kind: NATURAL_END, RULE_END or OTHER_END.
+        forced: whether the agent forced the end. kind: NATURAL_END or FORCED_END.
         """
         self.reentered[slot] |= self.ended[slot]
         if not self.ended[slot]:
@@ -388,7 +388,3 @@ class RequestTable(DecidedColumns):
         be empty. same_answer: number of newest probes, this one included, with the same likeliest next token, [slots].
         """
         self.empty_answer[slots], self.same_answer[slots] = empty, same_answer
-        if any_in(stopped := self.probes_since_stop[slots] >= 0):
-            slots = slots[stopped]
-            self.stop_is_empty[slots] |= empty[stopped] & (self.probes_since_stop[slots] == 0)
-            self.probes_since_stop[slots] += 1

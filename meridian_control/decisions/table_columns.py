@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # Kinds of a request's newest token: no token reported yet, an answer token, an end of thinking, any other token.
 NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 
-# How the thinking of a request first ended: not yet, by the model itself, by an entropy rule, by anything else.
-NO_END, NATURAL_END, RULE_END, OTHER_END = range(4)
+# How the thinking of a request first ended: not yet, by the model itself, by anything else.
+NO_END, NATURAL_END, FORCED_END = range(3)
 
 # Values of `max_think_tokens` and `rank` without a number: nothing was decided yet, or the request has no cap.
 UNTOLD, NO_CAP = -1, -2
@@ -103,8 +103,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # How thinking ended the first time; whether thinking has ended more than once.
     "first_end": (np.uint8, NO_END),
     "reentered": (bool, False),
-    # Whether the entropy rules only shadow the request, because it belongs to the control group; whether it counts as
-    # treated or as control when it closes.
+    # Whether the request belongs to the control group, which nothing shortens; whether it counts as treated or as
+    # control when it closes.
     "control": (bool, False),
     "counted": (bool, False),
     # Combination of thinking budgets that the request counts towards, as an index among the session's combinations, and
@@ -114,13 +114,6 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # The signals whose first value that a rule could read is still to be compared with the calibration, one bit for
     # each of drift_schema.SIGNALS.
     "awaited_signals": (np.uint8, 0),
-    # In the control group: thinking tokens at which the first entropy rule to fire would have ended the thinking, -1
-    # before; number of measured probes from that decision on, -1 before the decision; whether the answer would have
-    # been empty at the first of these probes; whether the rule was the give-up rule.
-    "stop_tokens": (np.int64, -1),
-    "probes_since_stop": (np.int64, -1),
-    "stop_is_empty": (bool, False),
-    "stop_gives_up": (bool, False),
     # The rule that ended the request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
     # The rules in shadow that fired for the request, one bit for each ForceReason.
@@ -263,10 +256,6 @@ class Columns:
     budget_set: NDArray[np.int64]
     charged_tokens: NDArray[np.int64]
     awaited_signals: NDArray[np.uint8]
-    stop_tokens: NDArray[np.int64]
-    probes_since_stop: NDArray[np.int64]
-    stop_is_empty: NDArray[np.bool_]
-    stop_gives_up: NDArray[np.bool_]
     end_decided: NDArray[np.uint8]
     shadow_decided: NDArray[np.uint32]
     boundary_ranks: NDArray[np.int64]

@@ -12,32 +12,34 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
 from meridian_control.fleet import spills
 from meridian_control.policy.drift_schema import SIGNALS
-from meridian_control.session.arms import rules_of
+from meridian_control.policy.shortening_kinds import Kind
+from meridian_control.session.arms import VERDICTS, rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
-    from meridian_control.session.arms import Experiment, Experiments
+    from meridian_control.session.arms import Experiment, Experiments, Judged
 
-# Author of the policy revisions by which the control plane itself puts the entropy rules into shadow.
+# Author of the policy revisions by which the control plane itself withdraws a kind of shortening.
 WITHDRAWER = "meridian-harm-guard"
 # Confidence of the intervals and bounds of saving and harm; smallest number of requests on each side for a comparison.
 CONFIDENCE, MIN_REQUESTS = 0.95, 30
 # Counts of `Savings` that add up over replicas.
-COUNTS = ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged")
+COUNTS = ("shadow_saved_tokens", *VERDICTS)
 ARMS = ("treated", "control")
 # Fields that only the replica that leads fills in.
 EVIDENCE: tuple[Literal["evidence_ratio"], Literal["drift_evidence_ratio"]] = ("evidence_ratio", "drift_evidence_ratio")
 
 
 def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
-    """Return the revision if the control plane itself has stored it to put the entropy rules into shadow."""
+    """Return the revision if the control plane itself has stored it to withdraw a kind of shortening."""
     return policy if policy is not None and policy.author == WITHDRAWER else None
 
 
 def mark_withdrawn(engines: Iterable[fleet_pb2.Engine], policy: StoredRevision | None) -> None:
-    """Set on the engines of a withdrawing revision why the entropy rules are in shadow. policy: that in force."""
+    """Set on the engines of a withdrawing revision why it was stored. policy: the revision in force."""
     if (withdrawal := withdrawn(policy)) is not None:
         for engine in engines:
             engine.withdrawn = withdrawal.reason if engine.revision == withdrawal.revision else ""
@@ -56,6 +58,8 @@ def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fl
             control=fleet_pb2.ArmCounts(**vars(kept.control)),
             forced_ends=spills.message(kept.forced_ends),
             natural_ends=spills.message(kept.natural_ends),
+            kinds=[_harm(kind, counts) for kind, counts in sorted(kept.kinds.items())],
+            not_measured=kept.not_measured,
             **{name: getattr(kept, name) for name in COUNTS},
             **_samples(kept),
         )
@@ -64,6 +68,35 @@ def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fl
         or kept.treated.requests
         or kept.control.requests
         or any(any(seen) for seen in kept.samples.values())
+    ]
+
+
+def _harm(kind: Kind, counts: Judged) -> fleet_pb2.ShorteningHarm:
+    return fleet_pb2.ShorteningHarm(
+        kind=kind.kind,
+        name=kind.name,
+        forced_ends=spills.message(counts.forced_ends),
+        natural_ends=spills.message(counts.natural_ends),
+        **{name: getattr(counts, name) for name in VERDICTS},
+    )
+
+
+def kind_of(harm: fleet_pb2.ShorteningHarm) -> Kind:
+    return Kind(harm.kind, harm.name)
+
+
+def harming(
+    savings: Iterable[fleet_pb2.Savings], policies: Iterable[Policy]
+) -> list[tuple[fleet_pb2.Savings, fleet_pb2.ShorteningHarm]]:
+    """Return the kinds of shortening whose harm is above what the policy allows, beyond doubt. policies: those that are
+    in force on engines."""
+    rules = {rules_of(policy) for policy in policies}
+    return [
+        (whole, harm)
+        for whole in savings
+        if whole.rules in rules
+        for harm in whole.kinds
+        if harm.evidence_ratio >= 1 or (harm.HasField("harm_ratio") and harm.harm_ratio.low > whole.max_loss)
     ]
 
 
@@ -78,6 +111,28 @@ def _samples(kept: Experiment) -> dict[str, Any]:
         counts = [{edge: one.max_value, "calibrated": one.requests, "seen": requests} for one, requests in seen]
         fields[f"{signal}_samples"] = [made(**each) for each in counts]
     return fields
+
+
+def evidence_of(savings: fleet_pb2.Savings) -> fleet_pb2.Savings:
+    """Return a message with nothing but the evidence."""
+    made = fleet_pb2.Savings()
+    for name in EVIDENCE:
+        if savings.HasField(name):
+            setattr(made, name, getattr(savings, name))
+    for harm in savings.kinds:
+        made.kinds.add(kind=harm.kind, name=harm.name, evidence_ratio=harm.evidence_ratio)
+    return made
+
+
+def add_evidence(savings: fleet_pb2.Savings, evidence: fleet_pb2.Savings) -> None:
+    """Fill in the evidence, as `evidence_of` returns it."""
+    for name in EVIDENCE:
+        if evidence.HasField(name):
+            setattr(savings, name, getattr(evidence, name))
+    known = {kind_of(harm): harm.evidence_ratio for harm in evidence.kinds}
+    for harm in savings.kinds:
+        if kind_of(harm) in known:
+            harm.evidence_ratio = known[kind_of(harm)]
 
 
 def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavingsResponse:
@@ -105,17 +160,29 @@ def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
     for signal in SIGNALS:
         name = f"{signal}_samples"
-        for mine, theirs in zip(getattr(whole, name), getattr(part, name), strict=False):
-            mine.seen += theirs.seen
+        for here, there in zip(getattr(whole, name), getattr(part, name), strict=False):
+            here.seen += there.seen
     for name in EVIDENCE:
         if part.HasField(name):
             setattr(whole, name, getattr(part, name))
     for arm in ARMS:
-        mine, theirs = getattr(whole, arm), getattr(part, arm)
+        ours, others = getattr(whole, arm), getattr(part, arm)
         for count in fleet_pb2.ArmCounts.DESCRIPTOR.fields:
-            setattr(mine, count.name, getattr(mine, count.name) + getattr(theirs, count.name))
+            setattr(ours, count.name, getattr(ours, count.name) + getattr(others, count.name))
     spills.add(whole.forced_ends, part.forced_ends)
     spills.add(whole.natural_ends, part.natural_ends)
+    whole.not_measured = whole.not_measured or part.not_measured
+    mine = {kind_of(harm): harm for harm in whole.kinds}
+    for theirs in part.kinds:
+        if (harm := mine.get(kind_of(theirs))) is None:
+            whole.kinds.add().CopyFrom(theirs)
+            continue
+        for name in VERDICTS:
+            setattr(harm, name, getattr(harm, name) + getattr(theirs, name))
+        spills.add(harm.forced_ends, theirs.forced_ends)
+        spills.add(harm.natural_ends, theirs.natural_ends)
+        if theirs.HasField("evidence_ratio"):
+            harm.evidence_ratio = theirs.evidence_ratio
 
 
 def estimate(counts: fleet_pb2.Savings) -> None:
@@ -126,8 +193,10 @@ def estimate(counts: fleet_pb2.Savings) -> None:
         spills.set_range(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
         spills.set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
     spills.estimate(counts, MIN_REQUESTS)
-    if counts.judged and counts.unjudged <= counts.judged_stops:
-        harm = counts.harm_ratio
-        harm.value = counts.harmful / counts.judged
-        harm.low = binomial_lower(counts.harmful, counts.judged, CONFIDENCE)
-        harm.high = binomial_upper(counts.harmful, counts.judged, CONFIDENCE)
+    judged: tuple[fleet_pb2.Savings | fleet_pb2.ShorteningHarm, ...] = (counts, *counts.kinds)
+    for each in judged:
+        if each.judged and each.unjudged <= each.judged_stops and not counts.not_measured:
+            harm = each.harm_ratio
+            harm.value = each.harmful / each.judged
+            harm.low = binomial_lower(each.harmful, each.judged, CONFIDENCE)
+            harm.high = binomial_upper(each.harmful, each.judged, CONFIDENCE)

@@ -22,7 +22,7 @@ USUAL_SHARE = 0.95
 # Confidence of the intervals. Alerts look at them all the time, so it is higher than that of other intervals.
 CONFIDENCE = 0.99
 # Counts of `EndCounts` that add up over replicas, beside the histogram.
-COUNTS = ("ends", "reentries", "empty_answers", "aborts")
+COUNTS = ("ends", "reentries", "empty_answers", "aborts", "lengths")
 
 
 def message(ends: Ends) -> fleet_pb2.EndCounts:

@@ -53,6 +53,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         outcomes=session.totals.outcomes,
         ends=session.totals.ends,
         answers=session.totals.answers,
+        control_group=session.totals.control_group,
         output_itl=session.totals.output_itl.message(),
         ttot=session.totals.ttot.message(),
         think_tokens=session.totals.think_tokens.message(),

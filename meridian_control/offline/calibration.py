@@ -158,9 +158,28 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
         second=second,
         confirmed=confirmed,
         groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
-        policy=policy_of(
-            replay, best.rule if best and confirmed else None, good, judged, unit[judged], second=given_up
+        policy=_with_calibrated_cap(
+            policy_of(replay, best.rule if best and confirmed else None, good, judged, unit[judged], second=given_up),
+            calibrated_cap(halves, cap),
         ),
+    )
+
+
+def calibrated_cap(halves: _Halves, chosen: _Tried | None) -> int:
+    """Return the smallest cap whose loss is within the allowed loss on both halves, in thinking tokens: the chosen cap
+    if the other half proves it, or else the longest thinking of the trace, which no cap shortens.
+
+    chosen: the cap that saves most within the allowed loss on the first half.
+    """
+    if chosen is not None and halves.point(chosen).held_out.harm_bound <= halves.goal.max_loss:
+        return int(chosen.rule.scheduler["max_think_tokens"])
+    judged = np.concatenate([halves.fit, halves.held_out])
+    return int(halves.replay.episodes.natural_tokens[judged].max())
+
+
+def _with_calibrated_cap(policy: Policy, tokens: int) -> Policy:
+    return policy.model_copy(
+        update={"scheduler": policy.scheduler.model_copy(update={"calibrated_cap_tokens": tokens})}
     )
 
 

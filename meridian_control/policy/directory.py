@@ -20,6 +20,7 @@ from meridian_control.common.errors import (
     Violation,
 )
 from meridian_control.policy import formats as forms
+from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.policy.store import EMPTY_ETAG
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class PolicyDirectory:
                     # Another replica stored a policy first, usually from the same file.
                     continue
                 logger.info("%s is in force as revision %d", self.file, stored.revision)
+                for warning in warnings(wanted):
+                    logger.warning("%s: %s", self.file, warning)
                 self._on_change(stored)
             self._done = wanted
 

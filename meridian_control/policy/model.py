@@ -87,7 +87,7 @@ IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
 # 0.2.0.
 NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine")
 NEW_FIELDS = {
-    "scheduler": ("answer_reserve_tokens",),
+    "scheduler": ("answer_reserve_tokens", "calibrated_cap_tokens"),
     "entropy": (
         "confirm_sentence_ends",
         "eat_probe_max_margin_nats",
@@ -103,7 +103,8 @@ NEW_FIELDS = {
         "rpdi_reference",
         "same_answer_samples",
     ),
-    "pressure": ("entropy_in_force", "queueing_p99_ms"),
+    "budget": ("min_think_tokens",),
+    "pressure": ("entropy_in_force", "min_think_tokens", "queueing_p99_ms"),
 }
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])

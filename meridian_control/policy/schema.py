@@ -123,14 +123,22 @@ class SchedulerPolicy(Section):
             "Set it to the length of a long answer if requests reach max_tokens while they still think."
         ),
     )
+    calibrated_cap_tokens: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not "
+        "known. `policy apply` and `rollout start` warn of caps, and of floors of budgets and pressure, below it.",
+        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+    )
     lease_ms: SectionLease = 0
     # This field comes after max_think_tokens because its validator reads max_think_tokens.
     min_think_tokens: int = Field(
         512,
         ge=0,
         le=INT32_MAX,
-        description="Thinking tokens before which no entropy rule ends thinking. The floor may not exceed the hard "
-        "cap; if only a lower cap is set, the floor is lowered to the cap.",
+        description="Thinking tokens before which no entropy rule ends thinking, and no budget or pressure either. The "
+        "floor may not exceed the hard cap; if only a lower cap is set, the floor is lowered to the cap.",
         json_schema_extra=advice("Take the floor from `meridianctl calibrate`."),
     )
 
@@ -283,17 +291,23 @@ class EntropyPolicy(Section):
         0.02,
         ge=0,
         le=0.5,
-        description="Share of requests, a fraction, in the control group: while the section is in force, its rules "
-        "only shadow these requests, which a hash of the request id chooses. 0 switches the control group off.",
-        json_schema_extra=advice("Raise it to measure savings and harm sooner; set it to 0 to save every token."),
+        description="Share of requests, a fraction, in the control group, which nothing in the policy shortens: "
+        "neither entropy rules, soft close, loop rules, budgets and pressure nor a cap below the default. A hash of "
+        "the request id chooses them. 0 switches the control group off, and no harm is measured.",
+        json_schema_extra=advice(
+            "Raise it to measure savings and harm sooner; set it to 0 if every request must be shortened."
+        ),
     )
     max_loss: float = Field(
         0.01,
         gt=0,
         le=1,
-        description="Largest share of requests, a fraction, whose answer the rules may change for the worse. If the "
-        "control group shows more harm, the control plane puts the section into shadow. 1 switches this off.",
-        json_schema_extra=advice("Set it to the `--max-loss` of `meridianctl calibrate`."),
+        description="Largest share of requests, a fraction, whose answer one kind of shortening may change: the "
+        "entropy rules, soft close, caps, loop rules, a budget or a pressure entry. If the control group shows more "
+        "harm, the control plane withdraws this kind. 1 switches this off.",
+        json_schema_extra=advice(
+            "Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers."
+        ),
     )
     same_answer_samples: int = Field(
         0,

@@ -56,10 +56,40 @@ MaxThinkTokens = Annotated[
     Field(
         ge=1,
         le=INT32_MAX,
-        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier.",
+        description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier, but "
+        "not below min_think_tokens.",
         json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
     ),
 ]
+MinThinkTokens = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=INT32_MAX,
+        description="Floor of the entry: thinking tokens before which no stage ends thinking, and the cap of stage "
+        "floor. It may not exceed max_think_tokens. 0 means that no cap falls below max_think_tokens, and that soft "
+        "close begins no earlier than soft_think_tokens, or max_think_tokens if that is less.",
+        json_schema_extra=advice(
+            "Leave it at 0 unless the control group has shown that shorter thinking still gives right answers."
+        ),
+    ),
+]
+
+
+def floors_of(entry: "Shortener") -> tuple[int, int]:
+    """Return the smallest cap that an entry sets, and the smallest number of thinking tokens from which on soft close
+    acts because of it."""
+    limit = entry.max_think_tokens
+    return entry.min_think_tokens or limit, entry.min_think_tokens or min(entry.soft_think_tokens, limit)
+
+
+def _check_floor(entry: "Shortener") -> None:
+    if entry.min_think_tokens > entry.max_think_tokens:
+        raise PydanticCustomError(
+            "floor_above_cap",
+            "must have min_think_tokens of at most max_think_tokens ({limit})",
+            {"limit": entry.max_think_tokens},
+        )
 
 
 class BudgetPolicy(Section):
@@ -102,6 +132,7 @@ class BudgetPolicy(Section):
     )
     soft_think_tokens: SoftThinkTokens = 4096
     max_think_tokens: MaxThinkTokens = 2048
+    min_think_tokens: MinThinkTokens = 0
     shadow: bool = Field(
         True,
         description="Count usage and show the stage, but shorten no thinking.",
@@ -116,6 +147,7 @@ class BudgetPolicy(Section):
             raise PydanticCustomError("no_limit", "must have tokens_per_minute or tokens_per_day")
         if self.burst_tokens and not self.tokens_per_minute:
             raise PydanticCustomError("burst_alone", "must have tokens_per_minute, because it has burst_tokens")
+        _check_floor(self)
         return self
 
 
@@ -179,6 +211,7 @@ class PressurePolicy(Section):
     )
     soft_think_tokens: SoftThinkTokens = 4096
     max_think_tokens: MaxThinkTokens = 2048
+    min_think_tokens: MinThinkTokens = 0
     entropy_in_force: bool = Field(
         False,
         description="While the entry shortens a request, the section entropy is in force for the request, although the "
@@ -197,6 +230,7 @@ class PressurePolicy(Section):
     def _has_a_target(self) -> Self:
         if not any(getattr(self, target) for target in TARGETS):
             raise PydanticCustomError("no_target", f"must have a target: {', '.join(TARGETS)}")
+        _check_floor(self)
         return self
 
 

@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator
 from math import inf, nextafter
 
 from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.common.inference import evidence
 from meridian_control.rollout.plan import Guardrails
 from meridian_control.rollout.state import Counts, GuardrailReading, Measured, Rollout, Sample
 
 P99 = 0.99
+# A guardrail on harm is violated at this evidence, which a candidate whose harm is within the limit reaches in a step
+# with a probability of at most 1 %.
+STRONG_EVIDENCE = 100.0
+# Once so many requests were shortened in a step, it waits until so many requests of the control group are judged. With
+# so many, harm of a quarter of the answers is found with a probability of 95 %.
+MIN_SHORTENED, MIN_JUDGED = 30, 20
 
 
 def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
@@ -34,11 +41,32 @@ def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
             compared = value / other if latency else value - other
         suffix = "ratio" if latency else "increase"
         yield from _compared(f"{name}_{suffix}", limits, compared, (count, others), present)
+    if rollout.harm_limit is not None:
+        yield _harm(mine, rollout.harm_limit, present[0])
     for name, engines in (("nacks", sample.nacks), ("degraded_engines", sample.degraded)):
         if (limit := getattr(limits, name)) is not None:
             yield GuardrailReading(
                 guardrail=name, value=engines, limit=limit, observations=engines, violated=engines > limit
             )
+
+
+def _harm(mine: Measured, limit: float, watched: bool) -> GuardrailReading:
+    """Return the reading of harm, which is violated once the evidence is strong, however few requests are judged.
+
+    Once the candidate has shortened requests, a step waits until enough of the control group are judged. It does not
+    wait if most requests that would be harmed cannot be judged.
+    """
+    measured = mine.judged > 0 and mine.unjudged <= mine.judged
+    strong = measured and evidence(mine.harmful, mine.judged, limit) >= STRONG_EVIDENCE
+    judgeable = mine.judged + mine.unjudged < MIN_JUDGED or measured
+    return GuardrailReading(
+        guardrail="harm_rate",
+        value=mine.harmful / mine.judged if measured else None,
+        limit=limit,
+        observations=mine.judged,
+        violated=strong,
+        waiting=watched and judgeable and mine.shortened >= MIN_SHORTENED and mine.judged < MIN_JUDGED,
+    )
 
 
 def p99(counts: Counts) -> float | None:

@@ -11,7 +11,9 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from meridian_control.policy.model import Policy
 from meridian_control.policy.section import INT32_MAX, Glob, Section
+from meridian_control.policy.shortening_kinds import kinds_of, not_measured
 
 # Largest latency in milliseconds that the histograms measure.
 MAX_MS = 10_000.0
@@ -80,6 +82,11 @@ class Guardrails(Section):
     degraded_engines: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         None, description="Engines of the group whose stream is down for longer than the lease, or whose agent is off."
     )
+    harm_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Share of the control group's judged requests whose answer the candidate's shortening would have "
+        "changed; if unset, the candidate's entropy.max_loss, if the candidate shortens thinking.",
+    )
     min_observations: int = Field(
         100,
         ge=0,
@@ -102,6 +109,13 @@ class Plan(Section):
     )
     guardrails: Guardrails = Guardrails()
     on_violation: Literal["rollback", "halt"] = Field("rollback", description="Reaction to an exceeded limit.")
+
+    def harm_limit(self, candidate: Policy) -> float | None:
+        """Return the limit of the guardrail on harm, None for none: that of the plan, or else the candidate's own if
+        the candidate shortens thinking and its harm can be measured."""
+        if self.guardrails.harm_rate is not None:
+            return self.guardrails.harm_rate
+        return candidate.entropy.max_loss if kinds_of(candidate) and not not_measured(candidate) else None
 
 
 def position(rollout_id: int, engine_id: str) -> float:

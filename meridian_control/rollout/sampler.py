@@ -26,6 +26,8 @@ Engine: TypeAlias = fleet_pb2.Engine
 Key = tuple[str, str]
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 BUCKETS = len(TIME_BOUNDS_S) + 1
+# Counts of the control group, as `Engine.control_group` names them.
+CONTROL_GROUP = ("shortened", "judged", "harmful", "unjudged")
 ANSWER_KINDS = ("answered_after_", "empty_after_", "long_after_")
 
 
@@ -98,7 +100,9 @@ def _counters(engine: Engine) -> NDArray[np.int64]:
     finished = sum(count for kind, count in answers.items() if kind.startswith(ANSWER_KINDS))
     empty = sum(count for kind, count in answers.items() if kind.startswith("empty_after_"))
     reentries = sum(count for kind, count in answers.items() if kind.startswith("reentry_after_"))
-    return np.array([*_buckets(engine.output_itl), *_buckets(engine.ttot), finished, empty, reentries], np.int64)
+    judged = [engine.control_group.get(name, 0) for name in CONTROL_GROUP]
+    counts = [*_buckets(engine.output_itl), *_buckets(engine.ttot), finished, empty, reentries, *judged]
+    return np.array(counts, np.int64)
 
 
 def _buckets(histogram: fleet_pb2.Histogram) -> Iterable[int]:
@@ -107,15 +111,16 @@ def _buckets(histogram: fleet_pb2.Histogram) -> Iterable[int]:
 
 
 def _nothing() -> NDArray[np.int64]:
-    return np.zeros(2 * BUCKETS + 3, np.int64)
+    return np.zeros(2 * BUCKETS + 3 + len(CONTROL_GROUP), np.int64)
 
 
 def _measured(observed: NDArray[np.int64]) -> Measured:
-    output_itl, ttot, (answers, empty, reentries) = np.split(observed, (BUCKETS, 2 * BUCKETS))
+    output_itl, ttot, (answers, empty, reentries, *judged) = np.split(observed, (BUCKETS, 2 * BUCKETS))
     return Measured(
         output_itl=tuple(output_itl.tolist()),
         ttot=tuple(ttot.tolist()),
         answers=int(answers),
         empty=int(empty),
         reentries=int(reentries),
+        **dict(zip(CONTROL_GROUP, map(int, judged), strict=True)),
     )

@@ -46,13 +46,18 @@ Counts = tuple[int, ...]
 
 
 class Measured(Value):
-    """Observations on a set of engines: histograms over TIME_BOUNDS_S, and counts of answers."""
+    """Observations on a set of engines: histograms over TIME_BOUNDS_S, counts of answers, and counts of requests as
+    `Engine.control_group` in fleet.proto has them."""
 
     output_itl: Counts = ()
     ttot: Counts = ()
     answers: int = 0
     empty: int = 0
     reentries: int = 0
+    shortened: int = 0
+    judged: int = 0
+    harmful: int = 0
+    unjudged: int = 0
 
     def __add__(self, other: "Measured") -> "Measured":
         return Measured(
@@ -61,6 +66,10 @@ class Measured(Value):
             answers=self.answers + other.answers,
             empty=self.empty + other.empty,
             reentries=self.reentries + other.reentries,
+            shortened=self.shortened + other.shortened,
+            judged=self.judged + other.judged,
+            harmful=self.harmful + other.harmful,
+            unjudged=self.unjudged + other.unjudged,
         )
 
 
@@ -95,6 +104,8 @@ class Rollout(Value):
 
     rollout_id: int
     plan: Plan
+    # Limit of the guardrail on harm, which follows from the plan or from the candidate; None for none.
+    harm_limit: float | None = None
     stable_revision: int
     candidate_revision: int
     rollback_revision: int = 0
@@ -129,7 +140,7 @@ class Rollout(Value):
         return f"{self.rollout_id}-{self.changes}"
 
     def message(self) -> rollout_pb2.Rollout:
-        hidden = {"changes", "version", "candidate", "stable", "reference"}
+        hidden = {"changes", "version", "harm_limit", "candidate", "stable", "reference"}
         fields = self.model_dump(mode="json", exclude_none=True, exclude=hidden)
         return json_format.ParseDict(fields | {"etag": self.etag}, rollout_pb2.Rollout())
 

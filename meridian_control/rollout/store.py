@@ -101,7 +101,7 @@ class RolloutStore:
                 raise NotFound("no policy is stored yet")
             async with self.database.reading() as connection:
                 newest = await connection.scalar(select(func.max(_rollouts.c.rollout_id))) or 0
-            made = begin(newest + 1, plan, (stable, stable + 1), by)
+            made = begin(newest + 1, plan, (stable, stable + 1), by, plan.harm_limit(policy))
             reason = by.reason or f"candidate of rollout {made.rollout_id}"
             candidate = new_revision(stable + 1, policy, by.author, reason, by.now)
             try:

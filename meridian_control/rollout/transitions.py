@@ -44,12 +44,14 @@ def revision_of(rollout: Rollout, engine_id: str, labels: Mapping[str, str], has
     return rollout.candidate_revision if matches else rollout.stable_revision
 
 
-def begin(rollout_id: int, plan: Plan, revisions: tuple[int, int], by: By) -> Rollout:
-    """Begin a rollout. revisions: the revision in force and the candidate's revision."""
+def begin(rollout_id: int, plan: Plan, revisions: tuple[int, int], by: By, harm_limit: float | None = None) -> Rollout:
+    """Begin a rollout. revisions: the revision in force and the candidate's revision. harm_limit: the limit of the
+    guardrail on harm, None for none."""
     stable, candidate = revisions
     new = Rollout(
         rollout_id=rollout_id,
         plan=plan,
+        harm_limit=harm_limit,
         stable_revision=stable,
         candidate_revision=candidate,
         author=by.author,

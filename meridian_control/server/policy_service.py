@@ -22,6 +22,7 @@ from meridian_control.common.paging import checked
 from meridian_control.policy.diff import FieldChange, Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
+from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHeader, StoredRevision
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         if not request.HasField("policy"):
             raise InvalidRequest("policy", "must be set")
         stored, changes = await self._put(from_proto(request.policy), request, request.reason)
-        return policy_pb2.UpdatePolicyResponse(revision=_to_message(stored), changes=_changes(changes))
+        return policy_pb2.UpdatePolicyResponse(
+            revision=_to_message(stored), changes=_changes(changes), warnings=warnings(stored.policy)
+        )
 
     async def RollbackPolicy(  # noqa: N802
         self, request: policy_pb2.RollbackPolicyRequest, context: Context
@@ -77,7 +80,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         wanted = await self._store.get(request.revision)
         reason = request.reason or f"rollback to revision {request.revision}"
         stored, changes = await self._put(wanted.policy, request, reason)
-        return policy_pb2.RollbackPolicyResponse(revision=_to_message(stored), changes=_changes(changes))
+        return policy_pb2.RollbackPolicyResponse(
+            revision=_to_message(stored), changes=_changes(changes), warnings=warnings(stored.policy)
+        )
 
     async def ListRevisions(  # noqa: N802
         self, request: policy_pb2.ListRevisionsRequest, context: Context

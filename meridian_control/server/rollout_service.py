@@ -17,6 +17,7 @@ from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFoun
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import from_proto, from_proto_as
+from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, Rollout
@@ -65,7 +66,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         by = By(self._clock(), request.author, request.reason, request.request_id)
         if (made := await self._store.answered(request.request_id, plan, policy)) is None:
             if request.validate_only:
-                made = rules.begin(0, plan, (await self._store.policies.check(request.etag), 0), by)
+                made = rules.begin(
+                    0, plan, (await self._store.policies.check(request.etag), 0), by, plan.harm_limit(policy)
+                )
             else:
                 made = await self._store.start(plan, policy, request.etag, by)
                 who = said_by(request.author)
@@ -77,7 +80,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
         ]
         return rollout_pb2.StartRolloutResponse(
-            rollout=made.message(), changes=changes, warnings=await self._warnings(made)
+            rollout=made.message(), changes=changes, warnings=[*await self._warnings(made), *warnings(policy)]
         )
 
     async def _warnings(self, rollout: Rollout) -> list[str]:

@@ -1,4 +1,4 @@
-"""Counts what becomes of treated requests and of the control group, for each set of rules.
+"""Counts what becomes of treated requests and of the control group, for each set of rules, by kind of shortening.
 
 A request counts when it closes, so the memory does not grow with the number of requests. All counts are integers or
 sums, so that counts of several engines and replicas add up. The module knows neither messages of agents nor time. The
@@ -8,27 +8,28 @@ objects belong to one event loop; all sessions of a replica share one `Experimen
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.enum_names import ENTROPY_REASONS, reason_name
 from meridian_control.common.histogram import Histogram, answer_histogram
-from meridian_control.decisions.control_group import rule_under_pressure
-from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
+from meridian_control.decisions.table_columns import NATURAL_END
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
+from meridian_control.policy.shortening_kinds import Kind, kinds_of, not_measured
 from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.drift_schema import Bins
     from meridian_control.policy.model import Policy
+    from meridian_control.policy.shortening_schema import Shortener
+    from meridian_control.session.control_requests import ControlRequest
 
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
-# Sections of the policy that have no effect on when thinking ends, and entries that shorten both groups alike.
+# Sections of the policy that have no effect on when thinking ends. Of budgets and pressure only entries in force have.
 UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure"}
 TREATED, CONTROL = "treated", "control"
 
@@ -64,11 +65,13 @@ class Ends:
     reentries: int = 0
     empty_answers: int = 0
     aborts: int = 0
+    lengths: int = 0
     answer_tokens: Histogram = field(default_factory=answer_histogram)
 
     def closed(self, answer_tokens: int, thought_again: bool, reason: agent_pb2.FinishReason.ValueType) -> None:
         self.ends += 1
         self.aborts += reason == agent_pb2.FINISH_REASON_ABORT
+        self.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
         self.reentries += thought_again
         if not thought_again:
             self.answer_tokens.add_one(answer_tokens)
@@ -79,16 +82,41 @@ class Ends:
         self.reentries += other.reentries
         self.empty_answers += other.empty_answers
         self.aborts += other.aborts
+        self.lengths += other.lengths
         self.answer_tokens += other.answer_tokens
 
 
 @dataclass
-class Experiment:
+class Judged:
+    """Counts of requests of the control group by what shortening would have done to their answer, and what became of
+    requests after the first end of their thinking. `Savings` and `ShorteningHarm` in fleet.proto define all counts.
+
+    forced_ends: treated requests whose thinking shortening ended first. natural_ends: requests of the control group
+    whose thinking the model itself ended first, after shortening would have.
+    """
+
+    judged: int = 0
+    judged_stops: int = 0
+    harmful: int = 0
+    unjudged: int = 0
+    forced_ends: Ends = field(default_factory=Ends)
+    natural_ends: Ends = field(default_factory=Ends)
+
+    def add(self, other: Judged) -> None:
+        for name in VERDICTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.forced_ends.add(other.forced_ends)
+        self.natural_ends.add(other.natural_ends)
+
+
+VERDICTS = ("judged", "judged_stops", "harmful", "unjudged")
+
+
+@dataclass
+class Experiment(Judged):
     """The counts under one set of rules, which came into force with the revision `since_revision`.
 
-    forced_ends: treated requests whose thinking an entropy rule ended first. natural_ends: requests of the control
-    group whose thinking the model itself ended first, after a rule would have. The fields from `shadow_saved_tokens` to
-    `unjudged` count requests of the control group. `Savings` in fleet.proto defines all counts.
+    kinds: the counts of each kind of shortening. not_measured: why harm cannot be measured under the rules.
     """
 
     rules: str = ""
@@ -96,13 +124,9 @@ class Experiment:
     max_loss: float = 1.0
     treated: Arm = field(default_factory=Arm)
     control: Arm = field(default_factory=Arm)
-    forced_ends: Ends = field(default_factory=Ends)
-    natural_ends: Ends = field(default_factory=Ends)
     shadow_saved_tokens: int = 0
-    judged: int = 0
-    judged_stops: int = 0
-    harmful: int = 0
-    unjudged: int = 0
+    kinds: defaultdict[Kind, Judged] = field(default_factory=lambda: defaultdict(Judged))
+    not_measured: str = ""
     # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
     references: dict[str, Bins] = field(default_factory=dict)
     samples: dict[str, list[int]] = field(default_factory=dict)
@@ -112,22 +136,27 @@ class Experiment:
         table: RequestTable,
         slot: int,
         reason: agent_pb2.FinishReason.ValueType,
+        request: ControlRequest | None,
+        ended_by: Kind | None,
         *,
         handed_over: bool = False,
-    ) -> None:
-        """Count a request that closes, unless it did not think or did not begin under these rules.
+    ) -> list[str]:
+        """Count a request that closes, unless it did not think or did not begin under these rules. Return the names
+        under which its engine counts it, as `Engine.control_group` in fleet.proto has them.
 
-        handed_over: whether another engine gives the answer, so that nothing about the answer is counted.
+        request: state of a request of the control group, None for a treated request. ended_by: the kind of shortening
+        that ended the thinking of a treated request first. handed_over: whether another engine gives the answer, so
+        that nothing about the answer is counted.
         """
         think_tokens, answer_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
         if not (table.counted[slot] and think_tokens):
-            return
-        is_control, has_answer = bool(table.control[slot]), _has_answer(table, slot, reason)
-        arm = self.control if is_control else self.treated
+            return []
+        has_answer = _has_answer(table, slot, reason)
+        arm = self.control if request is not None else self.treated
         arm.requests += 1
         arm.think_tokens += think_tokens
         arm.think_tokens_squares += float(think_tokens) ** 2
-        arm.stopped += table.stop_tokens[slot] >= 0 if is_control else _ended_by_entropy_rule(table, slot)
+        arm.stopped += request.stopped if request is not None else ended_by is not None
         if has_answer and not handed_over:
             arm.answers += 1
             arm.answer_tokens += answer_tokens
@@ -136,46 +165,49 @@ class Experiment:
         arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
-        if is_control:
-            self._compare(table, slot, has_answer)
-        if handed_over:
-            return
-        first_end = table.first_end[slot]
-        if is_control and first_end == NATURAL_END and table.stop_tokens[slot] >= 0:
-            self.natural_ends.closed(answer_tokens, thought_again, reason)
-        elif not is_control and first_end == RULE_END:
-            self.forced_ends.closed(answer_tokens, thought_again, reason)
+        if request is not None:
+            told = self._compare(request, think_tokens, has_answer)
+            natural = request.stopped and table.first_end[slot] == NATURAL_END
+            kind, side = (request.stopped_by if natural else None), "natural_ends"
+        else:
+            told = ["shortened"] if ended_by is not None else []
+            kind, side = ended_by, "forced_ends"
+        if kind is not None and not handed_over:
+            for counts in (self, self.kinds[kind]):
+                getattr(counts, side).closed(answer_tokens, thought_again, reason)
+        return told
 
     def sampled(self, signal: str, value: float) -> None:
         """Count a request's first value of a signal that a rule could read."""
         self.samples[signal][bin_of(self.references[signal], value)] += 1
 
-    def _compare(self, table: RequestTable, slot: int, has_answer: bool) -> None:
-        """Compare a request of the control group with the end that the first rule to fire would have made."""
-        stop = int(table.stop_tokens[slot])
-        if stop >= 0:
-            self.shadow_saved_tokens += max(0, int(table.think_tokens[slot]) - stop)
+    def _compare(self, request: ControlRequest, think_tokens: int, has_answer: bool) -> list[str]:
+        """Compare a request of the control group with the first end that shortening would have made."""
+        if request.stopped:
+            self.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
         # A request is given up because its trial answers change, so a change does not mean harm.
-        if not has_answer or table.stop_gives_up[slot]:
-            return
-        probes = int(table.probes_since_stop[slot])
-        # Agents of the first version do not count the probes with the same answer.
-        if stop >= 0 and (probes < 1 or not table.same_answer[slot]):
+        if not has_answer or request.gives_up:
+            return []
+        stopped_by = request.stopped_by if request.stopped else None
+        if stopped_by is not None and not request.is_judged(think_tokens):
             self.unjudged += 1
-            return
-        self.judged += 1
-        self.judged_stops += stop >= 0
-        # The newest `same_answer` probes agree; the first probe at or after the stop must be one of them.
-        stays = probes <= table.same_answer[slot] and not table.stop_is_empty[slot]
-        self.harmful += stop >= 0 and not stays
+            self.kinds[stopped_by].unjudged += 1
+            return ["unjudged"]
+        for counts in (self, *(self.kinds[kind] for kind in request.kinds)):
+            counts.judged += 1
+        is_harmful = stopped_by is not None and request.is_harmed
+        for counts in (self, self.kinds[stopped_by]) if stopped_by is not None else ():
+            counts.judged_stops += 1
+            counts.harmful += is_harmful
+        return ["judged", "harmful"] if is_harmful else ["judged"]
 
-    def add(self, other: Experiment) -> None:
+    def add(self, other: Experiment) -> None:  # type: ignore[override]
+        super().add(other)
         self.treated.add(other.treated)
         self.control.add(other.control)
-        self.forced_ends.add(other.forced_ends)
-        self.natural_ends.add(other.natural_ends)
-        for name in ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.shadow_saved_tokens += other.shadow_saved_tokens
+        for kind, counts in other.kinds.items():
+            self.kinds[kind].add(counts)
 
 
 class Experiments:
@@ -194,7 +226,10 @@ class Experiments:
         older = [kept for kept in self._kept if kept.since_revision <= revision]
         if older and older[-1].rules == rules:
             return older[-1]
-        made = Experiment(rules, revision, policy.entropy.max_loss)
+        made = Experiment(rules=rules, since_revision=revision, max_loss=policy.entropy.max_loss)
+        made.not_measured = not_measured(policy)
+        for kind in kinds_of(policy):
+            made.kinds[kind] = Judged()
         for signal in SIGNALS:
             if bins := getattr(policy.entropy, f"{signal}_reference"):
                 made.references[signal], made.samples[signal] = bins, [0] * len(bins)
@@ -218,9 +253,10 @@ class Experiments:
 
 
 def rules_of(policy: Policy) -> str:
-    """Return a fingerprint of the policy's sections that decide when thinking ends, and of whether pressure puts the
-    entropy rules in force."""
-    text = policy.model_dump_json(exclude=UNRELATED) + "under pressure" * rule_under_pressure(policy.pressure)
+    """Return a fingerprint of all in the policy that decides when thinking ends."""
+    text = policy.model_dump_json(exclude=UNRELATED)
+    entries: tuple[Shortener, ...] = (*policy.budget, *policy.pressure)
+    text += "".join(entry.model_dump_json() for entry in entries if not entry.shadow)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -232,11 +268,3 @@ def _has_answer(table: RequestTable, slot: int, reason: agent_pb2.FinishReason.V
 def _thought_again(table: RequestTable, slot: int) -> bool:
     """Whether the request thought again after the end of its thinking; this second thinking may have no end."""
     return bool(table.reentered[slot] or (table.ended[slot] and table.phase[slot] == agent_pb2.PHASE_THINK))
-
-
-def _ended_by_entropy_rule(table: RequestTable, slot: int) -> bool:
-    """Whether an entropy rule made the first or the newest end of the request's thinking."""
-    if table.first_end[slot] == RULE_END:
-        return True
-    decided = reason_name(int(table.end_decided[slot]))
-    return bool(table.forced[slot]) and decided in ENTROPY_REASONS

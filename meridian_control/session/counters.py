@@ -32,6 +32,8 @@ class Totals:
     # ended the thinking, by reason.
     settled: Counter[tuple[str, str]] = field(default_factory=Counter)
     preempted: Counter[str] = field(default_factory=Counter)
+    # Closed requests by what the control group shows, as `Engine.control_group` in fleet.proto names them.
+    control_group: Counter[str] = field(default_factory=Counter)
     below_cap: Counter[str] = field(default_factory=Counter)
     # Thinking tokens of requests while a section was in shadow, by section; thinking tokens that rules in shadow would
     # have saved, by section and reason.

@@ -19,13 +19,13 @@ from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
 from meridian_control.session.merged_steps import steps
-from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
+    from meridian_control.session.control_requests import ControlRequest
     from meridian_control.session.decision_ledger import Ledger
     from meridian_control.session.effective_policies import Among, Groups
 
@@ -37,6 +37,8 @@ PLACEMENTS = {
     "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
 }
 NOBODY = np.zeros(0, np.intp)
+# Reason of probes that no rule reads, because they only judge what shortening would have changed.
+HARM_PROBE = "harm"
 # Steps that took longer than this many milliseconds were interrupted, so their durations are not used.
 MAX_STEP_MS = 600_000
 
@@ -89,6 +91,7 @@ class Decider:
                 self._end(own, agent_pb2.FORCE_REASON_LOOP, self._table, slot, out)
             for slot in loop_rules.near_loops(own, self._table, among).tolist():
                 self._end(own, agent_pb2.FORCE_REASON_NEAR_LOOP, self._table, slot, out)
+        self._groups.control.pass_caps()
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
         """Decide probes, the plan and tiers, once the table has dropped closed requests."""
@@ -97,6 +100,7 @@ class Decider:
         if self._can.eat_probe and self._knows_markers:
             for own, among in groups:
                 self._probes(own, out, among)
+            self._judging_probes(out)
         if self._can.dispatch:
             self._plan(policy, out, review, now_ms)
         self._tiers(policy, out, review)
@@ -125,6 +129,8 @@ class Decider:
         assert info is not None
         if not policy.scheduler.enabled:
             return NO_CAP, "hard_cap"
+        if slot in self._groups.control.by_slot:
+            return self._groups.control_cap(slot), "hard_cap"
         own, extended = self._groups.of(slot).scheduler, bool(self._table.extended[slot])
         if (shortening := self._groups.shortening(slot)) is None:
             return termination.cap(own, info, extended), "hard_cap"
@@ -166,17 +172,32 @@ class Decider:
         table = self._table
         slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
         table.note_end(slot, reason, shadow)
-        if shadow and table.control[slot] and ends_treated(reason_name(reason), policy):
-            gives_up = reason == agent_pb2.FORCE_REASON_GIVE_UP
-            # These rules fire on the newest probe, except if a request passes its floor or a policy changes later.
-            by_probe = gives_up or reason in {agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_SAME_ANSWER}
-            probed = by_probe and self._reported and slot in table.history.sampled
-            table.note_stop_decided(slot, probed, gives_up)
+        if shadow and (request := self._groups.control.by_slot.get(slot)) is not None:
+            self._would_end(request, reason, seen, index)
         made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
         if table.closing[slot]:
             self._ledger.too_late(made)
         else:
             out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
+
+    def _would_end(
+        self, request: ControlRequest, reason: agent_pb2.ForceReason.ValueType, seen: termination.Seen, index: int
+    ) -> None:
+        """Note that a rule would end the thinking of a request of the control group if the request were treated."""
+        table, slot, gives_up = self._table, int(seen.slot[index]), reason == agent_pb2.FORCE_REASON_GIVE_UP
+        kind = self._groups.kind_of_rule(slot, reason_name(reason))
+        if kind is None or not request.ends_by_rule(kind, int(seen.think_tokens[index]), gives_up):
+            return
+        # These rules fire on the newest probe, except if a request passes its floor or a policy changes later.
+        by_probe = gives_up or reason in {agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_SAME_ANSWER}
+        if by_probe and self._reported and slot in table.history.sampled:
+            request.ends_at_newest_probe()
+
+    def _judging_probes(self, out: Out) -> None:
+        """Ask for the probes that show whether the answers of the control group stay, beside those that rules read."""
+        for slot in self._groups.control.probes_due(self._groups.of):
+            due = np.array([slot])
+            self._ask(HARM_PROBE, due, agent_pb2.PLACEMENT_ANYWHERE, out, seen=(self._table, due))
 
     def _probes(self, policy: Policy, out: Out, among: Among) -> None:
         table, entropy = self._table, policy.entropy

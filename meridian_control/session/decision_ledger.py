@@ -14,7 +14,6 @@ from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.decision_log.records import Decision
-from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -187,5 +186,5 @@ class Ledger:
                 # Whatever set a cap, the section that is in shadow has enforced it on nobody.
                 is_cap = decision.kind == "cap" and not by_reserve
                 self._shadow.fired(decision.slot, "hard_cap" if is_cap else reason, think_tokens)
-                if self._table.control[decision.slot] and ends_treated(reason, self._groups.of(decision.slot)):
-                    self._table.note_stop(decision.slot, think_tokens)
+                if decision.kind == "force" and self._table.control[decision.slot]:
+                    self._groups.control_end_carried_out(decision.slot, reason, think_tokens)

@@ -1,5 +1,5 @@
 """Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides,
-with its entropy rules in shadow for the control group, and shortened by the request's budgets and pressure entries.
+shortened by the request's budgets and pressure entries, or unshortened for the control group.
 
 The table's column `group` holds indices into this module's list of policies. The module does not know how a policy
 reaches the engine. The code does no I/O and reads no clock; each object belongs to one session.
@@ -7,7 +7,7 @@ reaches the engine. The code does no I/O and reads no clock; each object belongs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -19,15 +19,29 @@ from meridian_control.decision_log.records import Behind
 from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
     compared_signals,
-    has_control_group,
     held_out,
-    in_shadow,
     sampled_from,
+    unshortened,
+    unshortened_cap,
 )
 from meridian_control.decisions.moments import sentence_ends
+from meridian_control.decisions.table_columns import FORCED_END, NO_CAP
 from meridian_control.decisions.token_rows import differs
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.model import Policy, Who
+from meridian_control.policy.shortening_kinds import (
+    CAP,
+    DEFAULT_CAP,
+    ENTROPY,
+    LOOP,
+    SOFT_CLOSE,
+    Kind,
+    acts_on_thinking,
+    kinds_for_request,
+    may_shorten,
+)
+from meridian_control.policy.shortening_schema import BudgetPolicy
+from meridian_control.session.control_requests import ControlRequests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,7 +51,7 @@ if TYPE_CHECKING:
     from meridian_control.budgets.charges import Charges
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.policy.shortening_schema import BudgetPolicy, Shortener
+    from meridian_control.policy.shortening_schema import PressurePolicy, Shortener
     from meridian_control.pressure.engine_pressure import EnginePressure
     from meridian_control.session.arms import Experiment, Experiments
     from meridian_control.session.shadow_comparison import Comparison
@@ -49,12 +63,63 @@ AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "margin": "boundary_margins", "rpd
 BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
 # Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
+# Reasons of the rules on loops, and of decisions about a cap or near it.
+LOOPS, CAP_REASONS = ("loop", "near_loop"), ("hard_cap", "empty_answer")
 
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
 
+class Held(NamedTuple):
+    """A policy that holds for requests.
+
+    by: the entries that shorten it, None if none does. own: the policy without these entries. treated: for the control
+    group the policy that would hold for the requests if they were treated, otherwise the policy itself.
+    """
+
+    policy: Policy
+    by: ShortenedBy | None
+    own: Policy
+    treated: Policy
+
+    @property
+    def is_control(self) -> bool:
+        return self.treated is not self.policy
+
+    def kind_of_cap(self, opened: agent_pb2.RequestOpened, extended: bool) -> tuple[int, Kind | None]:
+        """Return the cap of a treated request, and the kind of shortening that sets it; None if it is the client's own
+        cap, or one of the policy that is no lower than the default."""
+        scheduler, own = self.treated.scheduler, self.own.scheduler
+        cap = termination.cap(scheduler, opened, extended, own if self.by is not None else None)
+        if self.by is not None and cap < termination.cap(own, opened, extended):
+            return cap, self.by.cap.kind
+        if own.max_think_tokens >= DEFAULT_CAP or (
+            opened.HasField("max_think_tokens") and cap == opened.max_think_tokens
+        ):
+            return cap, None
+        return cap, CAP
+
+    def kind_of_rule(self, reason: str) -> Kind | None:
+        """Return the kind of shortening to which a rule belongs that is in force for treated requests; None if the rule
+        is in shadow for them, or is not part of the policy."""
+        policy, by = self.treated, self.by
+        if reason in ENTROPY_REASONS:
+            shadow = policy.entropy.shadow or (reason == "give_up" and policy.entropy.give_up_shadow)
+            return None if shadow else ENTROPY
+        if reason == "soft_close" and not policy.scheduler.shadow:
+            own = self.own.scheduler.soft_think_tokens
+            by_entry = by is not None and (not own or policy.scheduler.soft_think_tokens < own)
+            return by.soft.kind if by is not None and by_entry else SOFT_CLOSE
+        if reason in LOOPS and not (policy.loop.shadow or (reason == "near_loop" and policy.loop.near_shadow)):
+            return LOOP
+        return None
+
+
 class Groups:
-    """The policies of one engine's requests. `policy` is None and `revision` 0 until a policy is in force."""
+    """The policies of one engine's requests. `policy` is None and `revision` 0 until a policy is in force.
+
+    control: the live requests of the control group. ended_by: by slot, the kind of shortening that ended the thinking
+    of a treated request first.
+    """
 
     def __init__(
         self,
@@ -73,12 +138,10 @@ class Groups:
         self._experiment: Experiment | None = None
         self.policy: Policy | None = None
         self.revision = 0
-        # The policies; beside each the entries that shorten it, None for a policy that none shortens, and the policy
-        # without such entries.
-        self._policies: list[Policy] = []
-        self._shortenings: list[ShortenedBy | None] = []
-        self._unshortened: list[Policy] = []
+        self._held: list[Held] = []
         self._room = ROOM
+        self.control = ControlRequests(table)
+        self.ended_by: dict[int, Kind] = {}
         # The object behind the newest decision of this revision that depends on no entry.
         self._newest_behind: Behind | None = None
         # The stages of budgets by the budget's name; a missing budget is unshortened.
@@ -90,7 +153,7 @@ class Groups:
         if self.policy is not None:
             self._charges.settle_all()
         self.policy, self.revision, self._charges.has_policy = policy, revision, True
-        self._policies, self._shortenings, self._unshortened = [policy], [None], [policy]
+        self._held = [Held(policy, None, policy, policy)]
         self._newest_behind = None
         before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)
@@ -101,6 +164,8 @@ class Groups:
 
     def begin_anew(self, requests: Iterable[agent_pb2.RequestOpened], now_ms: float) -> None:
         """Find the policy of each request of a snapshot, which the table has already opened."""
+        self.control.clear()
+        self.ended_by.clear()
         for opened in requests:
             self.assign(opened.slot, opened)
         self._pressure.restart(now_ms)
@@ -118,29 +183,42 @@ class Groups:
         own = self.policy
         if own.override:
             own = own.of(self._who(opened))
-        pressure = matching(self.policy.pressure, self._who(opened)) if self.policy.pressure else ()
+        budgets, pressure = self._entries_of(opened)
         # One engine sees the answer of a request that two engines serve, the other one its thinking.
         is_whole = not (opened.remote_decode or opened.handed_over_ref)
-        in_force = is_whole and has_control_group(own.entropy, pressure)
-        control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
+        share = own.entropy.holdout_share
+        in_force = is_whole and share > 0 and may_shorten(own, (*budgets, *pressure))
+        control = in_force and held_out(opened.request_id, share)
         has_tokens = self._table.think_tokens[slot] or self._table.output_tokens[slot]
         begins = not (has_tokens or opened.handed_over_ref)
         self._table.set_arm(slot, control, in_force and (begins or (same_rules and bool(self._table.counted[slot]))))
         self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
+        if not (again and same_rules):
+            self.ended_by.pop(slot, None)
         if control:
-            own = in_shadow(own)
+            self.control.join(slot, again and same_rules)
             if self._journal is not None:
                 self._journal.in_control_group(slot)
-        if own is self.policy and not (own.budget or own.pressure or self._charges.names(slot)):
+        else:
+            self.control.leave(slot)
+        if own is self.policy and not (control or own.budget or own.pressure or self._charges.names(slot)):
             return
-        who = self._who(opened)
-        budgets = matching(self.policy.budget, who)
         # The engine that continues a request generates the request's first token once more.
         charged = () if opened.remote_decode else budgets
         self._charges.assign(slot, tuple(budget.name for budget in charged))
         if self.policy.pressure:
             self._pressure.assign(slot, pressure, again)
         self._shorten([slot], own, budgets, self._pressure.stages(slot))
+
+    def _entries_of(
+        self, opened: agent_pb2.RequestOpened
+    ) -> tuple[tuple[BudgetPolicy, ...], tuple[PressurePolicy, ...]]:
+        """Return the budgets and the pressure entries that match a request."""
+        assert self.policy is not None
+        if not (self.policy.budget or self.policy.pressure):
+            return (), ()
+        who = self._who(opened)
+        return matching(self.policy.budget, who), matching(self.policy.pressure, who)
 
     def set_stages(self, stages: Mapping[str, int]) -> bool:
         """Set the stages of budgets; return whether the policy of a live request may have changed."""
@@ -161,7 +239,7 @@ class Groups:
             policy = int(self._table.group[slot]), bool(self._table.control[slot])
             alike.setdefault((*policy, self._charges.names(slot), self._pressure.stages(slot)), []).append(slot)
         known = {budget.name: budget for budget in self.policy.budget}
-        found = [(self._unshortened[group], names, levels, own) for (group, _, names, levels), own in alike.items()]
+        found = [(self._held[group].own, names, levels, own) for (group, _, names, levels), own in alike.items()]
         for own, names, levels, same_slots in found:
             self._shorten(same_slots, own, tuple(known[name] for name in names), levels)
 
@@ -171,9 +249,13 @@ class Groups:
         """Find the policy of requests that have the same policy without budgets and pressure, that count towards the
         same budgets, and that pressure puts in the same stages. All are in the control group, or none is."""
         by_section = {"budget": in_stages(budgets, self.stages), "pressure": self._pressure.in_stages(pressure)}
-        control = bool(self._table.control[slots[0]])
-        policy, by = shortened(own, [*by_section["budget"], *by_section["pressure"]], control=control)
-        group = 0 if policy is self.policy else self._index_of(policy, by, own)
+        entries = [*by_section["budget"], *by_section["pressure"]]
+        policy, by = shortened(own, entries)
+        if bool(self._table.control[slots[0]]):
+            group = self._index_of(Held(unshortened(policy), by, own, policy))
+            self._expose(slots, self._held[group], entries)
+        else:
+            group = 0 if policy is self.policy else self._index_of(Held(policy, by, own, policy))
         shadows: dict[str, tuple[Shortener, ...]] = {"budget": budgets, "pressure": self._pressure.entries}
         would = {
             section: shortened(own, by_section[section], shadow=True)[0]
@@ -195,17 +277,74 @@ class Groups:
             return None
         return termination.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
 
-    def _index_of(self, policy: Policy, by: ShortenedBy | None, own: Policy) -> int:
+    def _expose(self, slots: list[int], held: Held, entries: list[tuple[Shortener, int]]) -> None:
+        """Note what would shorten requests of the control group from now on. entries: those that match them, each with
+        its stage above unshortened."""
+        kinds, acts = set(kinds_for_request(held.own)), acts_on_thinking(held.treated)
+        kinds |= {ENTROPY} & kinds_for_request(held.treated)
+        kinds |= {
+            Kind("budget" if isinstance(entry, BudgetPolicy) else "pressure", entry.name)
+            for entry, _ in entries
+            if acts and not entry.shadow
+        }
+        for slot in slots:
+            request, opened = self.control.by_slot[slot], self._table.info[slot]
+            assert opened is not None
+            before = self._held[int(self._table.group[slot])].treated
+            if before.entropy.shadow and not held.treated.entropy.shadow:
+                # A rule that has fired while it was in shadow for treated requests, too, fires again.
+                self._table.ask_again(slot)
+            request.kinds |= kinds
+            self.control.set_cap(slot, *(held.kind_of_cap(opened, False) if acts else (NO_CAP, None)))
+
+    def control_cap(self, slot: int) -> int:
+        """Return the cap that really holds for a request of the control group."""
+        opened = self._table.info[slot]
+        assert opened is not None
+        scheduler = unshortened_cap(self._held[int(self._table.group[slot])].own.scheduler)
+        return termination.cap(scheduler, opened, bool(self._table.extended[slot]))
+
+    def kind_of_rule(self, slot: int, reason: str) -> Kind | None:
+        """Return the kind of shortening to which a rule belongs that fires for a request, as `Held.kind_of_rule`."""
+        return self._held[int(self._table.group[slot])].kind_of_rule(reason)
+
+    def control_end_carried_out(self, slot: int, reason: str, think_tokens: int) -> None:
+        """Note where the engine would have carried out an end by a rule for a request of the control group."""
+        if (kind := self.kind_of_rule(slot, reason)) is not None:
+            self.control.carried_out(slot, kind, think_tokens)
+
+    def thinking_ended(self, slot: int, reason: str) -> None:
+        """Note the kind of shortening that has ended the thinking of a treated request first, if one has; and whether a
+        request of the control group was cut although nothing should shorten it."""
+        table = self._table
+        if self.policy is None or not table.holds(slot) or not table.counted[slot]:
+            return
+        if (request := self.control.by_slot.get(slot)) is not None:
+            # The engine's cap holds until the request's own cap arrives, which a very low cap may not wait for.
+            request.is_cut |= reason == "hard_cap" and bool(table.think_tokens[slot] < table.max_think_tokens[slot])
+            return
+        opened, held = table.info[slot], self._held[int(table.group[slot])]
+        if reason == "hard_cap" and opened is not None:
+            kind = held.kind_of_cap(opened, bool(table.extended[slot]))[1]
+        else:
+            kind = held.kind_of_rule(reason)
+        if kind is not None and table.first_end[slot] == FORCED_END:
+            self.ended_by.setdefault(slot, kind)
+
+    def forget(self, slot: int) -> None:
+        """Drop what is kept of a request that closes."""
+        self.control.leave(slot)
+        self.ended_by.pop(slot, None)
+
+    def _index_of(self, held: Held) -> int:
         """Return the index of a policy, which is added to the list if it is new."""
-        for index, known in enumerate(zip(self._shortenings, self._policies, self._unshortened, strict=True)):
-            if known == (by, policy, own):
+        for index, known in enumerate(self._held):
+            if known == held:
                 return index
-        if len(self._policies) >= self._room:
+        if len(self._held) >= self._room:
             self._forget_unused()
-        self._policies.append(policy)
-        self._shortenings.append(by)
-        self._unshortened.append(own)
-        return len(self._policies) - 1
+        self._held.append(held)
+        return len(self._held) - 1
 
     def _await_signals(
         self, slot: int, own: Policy, opened: agent_pb2.RequestOpened, *, begins: bool, same_rules: bool
@@ -219,13 +358,17 @@ class Groups:
         awaited = sum(BITS[signal] for signal in found)
         self._table.await_signals(slot, awaited if begins else awaited & before)
 
-    def count_closed(self, closed: agent_pb2.RequestClosed) -> None:
-        """Count a request that closes, which the table still holds, as treated or as control."""
-        if self._experiment is not None and self._table.holds(closed.slot):
-            # An abort without a client that has gone may be a stop string, which does no harm.
-            known = closed.reason != agent_pb2.FINISH_REASON_ABORT or closed.client_gone
-            reason = closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED
-            self._experiment.closed(self._table, closed.slot, reason, handed_over=closed.handed_over)
+    def count_closed(self, closed: agent_pb2.RequestClosed) -> Iterable[str]:
+        """Count a request that closes, which the table still holds, as treated or as control; return the names under
+        which the engine counts it."""
+        slot = closed.slot
+        if self._experiment is None or not self._table.holds(slot):
+            return ()
+        # An abort without a client that has gone may be a stop string, which does no harm.
+        known = closed.reason != agent_pb2.FINISH_REASON_ABORT or closed.client_gone
+        reason = closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED
+        request, ended_by = self.control.by_slot.get(slot), self.ended_by.get(slot)
+        return self._experiment.closed(self._table, slot, reason, request, ended_by, handed_over=closed.handed_over)
 
     def count_samples(
         self, slots: NDArray[np.int64], think_tokens: NDArray[np.int64], eat_nats: NDArray[np.float64]
@@ -277,44 +420,55 @@ class Groups:
         table = self._table
         used = sorted({0, *table.group[table.live].tolist()})
         table.set_groups(np.where(table.live, np.searchsorted(used, table.group), 0))
-        self._policies = [self._policies[index] for index in used]
-        self._shortenings = [self._shortenings[index] for index in used]
-        self._unshortened = [self._unshortened[index] for index in used]
+        self._held = [self._held[index] for index in used]
         self._room = max(ROOM, 2 * len(used))
 
     def of(self, slot: int) -> Policy:
         """Return the policy that holds for the request in a slot; a policy must be in force."""
-        policies = self._policies
-        return policies[0] if len(policies) == 1 else policies[int(self._table.group[slot])]
+        held = self._held
+        return (held[0] if len(held) == 1 else held[int(self._table.group[slot])]).policy
+
+    def compared(self, slot: int) -> Policy:
+        """Return the policy whose sections in shadow are compared with the real end of a request's thinking. Soft close
+        and caps of the control group are not, because only their section is in shadow, and only there."""
+        held = self._held[int(self._table.group[slot])]
+        if not held.is_control:
+            return held.policy
+        return held.policy.model_copy(update={"scheduler": held.treated.scheduler})
 
     def ema_alpha(self, slots: NDArray[np.int64]) -> NDArray[np.float64] | float:
         """Return the weight of a new EAT sample for each of these slots, or one for all."""
-        found = [policy.entropy.ema_alpha for policy in self._policies]
+        found = [held.policy.entropy.ema_alpha for held in self._held]
         return found[0] if len(found) == 1 else np.array(found).take(self._table.group[slots])
 
     def shortening(self, slot: int) -> Shortening | None:
         """Return the entry that sets the cap of the request in a slot, None if none does."""
-        by = self._shortenings[int(self._table.group[slot])]
+        by = self._held[int(self._table.group[slot])].by
         return by.cap if by is not None else None
 
     def behind(self, slot: int, reason: str) -> Behind:
         """Return the policy that holds for the request in a slot, and the entry that has changed what a decision with
         this reason depends on."""
         group = int(self._table.group[slot])
-        if (found := self._shortenings[group]) is None:
+        if self._held[group].is_control and reason in CAP_REASONS:
+            own = self._held[group].own
+            return Behind(
+                self.revision, own.model_copy(update={"scheduler": unshortened_cap(own.scheduler)}), None, None
+            )
+        if (found := self._held[group].by) is None:
             # Most decisions share one object, because most requests have the same policy.
-            behind, policy = self._newest_behind, self._policies[group]
+            behind, policy = self._newest_behind, self._held[group].policy
             if behind is None or behind.policy is not policy:
                 self._newest_behind = behind = Behind(self.revision, policy, None, None)
             return behind
         by = found.soft if reason == "soft_close" else found.rules if reason in ENTROPY_REASONS else found.cap
         change = self._pressure.newest_change(by.name) if by is not None and by.section == "pressure" else None
-        return Behind(self.revision, self._policies[group], by, change)
+        return Behind(self.revision, self._held[group].policy, by, change)
 
     def in_use(self) -> list[tuple[Policy, Among]]:
         """Return each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""
-        if len(self._policies) == 1:
-            return [(self._policies[0], None)]
+        if len(self._held) == 1:
+            return [(self._held[0].policy, None)]
         live, group = self._table.live, self._table.group
-        groups = ((policy, live & (group == index)) for index, policy in enumerate(self._policies))
+        groups = ((held.policy, live & (group == index)) for index, held in enumerate(self._held))
         return [(policy, among) for policy, among in groups if any_in(among)]

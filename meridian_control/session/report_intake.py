@@ -20,6 +20,7 @@ from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.signals import add_eat_samples
 from meridian_control.decisions.table_columns import NO_CAP, THINK_END
+from meridian_control.session.decider import HARM_PROBE
 from meridian_control.session.merged_steps import ages_ms, step_of, step_of_rows
 from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continued
 
@@ -134,7 +135,8 @@ class Intake:
         for closed in report.closed:
             self._endings.count_answer(closed)
             if governed:
-                self._groups.count_closed(closed)
+                self._totals.control_group.update(self._groups.count_closed(closed))
+            self._groups.forget(closed.slot)
             self._charges.settle(closed.slot)
             table.close(closed.slot)
             self._ledger.forget(closed.slot)
@@ -154,6 +156,7 @@ class Intake:
                 self._totals.preempted[phase_name(change.phase)] += 1
             if kind == "think_end":
                 reason = self._endings.count(slot, change.flags, change.think_tokens)
+                self._groups.thinking_ended(slot, reason)
                 ended.append((slot, change.think_tokens))
             if self._journal is not None:
                 self._journal.happened(change, reason)
@@ -201,13 +204,16 @@ class Intake:
         ]
         if not known:
             return
+        # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
+        measured = [(made, row) for made, row in known if is_measured("probes.eat_nats", row[3])]
+        self._groups.control.probed((slot, at, empty, same) for _, (_, slot, at, _, empty, same, _) in measured)
         sampled: dict[int, int] = {}
         for made, (_, slot, _, eat_nats, *_, step) in known:
-            sampled.setdefault(slot, step)
             made.measured_eat_nats = eat_nats
+            if made.reason != HARM_PROBE:
+                sampled.setdefault(slot, step)
         table.history.sample(table, sampled)
-        # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
-        rest = [row for _, row in known if is_measured("probes.eat_nats", row[3])]
+        rest = [row for made, row in measured if made.reason != HARM_PROBE]
         while rest:
             # A merged report may have several results of a request, which are taken in one after another.
             first = {row[1]: row for row in reversed(rest)}
@@ -247,7 +253,9 @@ class Intake:
         """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""
         for slot, think_tokens in ended if self._groups.policy is not None else ():
             cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
-            for (section, reason), saved in self._shadow.ended(slot, think_tokens, self._groups.of(slot), cap).items():
+            for (section, reason), saved in self._shadow.ended(
+                slot, think_tokens, self._groups.compared(slot), cap
+            ).items():
                 self._totals.shadow_saved[section, reason or "any"] += saved
                 self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens
 

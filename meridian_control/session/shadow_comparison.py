@@ -33,12 +33,6 @@ SECTIONS = {
 SHORTENING = ("budget", "pressure")
 
 
-def ends_treated(reason: str, policy: Policy) -> bool:
-    """Whether the rule `reason`, which fired in shadow for a request of the control group, is an entropy rule that ends
-    the thinking of treated requests."""
-    return reason in ENTROPY_REASONS and not (reason == "give_up" and policy.entropy.give_up_shadow)
-
-
 @dataclass
 class Tally:
     requests: int = 0

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.enum_names import ENTROPY_REASONS, reason_name
+from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions.request_table import THINK
-from meridian_control.decisions.table_columns import NATURAL_END, OTHER_END, RULE_END
+from meridian_control.decisions.table_columns import FORCED_END, NATURAL_END
 from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED, columns_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ThinkEnds:
         self._totals.ends[reason] += 1
         if table.ended[slot]:
             self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
-        table.note_think_end(slot, forced, kind_of(reason))
+        table.note_think_end(slot, forced, NATURAL_END if reason == "natural" else FORCED_END)
         return reason
 
     def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
@@ -100,13 +100,6 @@ def by_limit(flags: int) -> str:
     if flags & FLAG_BY_RESERVE:
         return "answer_reserve"
     return "hard_cap" if flags & FLAG_BY_CAP else ""
-
-
-def kind_of(reason: str) -> int:
-    """Return the kind of an end of thinking with this reason, for the table."""
-    if reason == "natural":
-        return NATURAL_END
-    return RULE_END if reason in ENTROPY_REASONS else OTHER_END
 
 
 def how(forced: bool) -> str:

@@ -22,6 +22,8 @@ from meridian_control.cluster import decision_queries
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import budget_stage_name, outcome_name, phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.common.harm_words import unmeasured_reason
+from meridian_control.fleet.savings import harming, kind_of
 from meridian_control.pressure.controller import MAX_LEVEL
 from meridian_control.session.decision_ledger import CARRIED_OUT
 
@@ -49,12 +51,14 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
     freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes}
     rows = [engine_row(engine, freezes, now) for engine in engines]
     rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
+    harms = harming(compared.savings, whole.fleet.policies)
+    harm = [harm_sentence(*found) for found in harms]
     return {
         "version": __version__,
         "replica": whole.replica_id,
         "revision": whole.fleet.revision,
         "unreachable": list(state.unreachable_replicas),
-        "totals": totals(engines, requests) | {"troubled": sum(bool(row["level"]) for row in rows)},
+        "totals": totals(engines, requests) | {"troubled": sum(bool(row["level"]) for row in rows) + len(harm)},
         "engines": rows[:MAX_ENGINES],
         "engines_left_out": max(0, len(rows) - MAX_ENGINES),
         "freezes": [freeze_row(freeze, engines, now) for freeze in list(freezes.values())[:MAX_FREEZES]],
@@ -62,8 +66,9 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
         "budgets": [budget_row(row) for row in whole.budgets().budgets[:MAX_BUDGETS]],
-        "savings": [savings_row(row) for row in compared.savings[:MAX_SAVINGS]],
+        "savings": [savings_row(row, [h for s, h in harms if s is row]) for row in compared.savings[:MAX_SAVINGS]],
         "withdrawn": withdrawal_text(compared),
+        "harm": harm,
         **await stored(policies, rollouts, engines),
     }
 
@@ -286,17 +291,35 @@ def budget_row(budget: fleet_pb2.Budget) -> dict[str, Any]:
     }
 
 
-def savings_row(savings: fleet_pb2.Savings) -> dict[str, Any]:
-    """Return the counts under one set of rules: `harm` and `drift` say how near the rules are to a withdrawal."""
-    return plain(savings) | {"harm": harm_text(savings), "drift": drift_text(savings)}
+def savings_row(savings: fleet_pb2.Savings, harms: Iterable[fleet_pb2.ShorteningHarm] = ()) -> dict[str, Any]:
+    """Return the counts under one set of rules: `harm` and `drift` say how near the rules are to a withdrawal, and
+    `kinds` has the harm of each kind of shortening. harms: the kinds whose harm is above what the policy allows."""
+    harmful = [kind_of(harm) for harm in harms]
+    kinds = [
+        plain(harm)
+        | {
+            "text": kind_of(harm).text,
+            "harm": harm_text(harm, savings),
+            "level": "bad" if kind_of(harm) in harmful else "",
+        }
+        for harm in savings.kinds
+    ]
+    return plain(savings) | {"harm": harm_text(savings, savings), "drift": drift_text(savings), "kinds": kinds}
 
 
-def harm_text(savings: fleet_pb2.Savings) -> str:
-    """Return the measured harm, its upper bound and the harm that the policy allows."""
-    if not savings.HasField("harm_ratio"):
-        return "not measured"
-    value, high, allowed = map(percent, (savings.harm_ratio.value, savings.harm_ratio.high, savings.max_loss))
-    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(savings, "evidence_ratio")
+def harm_text(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
+    """Return the measured harm, of all kinds or of one, its upper bound and the harm that the policy allows."""
+    if not found.HasField("harm_ratio"):
+        return "not measured: " + unmeasured_reason(found, savings)
+    value, high, allowed = map(percent, (found.harm_ratio.value, found.harm_ratio.high, savings.max_loss))
+    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(found, "evidence_ratio")
+
+
+def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
+    return (
+        f"{kind_of(harm).text} would have changed {harm.harmful} of {harm.judged} answers of the control group, more "
+        f"than entropy.max_loss {savings.max_loss:g} allows."
+    )
 
 
 def drift_text(savings: fleet_pb2.Savings) -> str:
@@ -308,9 +331,11 @@ def drift_text(savings: fleet_pb2.Savings) -> str:
     return "; ".join(compared) + _evidence_text(savings, "drift_evidence_ratio") if compared else "not compared"
 
 
-def _evidence_text(savings: fleet_pb2.Savings, field: Literal["evidence_ratio", "drift_evidence_ratio"]) -> str:
-    """Return the evidence as a share of that at which the rules go into shadow; empty if it is not known."""
-    return f"; evidence {percent(getattr(savings, field))}" if savings.HasField(field) else ""
+def _evidence_text(
+    savings: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, field: Literal["evidence_ratio", "drift_evidence_ratio"]
+) -> str:
+    """Return the evidence as a share of that at which the control plane withdraws; empty if it is not known."""
+    return f"; evidence {percent(getattr(savings, field))}" if savings.HasField(field) else ""  # type: ignore[arg-type]
 
 
 def percent(share: float) -> str:
@@ -318,10 +343,10 @@ def percent(share: float) -> str:
 
 
 def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:
-    """Return why the control plane itself has put the entropy rules into shadow; empty if it has not."""
+    """Return why the control plane itself has withdrawn a kind of shortening; empty if it has not."""
     if not compared.withdrawn_revision:
         return ""
-    return f"Revision {compared.withdrawn_revision} put the entropy rules into shadow: {compared.withdrawn_reason}."
+    return f"Revision {compared.withdrawn_revision} withdrew what did harm: {compared.withdrawn_reason}."
 
 
 def decision_text(last: fleet_pb2.LastDecision) -> str:

@@ -3,19 +3,20 @@
 from meridian_control.telemetry.catalogue_entry import _counter, _gauge
 
 ARM = ("arm",)
+KIND = ("kind", "name")
 
 CONTROL_GROUP = (
     _counter(
         "meridian_arm_requests_total",
         ARM,
-        "Closed requests that thought, by arm: treated, or control, whose requests the entropy rules only shadow.",
-        "No `control`: the entropy section is in shadow, or `entropy.holdout_share` is 0, so nothing is compared.",
+        "Closed requests that thought, by arm: treated, or control, whose requests nothing shortens.",
+        "No `control`: nothing in force shortens thinking, or `entropy.holdout_share` is 0, so nothing is compared.",
     ),
     _counter(
         "meridian_arm_think_tokens_total",
         ARM,
         "Thinking tokens of these requests.",
-        "Divide by `meridian_arm_requests_total`: the difference of the arms is what the rules save per request.",
+        "Divide by `meridian_arm_requests_total`: the difference of the arms is what shortening saves per request.",
     ),
     _counter(
         "meridian_arm_answer_tokens_total",
@@ -26,44 +27,45 @@ CONTROL_GROUP = (
     _counter(
         "meridian_arm_events_total",
         ("arm", "event"),
-        "These requests by event: stopped (an entropy rule ended the thinking, or would have), answered, reentry (the "
+        "These requests by event: stopped (shortening ended the thinking, or would have), answered, reentry (the "
         "request thought again), abort (by the client), length (finished by its length).",
-        "More `reentry`, `abort` or `length` per request in `treated`: the rules stop too early; put them into shadow.",
+        "More `reentry`, `abort` or `length` per request in `treated`: thinking ends early; see `meridianctl savings`.",
     ),
     _counter(
         "meridian_compared_ends_total",
-        ("end", "event"),
-        "Requests by the first end of their thinking and by event. Ends: forced (by an entropy rule, in treated "
-        "requests) and natural (by the model, in the control group, after a rule would have ended the thinking). "
-        "Events: ended (every such request), reentry, empty (an answer of at most one token), abort (by the client).",
+        (*KIND, "end", "event"),
+        "Requests by kind of shortening (for budgets and pressure also by name), by the first end of their thinking "
+        "and by event. Ends: forced (by the kind, in treated requests) and natural (by the model, in the control group "
+        "after the kind would have ended the thinking). Events: ended (every such request), reentry, empty (an answer "
+        "of at most one token), abort (by the client), length (finished by its length).",
         "More `reentry`, `empty` or `abort` per `ended` after `forced`: see the alert MeridianForcedEndsSpill.",
     ),
     _counter(
         "meridian_control_group_shadow_saved_tokens_total",
         (),
-        "Thinking tokens of the control group after the places where a rule would have ended the thinking.",
+        "Thinking tokens of the control group after the places where shortening would have ended the thinking.",
         "Per request of the control group, compare with the difference of the arms. Far apart: ends come late, or "
         "requests think again.",
     ),
     _counter(
         "meridian_control_group_verdicts_total",
-        ("verdict",),
-        "Finished requests of the control group by what the rules would have done to their answer: harmless, harmful, "
-        "or unjudged (no probe at the place of the end or after it).",
-        "Mostly `unjudged`: harm is not measured; let EAT probes run beside rules without probes.",
+        (*KIND, "verdict"),
+        "Finished requests of the control group, by each kind that could have shortened them, and by what the "
+        "kind would have done to their answer: harmless, harmful, or unjudged (no probe near the place of the end).",
+        "Mostly `unjudged`: harm is not measured; the engines have no room for probes, or cannot probe.",
     ),
     _gauge(
         "meridian_saved_ratio",
         ("bound",),
-        "Share of the thinking that the rules in force save, by value, low and high end of the 95 % interval. Like the "
-        "metrics below, it comes from the replica that leads, for all replicas.",
-        "`low` below 0 with many requests: the rules save nothing that can be shown.",
+        "Share of the thinking that the policy in force saves, by value, low and high end of the 95 % interval. Like "
+        "the metrics below, it comes from the replica that leads, for all replicas.",
+        "`low` below 0 with many requests: shortening saves nothing that can be shown.",
     ),
     _gauge(
         "meridian_harm_ratio",
-        ("bound",),
-        "Share of the control group whose answer the rules in force would have changed, by value and one-sided exact "
-        "95 % bounds low and high. Absent while harm is not measured.",
+        (*KIND, "bound"),
+        "Share of the judged requests of the control group whose answer a kind of shortening in force would have "
+        "changed, by value and one-sided exact 95 % bounds low and high. Absent while harm is not measured.",
         "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
     ),
     _gauge(
@@ -83,9 +85,10 @@ CONTROL_GROUP = (
     ),
     _gauge(
         "meridian_harm_evidence_ratio",
-        (),
-        "Evidence that the harm exceeds `entropy.max_loss`; at 1 the control plane puts the rules into shadow.",
-        "Near 1: look at the harmful requests with `meridianctl explain` before the rules are withdrawn.",
+        KIND,
+        "Evidence that the harm of a kind of shortening exceeds `entropy.max_loss`; at 1 the control plane withdraws "
+        "the kind, unless it is the policy's cap.",
+        "Near 1: raise the floor or the cap in question; 1 for a cap: see the alert MeridianShorteningHarms.",
     ),
     _gauge(
         "meridian_drift_evidence_ratio",
@@ -97,7 +100,8 @@ CONTROL_GROUP = (
     _gauge(
         "meridian_entropy_withdrawn",
         (),
-        "1 while the policy in force is the one by which the control plane itself put the entropy rules into shadow.",
-        "1: calibrate again on recent requests, then apply a policy; see `meridianctl savings`.",
+        "1 while the policy in force is the one by which the control plane itself withdrew the entropy rules or "
+        "another kind of shortening.",
+        "1: `meridianctl savings` says what was withdrawn, and why; correct or calibrate it, then apply a policy.",
     ),
 )

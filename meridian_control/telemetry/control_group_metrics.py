@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.fleet.savings import withdrawn
+from meridian_control.fleet.savings import kind_of, withdrawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
     from meridian_control.fleet.fleet import Fleet
+    from meridian_control.policy.shortening_kinds import Kind
     from meridian_control.session.arms import Ends
 
     Values = list[tuple[tuple[str, ...], float]]
@@ -35,24 +36,39 @@ def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) ->
         events += [((arm, "reentry"), counts.reentries), ((arm, "abort"), counts.aborts)]
         events.append(((arm, "length"), counts.lengths))
     yield "meridian_arm_events_total", events
-    yield "meridian_compared_ends_total", _ends("forced", total.forced_ends) + _ends("natural", total.natural_ends)
+    ends: Values = []
+    verdicts: Values = []
+    for kind, judged in sorted(total.kinds.items()):
+        ends += _ends(kind, "forced", judged.forced_ends) + _ends(kind, "natural", judged.natural_ends)
+        verdicts += [((*kind, "harmless"), judged.judged - judged.harmful), ((*kind, "harmful"), judged.harmful)]
+        verdicts.append(((*kind, "unjudged"), judged.unjudged))
+    yield "meridian_compared_ends_total", ends
     yield "meridian_control_group_shadow_saved_tokens_total", [((), total.shadow_saved_tokens)]
-    verdicts: Values = [(("harmless",), total.judged - total.harmful), (("harmful",), total.harmful)]
-    yield "meridian_control_group_verdicts_total", [*verdicts, (("unjudged",), total.unjudged)]
+    yield "meridian_control_group_verdicts_total", verdicts
     yield "meridian_entropy_withdrawn", [((), withdrawn(fleet.policy) is not None)]
     found = [told for told in savings.savings if told.in_force] if savings is not None else []
     yield "meridian_saved_ratio", _bounds(found, "saved_ratio")
-    yield "meridian_harm_ratio", _bounds(found, "harm_ratio")
+    harms = [(kind_of(harm), harm) for told in found for harm in told.kinds]
+    yield (
+        "meridian_harm_ratio",
+        [
+            ((*kind, bound), getattr(harm.harm_ratio, bound))
+            for kind, harm in harms
+            if harm.HasField("harm_ratio")
+            for bound in BOUNDS
+        ],
+    )
     yield "meridian_long_answer_difference_ratio", _bounds(found, "long_answers")
     yield "meridian_spill_difference_ratio", _bounds(found, "spills")
-    yield "meridian_harm_evidence_ratio", [((), told.evidence_ratio) for told in found]
+    yield "meridian_harm_evidence_ratio", [(tuple(kind), harm.evidence_ratio) for kind, harm in harms]
     drift = [told.drift_evidence_ratio for told in found if told.HasField("drift_evidence_ratio")]
     yield "meridian_drift_evidence_ratio", [((), evidence) for evidence in drift]
 
 
-def _ends(end: str, counts: Ends) -> Values:
-    events = {"ended": counts.ends, "reentry": counts.reentries, "empty": counts.empty_answers, "abort": counts.aborts}
-    return [((end, event), count) for event, count in events.items()]
+def _ends(kind: Kind, end: str, counts: Ends) -> Values:
+    events = {"ended": counts.ends, "reentry": counts.reentries, "empty": counts.empty_answers}
+    events |= {"abort": counts.aborts, "length": counts.lengths}
+    return [((*kind, end, event), count) for event, count in events.items()]
 
 
 def _bounds(found: list[fleet_pb2.Savings], field: str) -> Values:

@@ -53,7 +53,8 @@ def budget(tokens: int, name: str = "") -> Arm:
 
 
 def hard_cap(tokens: int) -> Arm:
-    policy = {**NATURAL, "scheduler": {"min_think_tokens": 0, "max_think_tokens": tokens}}
+    scheduler = {"min_think_tokens": 0, "max_think_tokens": tokens}
+    policy = {**NATURAL, "scheduler": scheduler, "entropy": {**NATURAL.get("entropy", {}), "holdout_share": 0.0}}
     return Arm("hard cap", policy, None, f"scheduler.max_think_tokens = {tokens}")
 
 

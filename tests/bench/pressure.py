@@ -202,12 +202,13 @@ class Benchmark:
         floor = {"scheduler": {"min_think_tokens": FLOOR_TOKENS}}
         entry = {"name": "all", "ttfvt_p99_ms": 1e3 * AIM * self.target_s, "window_s": WINDOW_S, "shadow": False}
         entry |= {"soft_think_tokens": SOFT_TOKENS, "max_think_tokens": CAP_TOKENS, "entropy_in_force": True}
+        entry["min_think_tokens"] = FLOOR_TOKENS
         capped = {"min_think_tokens": min(FLOOR_TOKENS, cap_tokens), "max_think_tokens": cap_tokens}
         policies: dict[str, dict[str, Any]] = {
             STOCK: STOCK_POLICY,
             DEFAULT: {},
             PRESSURE: {**floor, "entropy": RULES, "pressure": [entry]},
-            STATIC: {"scheduler": capped},
+            STATIC: {"scheduler": capped, "entropy": {"holdout_share": 0.0}},
         }
         return policies[arm]
 

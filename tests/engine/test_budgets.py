@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.engine.pacing import Settled
 
 FLOOR_TOKENS, CAP = 6, 60
-ACME = {"name": "engine", "tenant": "ac*", "tokens_per_day": CAP}
+ACME = {"name": "engine", "tenant": "ac*", "tokens_per_day": CAP, "max_think_tokens": CAP, "min_think_tokens": 1}
 
 
 def budgeted(**fields: Any) -> dict[str, Any]:

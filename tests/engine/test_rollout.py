@@ -20,7 +20,7 @@ CAP = 77
 
 def test_from_nobody_to_everybody(llm: Any, agent: Any, control: Control) -> None:
     plan = {"step": [{"percent": 0.0, "bake_s": 1.0}, {"percent": 100.0, "bake_s": 1.0}]}
-    policy = {"scheduler": {"max_think_tokens": CAP}}
+    policy = {"scheduler": {"max_think_tokens": CAP}, "entropy": {"holdout_share": 0.0}}
     request = ParseDict({"policy": policy, "plan": plan}, rollout_pb2.StartRolloutRequest())
     before = control.engine().acked_revision
     with LinkedEngine([control.target], "beside") as beside, control.channel() as channel:

@@ -16,6 +16,7 @@ from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
 from meridian_control.budgets.stages import in_stages, matching, shortened
+from meridian_control.decisions.control_group import unshortened
 from meridian_control.decisions.token_rows import columns_of
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
@@ -46,6 +47,10 @@ class Made:
     slots: dict[int, str] = field(default_factory=dict)
     phases: dict[int, int] = field(default_factory=dict)
     settled: bool = False
+
+
+# The cap of a policy that sets none.
+UNSHORTENED_CAP = 32768
 
 
 class Invariants:
@@ -121,7 +126,8 @@ class Invariants:
             return policy.of(who)
         pressed = session.pressure.in_stages(session.pressure.stages(slot))
         entries = [*in_stages(matching(policy.budget, who), session.budget_stages), *pressed]
-        return shortened(policy.of(who), entries, control=bool(session.table.control[slot]))[0]
+        held = shortened(policy.of(who), entries)[0]
+        return unshortened(held) if session.table.control[slot] else held
 
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
@@ -155,6 +161,10 @@ class Invariants:
         info, own = session.table.info[cap.slot], self._policy_of(session, cap.slot).scheduler
         whole = self._policy_of(session, cap.slot, budgeted=False).scheduler.max_think_tokens
         assert info is not None
+        if session.table.control[cap.slot]:
+            # Nothing but the client's own cap shortens the control group.
+            whole = max(whole, UNSHORTENED_CAP)
+            own = own.model_copy(update={"max_think_tokens": whole})
         if cap.HasField("max_think_tokens"):
             extensions = (0, own.empty_answer_extension_tokens)
             # Neither a budget nor pressure lowers the cap below the request's own floor.

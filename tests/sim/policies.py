@@ -31,6 +31,7 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "soft_close_rank": (1, 5, 20),
     "empty_answer_extension_tokens": (0, 0, 1, 7, 20),
     "answer_reserve_tokens": (0, 0, 1, 5, 30, 200),
+    "calibrated_cap_tokens": (0, 40),
     "long_think_tokens": (5, 20, 60),
     "think_tpot_budget_ms": (10.0, 40.0, 80.0, 400.0),
     "output_tpot_budget_ms": (1.0, 5.0, 20.0),
@@ -68,8 +69,8 @@ NEAR: dict[str, tuple[Any, ...]] = {
 }
 # The section of engines that keep their start-up values.
 NO_LIMITS = dict.fromkeys(EnginePolicy.model_fields, 0)
-# Fields of the entropy section that are drawn from a copy of the generator, so that existing seeds keep their policies.
-ASIDE = tuple(name for name in EntropyPolicy.model_fields if name.startswith("give_up"))
+# Fields that are drawn from a copy of the generator, so that existing seeds keep their policies.
+ASIDE = (*(name for name in EntropyPolicy.model_fields if name.startswith("give_up")), "calibrated_cap_tokens")
 # Names of the budgets that a policy may have.
 BUDGETS = ("one", "two")
 GLOBS = ("", "", "*", "m*", "a", "[ab]", "b?", "?")
@@ -133,7 +134,10 @@ def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
 def _budget(rng: random.Random, name: str) -> dict[str, Any]:
     drawn: dict[str, Any] = {glob: rng.choice(GLOBS) for glob in ("model", "tenant", "slo_class", "effort")}
     limits = {"tokens_per_minute": rng.choice((0, 60)), "tokens_per_day": 1, "shadow": rng.random() < 0.3}
-    return drawn | limits | {"name": name, "soft_think_tokens": rng.choice((2, 10)), "max_think_tokens": 8}
+    soft = rng.choice((2, 10))
+    # Not drawn, so that existing seeds keep their other values; a floor of 1 leaves the last stage to the rules' floor.
+    drawn["min_think_tokens"] = 1 if soft == 2 else 0
+    return drawn | limits | {"name": name, "soft_think_tokens": soft, "max_think_tokens": 8}
 
 
 def _pressure(rng: random.Random, name: str) -> dict[str, Any]:
@@ -143,6 +147,7 @@ def _pressure(rng: random.Random, name: str) -> dict[str, Any]:
     limits: dict[str, Any] = {"window_s": 1, "shadow": rng.random() < 0.3, "soft_think_tokens": rng.choice((2, 10))}
     # Not drawn, so that existing seeds keep their other values.
     limits["entropy_in_force"] = limits["soft_think_tokens"] == 2
+    limits["min_think_tokens"] = 1 if limits["soft_think_tokens"] == 2 else 0
     limits["queueing_p99_ms"] = 5.0 if limits["soft_think_tokens"] == 2 else 0.0
     return drawn | targets | limits | {"name": name, "max_think_tokens": 8}
 
@@ -160,6 +165,7 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         values["loop"] = _section(aside, LoopPolicy, extreme)
         values["disagg"] = _section(aside, DisaggPolicy, extreme)
         values["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)
+        values["scheduler"] |= _section(random.Random(rng.getstate()[1][0]), SchedulerPolicy, extreme, ASIDE)
         if aside.random() < 0.4:
             values["budget"] = [_budget(aside, name) for name in BUDGETS[: aside.randint(1, 2)]]
         if aside.random() < 0.4:

@@ -13,6 +13,7 @@ import sysconfig
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import httpx
@@ -21,7 +22,8 @@ from tests.bench.cost_control import tree_of
 from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 # The commits of the previous versions, which have no tags.
 PREVIOUS = {"0.1.0": "8206ef5", "0.2.0": "e50d7e5"}
@@ -76,6 +78,9 @@ def _installed(tree: Path, folder: Path) -> Version:
 
 class Plane(Control):
     """The control plane of a version, as a process."""
+
+    # The previous versions do not know the control group.
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, version: Version, folder: Path, port: int, store: str) -> None:
         self._python = version.python

@@ -36,7 +36,8 @@ function showSummary(state) {
   const missing = state.unreachable.length
     ? `No answer from replica ${state.unreachable.join(", ")}. This page lacks the engines there.` : "";
   notice("access", state.access);
-  notice("notice", [state.withdrawn, missing, state.store_trouble].filter(Boolean).join(" "));
+  const harm = (state.harm || []).map((sentence) => sentence[0].toUpperCase() + sentence.slice(1));
+  notice("notice", [...harm, state.withdrawn, missing, state.store_trouble].filter(Boolean).join(" "));
 }
 
 function tile(name, value, kind, more) {
@@ -131,7 +132,20 @@ function showSavings(savings) {
     mean(c.answer_tokens, c.answers), share(c.stopped, c.requests), share(c.reentries, c.requests),
     share(c.aborts, c.requests), share(c.lengths, c.requests), arm === "treated" ? saving(s) : "",
     arm === "control" ? [s.harm, "wrap"] : "", arm === "control" ? [s.drift, "wrap"] : "", spilled(s, arm),
-  ], "No rules are in force with a control group.");
+  ], "Nothing in force shortens thinking.");
+  const kinds = savings.flatMap((s) => s.kinds.map((k) => ({ s, k })));
+  table("harm", kinds, (r) => `${r.s.rules} ${r.k.text}`, ({ s, k }) => [
+    [s.since_revision, "num"], [k.text, k.level], [number.format(k.judged), "num"],
+    [number.format(k.judged_stops), "num"], [number.format(k.harmful), "num"], [number.format(k.unjudged), "num"],
+    [k.harm, "wrap"], [ended(k.forced_ends), "wrap"], [ended(k.natural_ends), "wrap"],
+  ], "Nothing in force shortens thinking.");
+}
+
+function ended(ends) {
+  const n = Number((ends || {}).ends || 0);
+  if (!n) return "none";
+  const parts = [["empty_answers", "empty"], ["reentries", "thought again"], ["lengths", "by length"]];
+  return `${number.format(n)}: ${parts.map(([field, name]) => `${percent(+ends[field] / n)} ${name}`).join(", ")}`;
 }
 
 function showRequests(state) {

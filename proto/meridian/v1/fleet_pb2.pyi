@@ -333,6 +333,26 @@ class Engine(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ControlGroupEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -389,6 +409,7 @@ class Engine(_message.Message):
     RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
     UNREAD_PROMPTS_FIELD_NUMBER: _builtins.int
     MISSING_FACTS_FIELD_NUMBER: _builtins.int
+    CONTROL_GROUP_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
     incarnation: _builtins.str
@@ -446,7 +467,7 @@ class Engine(_message.Message):
     entropy_note: _builtins.str
     """Reason why no faster backend measures entropy, or why none does; otherwise empty. As in Hello."""
     withdrawn: _builtins.str
-    """Reason why the control plane itself has put the entropy rules of the engine's revision into shadow; empty if it has
+    """Reason why the control plane itself has withdrawn a kind of shortening with the engine's revision; empty if it has
     not.
     """
     kv_connector: _builtins.str
@@ -575,6 +596,12 @@ class Engine(_message.Message):
     def missing_facts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Facts about the engine that its agent could not find out and works without, as in Hello."""
 
+    @_builtins.property
+    def control_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Closed requests of the stream that began under the policy in force on the engine: shortened (a treated request whose
+        thinking shortening ended first), judged, harmful and unjudged (requests of the control group, as in Savings).
+        """
+
     def __init__(
         self,
         *,
@@ -634,10 +661,11 @@ class Engine(_message.Message):
         reclaim_note: _builtins.str = ...,
         unread_prompts: _builtins.int = ...,
         missing_facts: _abc.Iterable[_builtins.str] | None = ...,
+        control_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2631,8 +2659,8 @@ class GetSavingsResponse(_message.Message):
     WITHDRAWN_REASON_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     withdrawn_revision: _builtins.int
-    """Policy revision with which the control plane itself put the entropy rules into shadow; 0 if it has not, or if a
-    newer revision is in force.
+    """Policy revision with which the control plane itself withdrew a kind of shortening; 0 if it has not, or if a newer
+    revision is in force.
     """
     withdrawn_reason: _builtins.str
     """Reason for that revision; empty without such a revision."""
@@ -2662,9 +2690,9 @@ Global___GetSavingsResponse: _TypeAlias = GetSavingsResponse  # noqa: Y015
 
 @_typing.final
 class Savings(_message.Message):
-    """Compares requests under the same entropy rules: treated requests, and the control group, in which a hash of the
-    request id puts the share entropy.holdout_share. Only closed requests that thought count, and only if they began under
-    these rules on this stream.
+    """Compares requests under the same rules, which are all that shortens thinking: treated requests, and the control group,
+    in which a hash of the request id puts the share entropy.holdout_share, and which nothing shortens. Only closed
+    requests that thought count, and only if they began under these rules on this stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2694,6 +2722,8 @@ class Savings(_message.Message):
     RANK_SAMPLES_FIELD_NUMBER: _builtins.int
     MARGIN_SAMPLES_FIELD_NUMBER: _builtins.int
     RPDI_SAMPLES_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    NOT_MEASURED_FIELD_NUMBER: _builtins.int
     rules: _builtins.str
     """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
     since_revision: _builtins.int
@@ -2703,23 +2733,21 @@ class Savings(_message.Message):
     max_loss: _builtins.float
     """Value of entropy.max_loss."""
     shadow_saved_tokens: _builtins.int
-    """Thinking tokens that the control group generated after the places where a rule would have ended their thinking."""
+    """Thinking tokens that the control group generated after the places where shortening would have ended their thinking."""
     judged: _builtins.int
-    """Finished requests of the control group for which it is known whether a rule would have changed their answer."""
+    """Finished requests of the control group for which it is known whether shortening would have changed their answer."""
     harmful: _builtins.int
-    """Judged requests whose answer a rule would have changed: the trial answer at the place of the end was empty, or it
-    was not the trial answer that stayed until the thinking ended.
+    """Judged requests whose answer shortening would have changed: the trial answer at the place of the first end was
+    empty, or it was not the trial answer that stayed until the thinking ended.
     """
     unjudged: _builtins.int
-    """Finished requests of the control group that a rule would have ended, but that have no probe at the place of the end
-    or after it.
+    """Finished requests of the control group that shortening would have ended, but that have no probe near the place of
+    the end, or none near the end of their thinking.
     """
     evidence_ratio: _builtins.float
-    """Evidence that the harm exceeds max_loss, as a fraction of the evidence at which the rules are put into shadow.
-    Absent if the replica that leads did not answer.
-    """
+    """Largest evidence in `kinds`. Absent if the replica that leads did not answer."""
     judged_stops: _builtins.int
-    """Number of judged requests that a rule would have ended."""
+    """Number of judged requests that shortening would have ended."""
     long_answer_tokens: _builtins.int
     """Answers with more tokens than this are unusually long: at least 95 % of the answers after natural ends have at most
     so many tokens. Absent while a side has too few ends.
@@ -2728,6 +2756,8 @@ class Savings(_message.Message):
     """Evidence that the live samples have left the calibrated distributions, as a fraction of the evidence at which the
     rules are put into shadow. Absent if the policy describes no signal, or if the replica that leads did not answer.
     """
+    not_measured: _builtins.str
+    """Reason why harm cannot be measured under these rules; empty if it can."""
     @_builtins.property
     def treated(self) -> Global___ArmCounts:
         """Requests whose thinking the rules may end."""
@@ -2754,11 +2784,11 @@ class Savings(_message.Message):
 
     @_builtins.property
     def forced_ends(self) -> Global___EndCounts:
-        """Treated requests whose thinking was first ended by an entropy rule."""
+        """Treated requests whose thinking was first ended by shortening."""
 
     @_builtins.property
     def natural_ends(self) -> Global___EndCounts:
-        """Requests of the control group that an entropy rule would have ended, and whose thinking the model ended first."""
+        """Requests of the control group that shortening would have ended, and whose thinking the model ended first."""
 
     @_builtins.property
     def long_answers(self) -> Global___Range:
@@ -2794,6 +2824,10 @@ class Savings(_message.Message):
     def rpdi_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSamples]:
         """First RPDI at a sentence end, as `eat_samples`; empty if the policy has no entropy.rpdi_reference."""
 
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShorteningHarm]:
+        """The harm of each kind of shortening under these rules."""
+
     def __init__(
         self,
         *,
@@ -2822,10 +2856,12 @@ class Savings(_message.Message):
         rank_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
         margin_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
         rpdi_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
+        kinds: _abc.Iterable[Global___ShorteningHarm] | None = ...,
+        not_measured: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "margin_samples", b"margin_samples", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "margin_samples", b"margin_samples", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015
@@ -2843,6 +2879,76 @@ class Savings(_message.Message):
 Global___Savings: _TypeAlias = Savings  # noqa: Y015
 
 @_typing.final
+class ShorteningHarm(_message.Message):
+    """The harm of one kind of shortening. A request counts for each kind that could have shortened it; the kind that would
+    have ended its thinking first is the one that would have changed its answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    JUDGED_FIELD_NUMBER: _builtins.int
+    JUDGED_STOPS_FIELD_NUMBER: _builtins.int
+    HARMFUL_FIELD_NUMBER: _builtins.int
+    UNJUDGED_FIELD_NUMBER: _builtins.int
+    HARM_RATIO_FIELD_NUMBER: _builtins.int
+    EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
+    FORCED_ENDS_FIELD_NUMBER: _builtins.int
+    NATURAL_ENDS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Kind: entropy, soft_close, cap (a cap of the policy below the default), loop, budget or pressure."""
+    name: _builtins.str
+    """Name of the budget or of the pressure entry; empty for the other kinds."""
+    judged: _builtins.int
+    """As in Savings, of the requests that count for the kind."""
+    judged_stops: _builtins.int
+    """Judged requests that the kind would have ended first."""
+    harmful: _builtins.int
+    """These requests if their answer would have changed."""
+    unjudged: _builtins.int
+    """Requests that the kind would have ended first and that cannot be judged."""
+    evidence_ratio: _builtins.float
+    """Evidence that the harm exceeds max_loss, as a fraction of the evidence at which the kind is withdrawn. Absent if the
+    replica that leads did not answer.
+    """
+    @_builtins.property
+    def harm_ratio(self) -> Global___Range:
+        """Harmful requests as a fraction of the judged ones, as in Savings; absent if harm is not measured."""
+
+    @_builtins.property
+    def forced_ends(self) -> Global___EndCounts:
+        """Treated requests whose thinking the kind ended first."""
+
+    @_builtins.property
+    def natural_ends(self) -> Global___EndCounts:
+        """Requests of the control group that the kind would have ended first, and whose thinking the model ended first."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        judged: _builtins.int = ...,
+        judged_stops: _builtins.int = ...,
+        harmful: _builtins.int = ...,
+        unjudged: _builtins.int = ...,
+        harm_ratio: Global___Range | None = ...,
+        evidence_ratio: _builtins.float | None = ...,
+        forced_ends: Global___EndCounts | None = ...,
+        natural_ends: Global___EndCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "natural_ends", b"natural_ends"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "judged", b"judged", "judged_stops", b"judged_stops", "kind", b"kind", "name", b"name", "natural_ends", b"natural_ends", "unjudged", b"unjudged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__evidence_ratio: _TypeAlias = _typing.Literal["evidence_ratio"]  # noqa: Y015
+    _WhichOneofArgType__evidence_ratio: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evidence_ratio) -> _WhichOneofReturnType__evidence_ratio | None: ...
+
+Global___ShorteningHarm: _TypeAlias = ShorteningHarm  # noqa: Y015
+
+@_typing.final
 class EndCounts(_message.Message):
     """What became of requests after the first end of their thinking."""
 
@@ -2854,6 +2960,7 @@ class EndCounts(_message.Message):
     ABORTS_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     LONG_ANSWERS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     ends: _builtins.int
     """Number of these requests."""
     reentries: _builtins.int
@@ -2864,6 +2971,8 @@ class EndCounts(_message.Message):
     """Number of requests that their clients aborted after the end."""
     long_answers: _builtins.int
     """Number of these answers that are unusually long; absent while `Savings.long_answer_tokens` is absent."""
+    lengths: _builtins.int
+    """Number of requests that finished by their length after the end."""
     @_builtins.property
     def answer_tokens(self) -> Global___Histogram:
         """Answer tokens of the requests that did not think again, by the time they were closed."""
@@ -2877,10 +2986,11 @@ class EndCounts(_message.Message):
         aborts: _builtins.int = ...,
         answer_tokens: Global___Histogram | None = ...,
         long_answers: _builtins.int | None = ...,
+        lengths: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "answer_tokens", b"answer_tokens", "long_answers", b"long_answers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "aborts", b"aborts", "answer_tokens", b"answer_tokens", "empty_answers", b"empty_answers", "ends", b"ends", "long_answers", b"long_answers", "reentries", b"reentries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "aborts", b"aborts", "answer_tokens", b"answer_tokens", "empty_answers", b"empty_answers", "ends", b"ends", "lengths", b"lengths", "long_answers", b"long_answers", "reentries", b"reentries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__long_answers: _TypeAlias = _typing.Literal["long_answers"]  # noqa: Y015
     _WhichOneofArgType__long_answers: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers"]  # noqa: Y015
@@ -2973,7 +3083,7 @@ class ArmCounts(_message.Message):
     think_tokens_squares: _builtins.float
     """Sum of the squares of their thinking tokens."""
     stopped: _builtins.int
-    """Number of requests whose thinking an entropy rule ended; in the control group, would have ended."""
+    """Number of requests whose thinking shortening ended; in the control group, would have ended."""
     answers: _builtins.int
     """Number of requests that finished after their thinking had ended."""
     answer_tokens: _builtins.int

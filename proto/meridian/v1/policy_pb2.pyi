@@ -585,6 +585,7 @@ class SchedulerPolicy(_message.Message):
     LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    CALIBRATED_CAP_TOKENS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Order requests and share steps by phase; false keeps the engine's own order."""
     shadow: _builtins.bool
@@ -603,8 +604,8 @@ class SchedulerPolicy(_message.Message):
     budget.
     """
     min_think_tokens: _builtins.int
-    """Thinking tokens before which no entropy rule ends thinking. The floor may not exceed the hard cap; if only a lower
-    cap is set, the floor is lowered to the cap.
+    """Thinking tokens before which no entropy rule ends thinking, and no budget or pressure either. The floor may not
+    exceed the hard cap; if only a lower cap is set, the floor is lowered to the cap.
     """
     max_think_tokens: _builtins.int
     """Hard cap on a request's thinking, in tokens, which the agent itself enforces."""
@@ -637,6 +638,10 @@ class SchedulerPolicy(_message.Message):
     model's context are left for the answer, but at most half of them, and none if the request goes on with the thinking
     of an earlier one; 0 reserves none.
     """
+    calibrated_cap_tokens: _builtins.int
+    """Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not known. `policy
+    apply` and `rollout start` warn of caps, and of floors of budgets and pressure, below it.
+    """
     def __init__(
         self,
         *,
@@ -655,13 +660,16 @@ class SchedulerPolicy(_message.Message):
         long_think_tokens: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
         answer_reserve_tokens: _builtins.int | None = ...,
+        calibrated_cap_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_calibrated_cap_tokens", b"_calibrated_cap_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "calibrated_cap_tokens", b"calibrated_cap_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_calibrated_cap_tokens", b"_calibrated_cap_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "calibrated_cap_tokens", b"calibrated_cap_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer_reserve_tokens: _TypeAlias = _typing.Literal["answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofArgType__answer_reserve_tokens: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__calibrated_cap_tokens: _TypeAlias = _typing.Literal["calibrated_cap_tokens"]  # noqa: Y015
+    _WhichOneofArgType__calibrated_cap_tokens: _TypeAlias = _typing.Literal["_calibrated_cap_tokens", b"_calibrated_cap_tokens"]  # noqa: Y015
     _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
@@ -692,6 +700,8 @@ class SchedulerPolicy(_message.Message):
     _WhichOneofArgType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["_think_tpot_budget_ms", b"_think_tpot_budget_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_tokens) -> _WhichOneofReturnType__answer_reserve_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__calibrated_cap_tokens) -> _WhichOneofReturnType__calibrated_cap_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_extension_tokens) -> _WhichOneofReturnType__empty_answer_extension_tokens | None: ...
     @_typing.overload
@@ -795,12 +805,14 @@ class EntropyPolicy(_message.Message):
     experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     holdout_share: _builtins.float
-    """Share of requests, a fraction, in the control group: while the section is in force, its rules only shadow these
-    requests, which a hash of the request id chooses. 0 switches the control group off.
+    """Share of requests, a fraction, in the control group, which nothing in the policy shortens: neither entropy rules,
+    soft close, loop rules, budgets and pressure nor a cap below the default. A hash of the request id chooses them. 0
+    switches the control group off, and no harm is measured.
     """
     max_loss: _builtins.float
-    """Largest share of requests, a fraction, whose answer the rules may change for the worse. If the control group shows
-    more harm, the control plane puts the section into shadow. 1 switches this off.
+    """Largest share of requests, a fraction, whose answer one kind of shortening may change: the entropy rules, soft
+    close, caps, loop rules, a budget or a pressure entry. If the control group shows more harm, the control plane
+    withdraws this kind. 1 switches this off.
     """
     same_answer_samples: _builtins.int
     """Same-answer rule: thinking ends once this many EAT probes in a row had the same trial answer, of which a probe
@@ -1283,6 +1295,7 @@ class BudgetPolicy(_message.Message):
     SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the budget, unique in the policy, under which its usage is kept."""
     model: _builtins.str
@@ -1305,6 +1318,8 @@ class BudgetPolicy(_message.Message):
     """Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier."""
     shadow: _builtins.bool
     """Count usage and show the stage, but shorten no thinking."""
+    min_think_tokens: _builtins.int
+    """Thinking tokens before which the budget ends no thinking, in any stage; 0 means max_think_tokens."""
     def __init__(
         self,
         *,
@@ -1319,10 +1334,11 @@ class BudgetPolicy(_message.Message):
         soft_think_tokens: _builtins.int | None = ...,
         max_think_tokens: _builtins.int | None = ...,
         shadow: _builtins.bool | None = ...,
+        min_think_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens", "_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "burst_tokens", b"burst_tokens", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens", "_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_model", b"_model", "_name", b"_name", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "burst_tokens", b"burst_tokens", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "name", b"name", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens", "_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "burst_tokens", b"burst_tokens", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens", "_effort", b"_effort", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_model", b"_model", "_name", b"_name", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_tokens_per_day", b"_tokens_per_day", "_tokens_per_minute", b"_tokens_per_minute", "burst_tokens", b"burst_tokens", "effort", b"effort", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "name", b"name", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "tokens_per_day", b"tokens_per_day", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__burst_tokens: _TypeAlias = _typing.Literal["burst_tokens"]  # noqa: Y015
     _WhichOneofArgType__burst_tokens: _TypeAlias = _typing.Literal["_burst_tokens", b"_burst_tokens"]  # noqa: Y015
@@ -1330,6 +1346,8 @@ class BudgetPolicy(_message.Message):
     _WhichOneofArgType__effort: _TypeAlias = _typing.Literal["_effort", b"_effort"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
@@ -1352,6 +1370,8 @@ class BudgetPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__effort) -> _WhichOneofReturnType__effort | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_think_tokens) -> _WhichOneofReturnType__min_think_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -1395,6 +1415,7 @@ class PressurePolicy(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     ENTROPY_IN_FORCE_FIELD_NUMBER: _builtins.int
     QUEUEING_P99_MS_FIELD_NUMBER: _builtins.int
+    MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the entry, unique among the policy's pressure entries, under which an engine keeps its level."""
     model: _builtins.str
@@ -1431,6 +1452,8 @@ class PressurePolicy(_message.Message):
     """Target for the 99th percentile of the milliseconds from when vLLM adds a request to its queue until it schedules the
     first step that the request joins.
     """
+    min_think_tokens: _builtins.int
+    """Thinking tokens before which the entry ends no thinking, in any stage; 0 means max_think_tokens."""
     def __init__(
         self,
         *,
@@ -1450,10 +1473,11 @@ class PressurePolicy(_message.Message):
         shadow: _builtins.bool | None = ...,
         entropy_in_force: _builtins.bool | None = ...,
         queueing_p99_ms: _builtins.float | None = ...,
+        min_think_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_queueing_p99_ms", b"_queueing_p99_ms", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "queueing_p99_ms", b"queueing_p99_ms", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_queueing_p99_ms", b"_queueing_p99_ms", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "queueing_p99_ms", b"queueing_p99_ms", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_queueing_p99_ms", b"_queueing_p99_ms", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "queueing_p99_ms", b"queueing_p99_ms", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_effort", b"_effort", "_entropy_in_force", b"_entropy_in_force", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_model", b"_model", "_name", b"_name", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_preempted_answer_ratio", b"_preempted_answer_ratio", "_queueing_p99_ms", b"_queueing_p99_ms", "_shadow", b"_shadow", "_slo_class", b"_slo_class", "_soft_think_tokens", b"_soft_think_tokens", "_tenant", b"_tenant", "_ttft_p99_ms", b"_ttft_p99_ms", "_ttfvt_p99_ms", b"_ttfvt_p99_ms", "_ttot_p99_ms", b"_ttot_p99_ms", "_window_s", b"_window_s", "effort", b"effort", "entropy_in_force", b"entropy_in_force", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "name", b"name", "output_itl_p99_ms", b"output_itl_p99_ms", "preempted_answer_ratio", b"preempted_answer_ratio", "queueing_p99_ms", b"queueing_p99_ms", "shadow", b"shadow", "slo_class", b"slo_class", "soft_think_tokens", b"soft_think_tokens", "tenant", b"tenant", "ttft_p99_ms", b"ttft_p99_ms", "ttfvt_p99_ms", b"ttfvt_p99_ms", "ttot_p99_ms", b"ttot_p99_ms", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__effort: _TypeAlias = _typing.Literal["effort"]  # noqa: Y015
     _WhichOneofArgType__effort: _TypeAlias = _typing.Literal["_effort", b"_effort"]  # noqa: Y015
@@ -1461,6 +1485,8 @@ class PressurePolicy(_message.Message):
     _WhichOneofArgType__entropy_in_force: _TypeAlias = _typing.Literal["_entropy_in_force", b"_entropy_in_force"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
@@ -1493,6 +1519,8 @@ class PressurePolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_in_force) -> _WhichOneofReturnType__entropy_in_force | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_think_tokens) -> _WhichOneofReturnType__min_think_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -1923,6 +1951,7 @@ class UpdatePolicyResponse(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def revision(self) -> Global___PolicyRevision:
         """The new revision in force; with validate_only the revision that would be stored, with number 0."""
@@ -1931,15 +1960,20 @@ class UpdatePolicyResponse(_message.Message):
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
         """Fields that differ from the previous revision, or from the defaults if there is no readable previous revision."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sentences about what the policy may harm, or harm that cannot be measured under it; empty for none."""
+
     def __init__(
         self,
         *,
         revision: Global___PolicyRevision | None = ...,
         changes: _abc.Iterable[Global___PolicyChange] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "revision", b"revision", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2107,6 +2141,7 @@ class RollbackPolicyResponse(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def revision(self) -> Global___PolicyRevision:
         """The new revision in force, as in UpdatePolicyResponse."""
@@ -2115,15 +2150,20 @@ class RollbackPolicyResponse(_message.Message):
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
         """Fields that differ, as in UpdatePolicyResponse."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Warnings, as in UpdatePolicyResponse."""
+
     def __init__(
         self,
         *,
         revision: Global___PolicyRevision | None = ...,
         changes: _abc.Iterable[Global___PolicyChange] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "revision", b"revision", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from meridian.v1 import policy_pb2 as meridian_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19meridian/v1/rollout.proto\x12\x0bmeridian.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18meridian/v1/policy.proto\"\x8e\x01\n\x0bRolloutPlan\x12&\n\x04step\x18\x01 \x03(\x0b\x32\x18.meridian.v1.RolloutStep\x12+\n\nguardrails\x18\x02 \x01(\x0b\x32\x17.meridian.v1.Guardrails\x12\x19\n\x0con_violation\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0f\n\r_on_violation\"\xc7\x01\n\x0bRolloutStep\x12\x41\n\rengine_labels\x18\x01 \x03(\x0b\x32*.meridian.v1.RolloutStep.EngineLabelsEntry\x12\x14\n\x07percent\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06\x62\x61ke_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x1a\x33\n\x11\x45ngineLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\n\n\x08_percentB\t\n\x07_bake_s\"\xc6\x04\n\nGuardrails\x12\x1e\n\x11output_itl_p99_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12!\n\x14output_itl_p99_ratio\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0bttot_p99_ms\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1b\n\x0ettot_p99_ratio\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0creentry_rate\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\"\n\x15reentry_rate_increase\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x65mpty_answer_rate\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\'\n\x1a\x65mpty_answer_rate_increase\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x12\n\x05nacks\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x1d\n\x10\x64\x65graded_engines\x18\n \x01(\x05H\t\x88\x01\x01\x12\x1d\n\x10min_observations\x18\x0b \x01(\x05H\n\x88\x01\x01\x42\x14\n\x12_output_itl_p99_msB\x17\n\x15_output_itl_p99_ratioB\x0e\n\x0c_ttot_p99_msB\x11\n\x0f_ttot_p99_ratioB\x0f\n\r_reentry_rateB\x18\n\x16_reentry_rate_increaseB\x14\n\x12_empty_answer_rateB\x1d\n\x1b_empty_answer_rate_increaseB\x08\n\x06_nacksB\x13\n\x11_degraded_enginesB\x13\n\x11_min_observations\"\xa8\x01\n\x10GuardrailReading\x12\x11\n\tguardrail\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05limit\x18\x03 \x01(\x01\x12\x14\n\x0cobservations\x18\x04 \x01(\x04\x12\x1b\n\x13stable_observations\x18\x05 \x01(\x04\x12\x10\n\x08violated\x18\x06 \x01(\x08\x12\x0f\n\x07waiting\x18\x07 \x01(\x08\x42\x08\n\x06_value\"\x89\x01\n\x0cRolloutEvent\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65vent\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0e\n\x06\x61uthor\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x94\x04\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.meridian.v1.RolloutState\x12&\n\x04plan\x18\x04 \x01(\x0b\x32\x18.meridian.v1.RolloutPlan\x12\x17\n\x0fstable_revision\x18\x05 \x01(\x04\x12\x1a\n\x12\x63\x61ndidate_revision\x18\x06 \x01(\x04\x12\x19\n\x11rollback_revision\x18\x07 \x01(\x04\x12\x0c\n\x04step\x18\x08 \x01(\r\x12\x0f\n\x07\x62\x61ked_s\x18\t \x01(\x01\x12\x13\n\x0bwaiting_for\x18\n \x01(\t\x12\x19\n\x11\x63\x61ndidate_engines\x18\x0b \x01(\r\x12\x15\n\rother_engines\x18\x0c \x01(\r\x12\x31\n\nguardrails\x18\r \x03(\x0b\x32\x1d.meridian.v1.GuardrailReading\x12\x30\n\tviolation\x18\x0e \x01(\x0b\x32\x1d.meridian.v1.GuardrailReading\x12)\n\x06\x65vents\x18\x0f \x03(\x0b\x32\x19.meridian.v1.RolloutEvent\x12\x0e\n\x06\x61uthor\x18\x10 \x01(\t\x12\x0e\n\x06reason\x18\x11 \x01(\t\x12/\n\x0b\x63reate_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbb\x01\n\x13StartRolloutRequest\x12#\n\x06policy\x18\x01 \x01(\x0b\x32\x13.meridian.v1.Policy\x12&\n\x04plan\x18\x02 \x01(\x0b\x32\x18.meridian.v1.RolloutPlan\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\x12\x0e\n\x06\x61uthor\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"{\n\x14StartRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\x12*\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x19.meridian.v1.PolicyChange\x12\x10\n\x08warnings\x18\x03 \x03(\t\"\'\n\x11GetRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\";\n\x12GetRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\"<\n\x13ListRolloutsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListRolloutsResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.meridian.v1.Rollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"k\n\x13PauseRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"=\n\x14PauseRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\"l\n\x14ResumeRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\">\n\x15ResumeRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\"k\n\x13\x41\x62ortRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"=\n\x14\x41\x62ortRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout*\xd3\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15ROLLOUT_STATE_RUNNING\x10\x01\x12\x18\n\x14ROLLOUT_STATE_PAUSED\x10\x02\x12\x18\n\x14ROLLOUT_STATE_HALTED\x10\x03\x12\x1b\n\x17ROLLOUT_STATE_COMPLETED\x10\x04\x12\x1d\n\x19ROLLOUT_STATE_ROLLED_BACK\x10\x05\x12\x19\n\x15ROLLOUT_STATE_ABORTED\x10\x06\x32\x8b\x04\n\x0eRolloutService\x12S\n\x0cStartRollout\x12 .meridian.v1.StartRolloutRequest\x1a!.meridian.v1.StartRolloutResponse\x12M\n\nGetRollout\x12\x1e.meridian.v1.GetRolloutRequest\x1a\x1f.meridian.v1.GetRolloutResponse\x12S\n\x0cListRollouts\x12 .meridian.v1.ListRolloutsRequest\x1a!.meridian.v1.ListRolloutsResponse\x12S\n\x0cPauseRollout\x12 .meridian.v1.PauseRolloutRequest\x1a!.meridian.v1.PauseRolloutResponse\x12V\n\rResumeRollout\x12!.meridian.v1.ResumeRolloutRequest\x1a\".meridian.v1.ResumeRolloutResponse\x12S\n\x0c\x41\x62ortRollout\x12 .meridian.v1.AbortRolloutRequest\x1a!.meridian.v1.AbortRolloutResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19meridian/v1/rollout.proto\x12\x0bmeridian.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18meridian/v1/policy.proto\"\x8e\x01\n\x0bRolloutPlan\x12&\n\x04step\x18\x01 \x03(\x0b\x32\x18.meridian.v1.RolloutStep\x12+\n\nguardrails\x18\x02 \x01(\x0b\x32\x17.meridian.v1.Guardrails\x12\x19\n\x0con_violation\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0f\n\r_on_violation\"\xc7\x01\n\x0bRolloutStep\x12\x41\n\rengine_labels\x18\x01 \x03(\x0b\x32*.meridian.v1.RolloutStep.EngineLabelsEntry\x12\x14\n\x07percent\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06\x62\x61ke_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x1a\x33\n\x11\x45ngineLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\n\n\x08_percentB\t\n\x07_bake_s\"\xec\x04\n\nGuardrails\x12\x1e\n\x11output_itl_p99_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12!\n\x14output_itl_p99_ratio\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0bttot_p99_ms\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1b\n\x0ettot_p99_ratio\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0creentry_rate\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\"\n\x15reentry_rate_increase\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x65mpty_answer_rate\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\'\n\x1a\x65mpty_answer_rate_increase\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x12\n\x05nacks\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x1d\n\x10\x64\x65graded_engines\x18\n \x01(\x05H\t\x88\x01\x01\x12\x1d\n\x10min_observations\x18\x0b \x01(\x05H\n\x88\x01\x01\x12\x16\n\tharm_rate\x18\x0c \x01(\x01H\x0b\x88\x01\x01\x42\x14\n\x12_output_itl_p99_msB\x17\n\x15_output_itl_p99_ratioB\x0e\n\x0c_ttot_p99_msB\x11\n\x0f_ttot_p99_ratioB\x0f\n\r_reentry_rateB\x18\n\x16_reentry_rate_increaseB\x14\n\x12_empty_answer_rateB\x1d\n\x1b_empty_answer_rate_increaseB\x08\n\x06_nacksB\x13\n\x11_degraded_enginesB\x13\n\x11_min_observationsB\x0c\n\n_harm_rate\"\xa8\x01\n\x10GuardrailReading\x12\x11\n\tguardrail\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05limit\x18\x03 \x01(\x01\x12\x14\n\x0cobservations\x18\x04 \x01(\x04\x12\x1b\n\x13stable_observations\x18\x05 \x01(\x04\x12\x10\n\x08violated\x18\x06 \x01(\x08\x12\x0f\n\x07waiting\x18\x07 \x01(\x08\x42\x08\n\x06_value\"\x89\x01\n\x0cRolloutEvent\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x65vent\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0e\n\x06\x61uthor\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x94\x04\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.meridian.v1.RolloutState\x12&\n\x04plan\x18\x04 \x01(\x0b\x32\x18.meridian.v1.RolloutPlan\x12\x17\n\x0fstable_revision\x18\x05 \x01(\x04\x12\x1a\n\x12\x63\x61ndidate_revision\x18\x06 \x01(\x04\x12\x19\n\x11rollback_revision\x18\x07 \x01(\x04\x12\x0c\n\x04step\x18\x08 \x01(\r\x12\x0f\n\x07\x62\x61ked_s\x18\t \x01(\x01\x12\x13\n\x0bwaiting_for\x18\n \x01(\t\x12\x19\n\x11\x63\x61ndidate_engines\x18\x0b \x01(\r\x12\x15\n\rother_engines\x18\x0c \x01(\r\x12\x31\n\nguardrails\x18\r \x03(\x0b\x32\x1d.meridian.v1.GuardrailReading\x12\x30\n\tviolation\x18\x0e \x01(\x0b\x32\x1d.meridian.v1.GuardrailReading\x12)\n\x06\x65vents\x18\x0f \x03(\x0b\x32\x19.meridian.v1.RolloutEvent\x12\x0e\n\x06\x61uthor\x18\x10 \x01(\t\x12\x0e\n\x06reason\x18\x11 \x01(\t\x12/\n\x0b\x63reate_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbb\x01\n\x13StartRolloutRequest\x12#\n\x06policy\x18\x01 \x01(\x0b\x32\x13.meridian.v1.Policy\x12&\n\x04plan\x18\x02 \x01(\x0b\x32\x18.meridian.v1.RolloutPlan\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\x12\x0e\n\x06\x61uthor\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"{\n\x14StartRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\x12*\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x19.meridian.v1.PolicyChange\x12\x10\n\x08warnings\x18\x03 \x03(\t\"\'\n\x11GetRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\";\n\x12GetRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\"<\n\x13ListRolloutsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListRolloutsResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.meridian.v1.Rollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"k\n\x13PauseRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"=\n\x14PauseRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\"l\n\x14ResumeRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\">\n\x15ResumeRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout\"k\n\x13\x41\x62ortRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"=\n\x14\x41\x62ortRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.meridian.v1.Rollout*\xd3\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15ROLLOUT_STATE_RUNNING\x10\x01\x12\x18\n\x14ROLLOUT_STATE_PAUSED\x10\x02\x12\x18\n\x14ROLLOUT_STATE_HALTED\x10\x03\x12\x1b\n\x17ROLLOUT_STATE_COMPLETED\x10\x04\x12\x1d\n\x19ROLLOUT_STATE_ROLLED_BACK\x10\x05\x12\x19\n\x15ROLLOUT_STATE_ABORTED\x10\x06\x32\x8b\x04\n\x0eRolloutService\x12S\n\x0cStartRollout\x12 .meridian.v1.StartRolloutRequest\x1a!.meridian.v1.StartRolloutResponse\x12M\n\nGetRollout\x12\x1e.meridian.v1.GetRolloutRequest\x1a\x1f.meridian.v1.GetRolloutResponse\x12S\n\x0cListRollouts\x12 .meridian.v1.ListRolloutsRequest\x1a!.meridian.v1.ListRolloutsResponse\x12S\n\x0cPauseRollout\x12 .meridian.v1.PauseRolloutRequest\x1a!.meridian.v1.PauseRolloutResponse\x12V\n\rResumeRollout\x12!.meridian.v1.ResumeRolloutRequest\x1a\".meridian.v1.ResumeRolloutResponse\x12S\n\x0c\x41\x62ortRollout\x12 .meridian.v1.AbortRolloutRequest\x1a!.meridian.v1.AbortRolloutResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUTSTEP_ENGINELABELSENTRY']._loaded_options = None
   _globals['_ROLLOUTSTEP_ENGINELABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLLOUTSTATE']._serialized_start=2966
-  _globals['_ROLLOUTSTATE']._serialized_end=3177
+  _globals['_ROLLOUTSTATE']._serialized_start=3004
+  _globals['_ROLLOUTSTATE']._serialized_end=3215
   _globals['_ROLLOUTPLAN']._serialized_start=102
   _globals['_ROLLOUTPLAN']._serialized_end=244
   _globals['_ROLLOUTSTEP']._serialized_start=247
@@ -44,37 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTSTEP_ENGINELABELSENTRY']._serialized_start=372
   _globals['_ROLLOUTSTEP_ENGINELABELSENTRY']._serialized_end=423
   _globals['_GUARDRAILS']._serialized_start=449
-  _globals['_GUARDRAILS']._serialized_end=1031
-  _globals['_GUARDRAILREADING']._serialized_start=1034
-  _globals['_GUARDRAILREADING']._serialized_end=1202
-  _globals['_ROLLOUTEVENT']._serialized_start=1205
-  _globals['_ROLLOUTEVENT']._serialized_end=1342
-  _globals['_ROLLOUT']._serialized_start=1345
-  _globals['_ROLLOUT']._serialized_end=1877
-  _globals['_STARTROLLOUTREQUEST']._serialized_start=1880
-  _globals['_STARTROLLOUTREQUEST']._serialized_end=2067
-  _globals['_STARTROLLOUTRESPONSE']._serialized_start=2069
-  _globals['_STARTROLLOUTRESPONSE']._serialized_end=2192
-  _globals['_GETROLLOUTREQUEST']._serialized_start=2194
-  _globals['_GETROLLOUTREQUEST']._serialized_end=2233
-  _globals['_GETROLLOUTRESPONSE']._serialized_start=2235
-  _globals['_GETROLLOUTRESPONSE']._serialized_end=2294
-  _globals['_LISTROLLOUTSREQUEST']._serialized_start=2296
-  _globals['_LISTROLLOUTSREQUEST']._serialized_end=2356
-  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=2358
-  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=2445
-  _globals['_PAUSEROLLOUTREQUEST']._serialized_start=2447
-  _globals['_PAUSEROLLOUTREQUEST']._serialized_end=2554
-  _globals['_PAUSEROLLOUTRESPONSE']._serialized_start=2556
-  _globals['_PAUSEROLLOUTRESPONSE']._serialized_end=2617
-  _globals['_RESUMEROLLOUTREQUEST']._serialized_start=2619
-  _globals['_RESUMEROLLOUTREQUEST']._serialized_end=2727
-  _globals['_RESUMEROLLOUTRESPONSE']._serialized_start=2729
-  _globals['_RESUMEROLLOUTRESPONSE']._serialized_end=2791
-  _globals['_ABORTROLLOUTREQUEST']._serialized_start=2793
-  _globals['_ABORTROLLOUTREQUEST']._serialized_end=2900
-  _globals['_ABORTROLLOUTRESPONSE']._serialized_start=2902
-  _globals['_ABORTROLLOUTRESPONSE']._serialized_end=2963
-  _globals['_ROLLOUTSERVICE']._serialized_start=3180
-  _globals['_ROLLOUTSERVICE']._serialized_end=3703
+  _globals['_GUARDRAILS']._serialized_end=1069
+  _globals['_GUARDRAILREADING']._serialized_start=1072
+  _globals['_GUARDRAILREADING']._serialized_end=1240
+  _globals['_ROLLOUTEVENT']._serialized_start=1243
+  _globals['_ROLLOUTEVENT']._serialized_end=1380
+  _globals['_ROLLOUT']._serialized_start=1383
+  _globals['_ROLLOUT']._serialized_end=1915
+  _globals['_STARTROLLOUTREQUEST']._serialized_start=1918
+  _globals['_STARTROLLOUTREQUEST']._serialized_end=2105
+  _globals['_STARTROLLOUTRESPONSE']._serialized_start=2107
+  _globals['_STARTROLLOUTRESPONSE']._serialized_end=2230
+  _globals['_GETROLLOUTREQUEST']._serialized_start=2232
+  _globals['_GETROLLOUTREQUEST']._serialized_end=2271
+  _globals['_GETROLLOUTRESPONSE']._serialized_start=2273
+  _globals['_GETROLLOUTRESPONSE']._serialized_end=2332
+  _globals['_LISTROLLOUTSREQUEST']._serialized_start=2334
+  _globals['_LISTROLLOUTSREQUEST']._serialized_end=2394
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=2396
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=2483
+  _globals['_PAUSEROLLOUTREQUEST']._serialized_start=2485
+  _globals['_PAUSEROLLOUTREQUEST']._serialized_end=2592
+  _globals['_PAUSEROLLOUTRESPONSE']._serialized_start=2594
+  _globals['_PAUSEROLLOUTRESPONSE']._serialized_end=2655
+  _globals['_RESUMEROLLOUTREQUEST']._serialized_start=2657
+  _globals['_RESUMEROLLOUTREQUEST']._serialized_end=2765
+  _globals['_RESUMEROLLOUTRESPONSE']._serialized_start=2767
+  _globals['_RESUMEROLLOUTRESPONSE']._serialized_end=2829
+  _globals['_ABORTROLLOUTREQUEST']._serialized_start=2831
+  _globals['_ABORTROLLOUTREQUEST']._serialized_end=2938
+  _globals['_ABORTROLLOUTRESPONSE']._serialized_start=2940
+  _globals['_ABORTROLLOUTRESPONSE']._serialized_end=3001
+  _globals['_ROLLOUTSERVICE']._serialized_start=3218
+  _globals['_ROLLOUTSERVICE']._serialized_end=3741
 # @@protoc_insertion_point(module_scope)

@@ -181,6 +181,7 @@ class Guardrails(_message.Message):
     NACKS_FIELD_NUMBER: _builtins.int
     DEGRADED_ENGINES_FIELD_NUMBER: _builtins.int
     MIN_OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    HARM_RATE_FIELD_NUMBER: _builtins.int
     output_itl_p99_ms: _builtins.float
     """P99 of the inter-token latency of answers, in milliseconds."""
     output_itl_p99_ratio: _builtins.float
@@ -207,6 +208,11 @@ class Guardrails(_message.Message):
     """Number of observations (on both sides of a comparison) that are needed before a latency or a rate is judged and a
     step may end.
     """
+    harm_rate: _builtins.float
+    """Share of the control group's judged requests whose answer would have changed where the candidate's shortening would
+    have ended their thinking. The guardrail is violated once the evidence is strong that the share is above this limit.
+    If it is absent and the candidate shortens thinking, the limit is the candidate's entropy.max_loss.
+    """
     def __init__(
         self,
         *,
@@ -221,10 +227,11 @@ class Guardrails(_message.Message):
         nacks: _builtins.int | None = ...,
         degraded_engines: _builtins.int | None = ...,
         min_observations: _builtins.int | None = ...,
+        harm_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_degraded_engines", b"_degraded_engines", "_empty_answer_rate", b"_empty_answer_rate", "_empty_answer_rate_increase", b"_empty_answer_rate_increase", "_min_observations", b"_min_observations", "_nacks", b"_nacks", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_output_itl_p99_ratio", b"_output_itl_p99_ratio", "_reentry_rate", b"_reentry_rate", "_reentry_rate_increase", b"_reentry_rate_increase", "_ttot_p99_ms", b"_ttot_p99_ms", "_ttot_p99_ratio", b"_ttot_p99_ratio", "degraded_engines", b"degraded_engines", "empty_answer_rate", b"empty_answer_rate", "empty_answer_rate_increase", b"empty_answer_rate_increase", "min_observations", b"min_observations", "nacks", b"nacks", "output_itl_p99_ms", b"output_itl_p99_ms", "output_itl_p99_ratio", b"output_itl_p99_ratio", "reentry_rate", b"reentry_rate", "reentry_rate_increase", b"reentry_rate_increase", "ttot_p99_ms", b"ttot_p99_ms", "ttot_p99_ratio", b"ttot_p99_ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_degraded_engines", b"_degraded_engines", "_empty_answer_rate", b"_empty_answer_rate", "_empty_answer_rate_increase", b"_empty_answer_rate_increase", "_harm_rate", b"_harm_rate", "_min_observations", b"_min_observations", "_nacks", b"_nacks", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_output_itl_p99_ratio", b"_output_itl_p99_ratio", "_reentry_rate", b"_reentry_rate", "_reentry_rate_increase", b"_reentry_rate_increase", "_ttot_p99_ms", b"_ttot_p99_ms", "_ttot_p99_ratio", b"_ttot_p99_ratio", "degraded_engines", b"degraded_engines", "empty_answer_rate", b"empty_answer_rate", "empty_answer_rate_increase", b"empty_answer_rate_increase", "harm_rate", b"harm_rate", "min_observations", b"min_observations", "nacks", b"nacks", "output_itl_p99_ms", b"output_itl_p99_ms", "output_itl_p99_ratio", b"output_itl_p99_ratio", "reentry_rate", b"reentry_rate", "reentry_rate_increase", b"reentry_rate_increase", "ttot_p99_ms", b"ttot_p99_ms", "ttot_p99_ratio", b"ttot_p99_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_degraded_engines", b"_degraded_engines", "_empty_answer_rate", b"_empty_answer_rate", "_empty_answer_rate_increase", b"_empty_answer_rate_increase", "_min_observations", b"_min_observations", "_nacks", b"_nacks", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_output_itl_p99_ratio", b"_output_itl_p99_ratio", "_reentry_rate", b"_reentry_rate", "_reentry_rate_increase", b"_reentry_rate_increase", "_ttot_p99_ms", b"_ttot_p99_ms", "_ttot_p99_ratio", b"_ttot_p99_ratio", "degraded_engines", b"degraded_engines", "empty_answer_rate", b"empty_answer_rate", "empty_answer_rate_increase", b"empty_answer_rate_increase", "min_observations", b"min_observations", "nacks", b"nacks", "output_itl_p99_ms", b"output_itl_p99_ms", "output_itl_p99_ratio", b"output_itl_p99_ratio", "reentry_rate", b"reentry_rate", "reentry_rate_increase", b"reentry_rate_increase", "ttot_p99_ms", b"ttot_p99_ms", "ttot_p99_ratio", b"ttot_p99_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_degraded_engines", b"_degraded_engines", "_empty_answer_rate", b"_empty_answer_rate", "_empty_answer_rate_increase", b"_empty_answer_rate_increase", "_harm_rate", b"_harm_rate", "_min_observations", b"_min_observations", "_nacks", b"_nacks", "_output_itl_p99_ms", b"_output_itl_p99_ms", "_output_itl_p99_ratio", b"_output_itl_p99_ratio", "_reentry_rate", b"_reentry_rate", "_reentry_rate_increase", b"_reentry_rate_increase", "_ttot_p99_ms", b"_ttot_p99_ms", "_ttot_p99_ratio", b"_ttot_p99_ratio", "degraded_engines", b"degraded_engines", "empty_answer_rate", b"empty_answer_rate", "empty_answer_rate_increase", b"empty_answer_rate_increase", "harm_rate", b"harm_rate", "min_observations", b"min_observations", "nacks", b"nacks", "output_itl_p99_ms", b"output_itl_p99_ms", "output_itl_p99_ratio", b"output_itl_p99_ratio", "reentry_rate", b"reentry_rate", "reentry_rate_increase", b"reentry_rate_increase", "ttot_p99_ms", b"ttot_p99_ms", "ttot_p99_ratio", b"ttot_p99_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__degraded_engines: _TypeAlias = _typing.Literal["degraded_engines"]  # noqa: Y015
     _WhichOneofArgType__degraded_engines: _TypeAlias = _typing.Literal["_degraded_engines", b"_degraded_engines"]  # noqa: Y015
@@ -232,6 +239,8 @@ class Guardrails(_message.Message):
     _WhichOneofArgType__empty_answer_rate: _TypeAlias = _typing.Literal["_empty_answer_rate", b"_empty_answer_rate"]  # noqa: Y015
     _WhichOneofReturnType__empty_answer_rate_increase: _TypeAlias = _typing.Literal["empty_answer_rate_increase"]  # noqa: Y015
     _WhichOneofArgType__empty_answer_rate_increase: _TypeAlias = _typing.Literal["_empty_answer_rate_increase", b"_empty_answer_rate_increase"]  # noqa: Y015
+    _WhichOneofReturnType__harm_rate: _TypeAlias = _typing.Literal["harm_rate"]  # noqa: Y015
+    _WhichOneofArgType__harm_rate: _TypeAlias = _typing.Literal["_harm_rate", b"_harm_rate"]  # noqa: Y015
     _WhichOneofReturnType__min_observations: _TypeAlias = _typing.Literal["min_observations"]  # noqa: Y015
     _WhichOneofArgType__min_observations: _TypeAlias = _typing.Literal["_min_observations", b"_min_observations"]  # noqa: Y015
     _WhichOneofReturnType__nacks: _TypeAlias = _typing.Literal["nacks"]  # noqa: Y015
@@ -254,6 +263,8 @@ class Guardrails(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_rate) -> _WhichOneofReturnType__empty_answer_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_rate_increase) -> _WhichOneofReturnType__empty_answer_rate_increase | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__harm_rate) -> _WhichOneofReturnType__harm_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_observations) -> _WhichOneofReturnType__min_observations | None: ...
     @_typing.overload
@@ -293,8 +304,8 @@ class GuardrailReading(_message.Message):
     limit: _builtins.float
     """Limit from the plan, in the same unit as the value."""
     observations: _builtins.int
-    """Number of observations on the engines with the candidate: answer tokens, answers begun, finished answers, or
-    engines.
+    """Number of observations on the engines with the candidate: answer tokens, answers begun, finished answers,
+    judged requests of the control group, or engines.
     """
     stable_observations: _builtins.int
     """Number of observations on the other engines, for a guardrail that compares."""
@@ -536,7 +547,7 @@ class StartRolloutResponse(_message.Message):
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the caller should know before the rollout goes on, such as a step that selects no engine; one line each."""
+        """Sentences about what the rollout may miss or harm, which its author should know; empty for none."""
 
     def __init__(
         self,

@@ -268,3 +268,33 @@ async def test_explain(control: Control, file: Path) -> None:
     for label in ("zone", "=a", ""):
         bad = await control("policy", "explain", "--label", label)
         assert (bad.exit_code, bad.stderr) == (INVALID, f"--label must be NAME=VALUE; got {label}\n")
+
+
+LOW_FLOOR = """
+[scheduler]
+min_think_tokens = 21
+calibrated_cap_tokens = 150
+[[budget]]
+name = "acme"
+tokens_per_minute = 3000
+min_think_tokens = 1
+shadow = false
+"""
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+async def test_apply_warns_of_a_floor_below_what_calibration_found(
+    control: Control, file: Path, dry: tuple[str, ...]
+) -> None:
+    file.write_text(LOW_FLOOR)
+    done = await control("policy", "apply", "-f", file, *dry)
+    assert done.exit_code == OK
+    assert done.stderr == (
+        "warning: budget acme may cut thinking to 21 tokens, below the 150 that the policy's calibration found to be "
+        "enough\n"
+    )
+    file.write_text(LOW_FLOOR.replace("min_think_tokens = 1\n", ""))
+    assert (await control("policy", "apply", "-f", file, *dry)).stderr == ""
+    file.write_text(LOW_FLOOR.replace("min_think_tokens = 1\n", "").replace("[[", "[entropy]\nholdout_share = 0.0\n[["))
+    unmeasured = await control("policy", "apply", "-f", file, *dry)
+    assert unmeasured.stderr.startswith("warning: harm is not measured: entropy.holdout_share is 0")

@@ -29,7 +29,10 @@ def compared(**fields: Any) -> fleet_pb2.Savings:
 
 
 async def test_savings(control: Control) -> None:
-    row = compared(judged=100, judged_stops=60, harmful=2, evidence_ratio=0.25)
+    acme = fleet_pb2.ShorteningHarm(kind="budget", name="acme", judged=90, judged_stops=50, harmful=9, unjudged=1)
+    acme.evidence_ratio = 0.25
+    acme.forced_ends.ends, acme.forced_ends.empty_answers, acme.natural_ends.lengths = 40, 4, 1
+    row = compared(judged=100, judged_stops=60, harmful=2, kinds=[acme, fleet_pb2.ShorteningHarm(kind="cap")])
     control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row], unreachable_replicas=["b"])
     result = await control("savings")
     assert result.exit_code == OK
@@ -41,14 +44,18 @@ async def test_savings(control: Control) -> None:
     ]
     assert lines[5:7] == ["forced, treated 60 10.0% 20.0% 0.0% 5.0%", "natural, control 50 0.0% 4.0% 2.0% 0.0%"]
     assert lines[4] == "end requests re-entries answer over 80 answer empty aborted"
-    saved, own, spilled, harm, evidence = lines[7:]
+    assert lines[7].startswith("shortened by judged would end harmful not judged harm")
+    after = "40: 10.0% empty, 0.0% thought again, 0.0% by length"
+    assert lines[8] == f"budget acme 90 50 9 1 10.00%, at most 16.80%; allowed 1.00% {after}"
+    assert lines[9] == "the policy's cap 0 0 0 0 not measured, no request is judged yet"
+    saved, own, spilled, harm, evidence = lines[10:]
     assert spilled.startswith("spilled after forced ends, against natural ends: +26.0 points (")
     assert "; long answers alone: +16.0 points (" in spilled
     assert saved.startswith("saved: 40.0% of the thinking (")
     assert "4,000 tokens in all (" in saved
     assert own == "shadow's own estimate: 39.0% of the thinking"
     assert harm == "harm: 2.00% (2 of 100 requests), at most 6.16%; allowed 1.00%"
-    assert evidence.startswith("evidence of more harm: 0.25 ")
+    assert evidence.startswith("evidence of more harm by budget acme: 0.25 ")
     assert result.stderr == "replicas that did not answer, so that their data is missing: b\n"
     as_json = json.loads((await control("savings", "-o", "json")).stdout)
     assert as_json["savings"][0]["harm_ratio"]["value"] == 0.02
@@ -69,7 +76,7 @@ async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
 
 async def test_savings_say_what_is_not_known(control: Control) -> None:
     result = await control("savings")
-    assert result.stdout.startswith("No request counts: the entropy section is in shadow or off")
+    assert result.stdout.startswith("No request counts: nothing in force shortens thinking")
     few = compared(unjudged=7, judged=3, judged_stops=0)
     for field in ("saved_tokens", "spills"):
         few.ClearField(field)
@@ -77,14 +84,14 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
         savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
     )
     text = (await control("savings")).stdout
-    assert text.startswith("revision 9 put the entropy rules into shadow: it did harm\n")
+    assert text.startswith("revision 9 withdrew what did harm: it did harm\n")
     assert "saved: not known yet, because an arm has too few requests" in text
     assert "spilled after forced ends: not known yet, because a side has too few ends" in text
-    why = "no probe came at the places where rules would have ended thinking, 7 not judged for want of a probe"
+    why = "no probe came where thinking would have ended, 7 not judged for want of a probe"
     assert f"harm: not measured, {why}" in text
 
 
 async def test_engines_say_that_rules_were_withdrawn(control: Control) -> None:
     control.fleet.engines = [engine("a", 1, withdrawn="it did harm"), engine("b", 1, withdrawn="it did harm")]
     text = (await control("engines")).stdout
-    assert text.splitlines()[-1] == "a, b: the control plane has put the entropy rules into shadow: it did harm"
+    assert text.splitlines()[-1] == "a, b: the control plane has withdrawn what did harm: it did harm"

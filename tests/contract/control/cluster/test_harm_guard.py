@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -16,7 +16,8 @@ from meridian_control.cluster.membership import Replica
 from meridian_control.cluster.peers import Peers
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.fleet import Fleet
-from meridian_control.fleet.savings import WITHDRAWER
+from meridian_control.fleet.savings import WITHDRAWER, harming
+from meridian_control.policy.shortening_kinds import CAP, ENTROPY, LOOP, SOFT_CLOSE, Kind
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, State
 from tests.fakes.control import utc_now
@@ -26,6 +27,8 @@ from tests.fakes.tables import policy
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from meridian_control.policy.model import Policy
+    from meridian_control.session.arms import Experiment
     from tests.contract.streams import Control
 
 RULES = policy(entropy={"shadow": False})
@@ -36,11 +39,16 @@ def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
     """Count requests of the control group under the policy in force."""
     stored = control.fleet.policy
     assert stored is not None
-    experiment = control.fleet.experiments.of(stored.revision, stored.policy)
-    experiment.judged += of
-    experiment.judged_stops += of
-    experiment.harmful += harmful
+    judge(control.fleet.experiments.of(stored.revision, stored.policy), harmful, of)
+
+
+def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -> None:
+    """Count judged requests of the control group that the kind would have ended."""
     experiment.control.requests += of
+    for counts in (experiment, experiment.kinds[kind]):
+        counts.judged += of
+        counts.judged_stops += of
+        counts.harmful += harmful
 
 
 def has(control: Control, revision: int) -> bool:
@@ -84,6 +92,69 @@ async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control
         harm(control)
         await guard.look()
         assert control.fleet.revision == again.revision + 1
+
+
+ACME: dict[str, Any] = {"name": "acme", "tokens_per_day": 1, "shadow": False}
+BUSY: dict[str, Any] = {"name": "busy", "ttot_p99_ms": 1.0, "shadow": False, "entropy_in_force": True}
+# Every kind of shortening is in force.
+ALL_KINDS: dict[str, Any] = {
+    "scheduler": {"max_think_tokens": 4000, "soft_think_tokens": 3000},
+    "entropy": {"shadow": False},
+    "loop": {"shadow": False},
+    "budget": [ACME, {**ACME, "name": "other"}],
+    "pressure": [BUSY],
+    "override": [{"tenant": "a", "loop": {"shadow": False}, "scheduler": {"soft_think_tokens": 9}}],
+}
+SHADOWED_LOOP: dict[str, Any] = {**ALL_KINDS["override"][0], "loop": {"shadow": True}}
+NO_SOFT_CLOSE: dict[str, Any] = {**ALL_KINDS["override"][0], "scheduler": {"soft_think_tokens": 0}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "withdrawn"),
+    [
+        (Kind("budget", "acme"), {"budget": [{**ACME, "shadow": True}, {**ACME, "name": "other"}]}),
+        (Kind("pressure", "busy"), {"pressure": [{**BUSY, "shadow": True}]}),
+        (ENTROPY, {"entropy": {"shadow": True}, "pressure": [{**BUSY, "entropy_in_force": False}]}),
+        (LOOP, {"loop": {"shadow": True}, "override": [SHADOWED_LOOP]}),
+        (SOFT_CLOSE, {"scheduler": {"max_think_tokens": 4000}, "override": [NO_SOFT_CLOSE]}),
+    ],
+)
+async def test_only_the_kind_that_does_harm_is_withdrawn(
+    control: Control, kind: Kind, withdrawn: dict[str, Any]
+) -> None:
+    before = await control.set_policy(policy(**ALL_KINDS))
+    for each in (ENTROPY, CAP):
+        judge(control.fleet.experiments.of(before.revision, before.policy), 0, 40, each)
+    judge(control.fleet.experiments.of(before.revision, before.policy), 20, 40, kind)
+    await control.parts.guard.look()
+    stored = await control.store.current()
+    assert stored is not None
+    assert stored.policy == policy(**{**ALL_KINDS, **withdrawn})
+    assert stored.author == WITHDRAWER
+    assert stored.reason.startswith(f"{kind.text}: 20 of ")
+    assert "\n" not in stored.reason
+
+
+async def test_a_cap_that_does_harm_stays_and_its_harm_is_shown(control: Control) -> None:
+    before = await control.set_policy(policy(**ALL_KINDS))
+    judge(control.fleet.experiments.of(before.revision, before.policy), 20, 40, CAP)
+    for _ in range(2):
+        await control.parts.guard.look()
+    assert control.fleet.revision == before.revision
+    told = await savings(control)
+    found = harming(told.savings, [before.policy])
+    assert [(harm.kind, harm.evidence_ratio >= 1) for _, harm in found] == [("cap", True)]
+    assert harming(told.savings, [policy()]) == [], "no engine has these rules"
+
+
+async def test_a_cap_of_a_candidate_that_does_harm_aborts_its_rollout(control: Control) -> None:
+    await control.set_policy(RULES)
+    capped = policy(scheduler={"max_think_tokens": 4000})
+    async with rolling_out(control, capped) as revision:
+        judge(control.fleet.experiments.of(revision, capped), 20, 40, CAP)
+        await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
 
 
 def drift(control: Control, *seen: int) -> None:
@@ -153,7 +224,8 @@ async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Co
 async def test_unmeasured_harm_withdraws_nothing(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)
-    control.fleet.experiments.newest()[0].unjudged = 41
+    experiment = control.fleet.experiments.newest()[0]
+    experiment.unjudged = experiment.kinds[ENTROPY].unjudged = 41
     await control.parts.guard.look()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
@@ -171,11 +243,11 @@ async def test_a_replica_that_does_not_lead_withdraws_nothing(control: Control) 
 
 
 @asynccontextmanager
-async def rolling_out(control: Control) -> AsyncIterator[int]:
-    """Yield the candidate's revision of a rollout of other rules."""
+async def rolling_out(control: Control, candidate: Policy = OTHER_RULES) -> AsyncIterator[int]:
+    """Yield the candidate's revision of a rollout."""
     plan = Plan.model_validate({"step": [{"percent": 100}]})
     rollouts = control.parts.rollouts
-    rollout = await rollouts.store.start(plan, OTHER_RULES, "", By(utc_now(), "ann"))
+    rollout = await rollouts.store.start(plan, candidate, "", By(utc_now(), "ann"))
     await rollouts.look()
     yield rollout.candidate_revision
     newest = await rollouts.store.newest()
@@ -198,7 +270,7 @@ async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> 
     await control.set_policy(RULES)
     async with rolling_out(control) as revision:
         experiment = control.fleet.experiments.of(revision, OTHER_RULES)
-        experiment.judged, experiment.harmful, experiment.control.requests = 40, 20, 40
+        judge(experiment, harmful=20, of=40)
         await control.parts.guard.look()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
@@ -213,7 +285,7 @@ async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -
     fleet = Fleet(utc_now)
     fleet.set_policy(stored)
     mine = fleet.experiments.of(stored.revision, stored.policy)
-    mine.judged, mine.harmful, mine.control.requests = 8, 2, 8
+    judge(mine, harmful=2, of=8)
     whole = WholeFleet(fleet, "leads", peers, lambda: True)
     guard = HarmGuard(whole, control.parts.rollouts, utc_now)
     alone = HarmGuard(control.parts.whole, control.parts.rollouts, utc_now)

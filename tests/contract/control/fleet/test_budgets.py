@@ -37,6 +37,8 @@ FLOOR_TOKENS = 8
 
 def budgeted(tokens: int, shadow: bool = False) -> Policy:
     budget = {"name": "acme", "tenant": "acme", "tokens_per_day": tokens, "max_think_tokens": 5000, "shadow": shadow}
+    # The rules' floor may be the last stage.
+    budget["min_think_tokens"] = 1
     every = {"name": "all", "tokens_per_minute": 10**12}
     limits = {"min_think_tokens": FLOOR_TOKENS, "max_think_tokens": 100_000}
     return policy(scheduler=limits, entropy={"enabled": False}, budget=[budget, every])

@@ -52,6 +52,10 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
     assert figures.saved_interval.low < figures.saved < figures.saved_interval.high
     assert 0 < figures.harm_bound <= 0.1
     assert found.fixed_cap is None or found.fixed_cap.held_out.saved < figures.saved
+    cap, longest = found.fixed_cap, int(replay(tmp_path, made(), labelled).episodes.natural_tokens.max())
+    proved = cap is not None and cap.held_out.harm_bound <= GOAL.max_loss
+    tokens = int(cap.rule.scheduler["max_think_tokens"]) if cap is not None and proved else longest
+    assert found.policy.scheduler.calibrated_cap_tokens == tokens > found.policy.scheduler.min_think_tokens
     entropy, scheduler = found.policy.entropy, found.policy.scheduler
     assert (entropy.enabled, entropy.shadow, entropy.rpdi_threshold) == (True, False, 0)
     assert scheduler.min_think_tokens < 512

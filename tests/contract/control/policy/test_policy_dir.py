@@ -152,3 +152,12 @@ async def test_a_beginning_without_the_folder(store: PolicyStore, tmp_path: Path
     directory = PolicyDirectory(tmp_path / "none", store, lambda _: None, lambda: NOW)
     with pytest.raises(PolicyError, match=r"none: is not a directory$"):
         await directory.begin()
+
+
+async def test_the_log_warns_of_harm_that_is_not_measured(
+    store: PolicyStore, mounted: ConfigMap, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted.put("scheduler.max_think_tokens = 9\nentropy.holdout_share = 0.0")
+    async with watching(store, mounted.folder) as changes:
+        assert len(changes) == 1
+    assert "harm is not measured: entropy.holdout_share is 0" in caplog.text

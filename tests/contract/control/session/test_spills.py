@@ -68,8 +68,8 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
             engine.open(name)
         await engine.steps_until(lambda: not any(map(engine.engine.thinking, TREATED)))
         (connection,) = control.fleet.connections
-        table = connection.session.table
-        await engine.steps_until(lambda: (table.stop_tokens[table.control & table.live] >= 0).sum() == len(HELD))
+        requests = connection.session._groups.control.by_slot
+        await engine.steps_until(lambda: sum(request.stopped for request in requests.values()) == len(HELD))
         assert all(map(engine.engine.thinking, HELD)), "the rule only shadows them"
         spilling = TREATED[::2]
         engine.wanted = dict.fromkeys(HELD, END) | dict.fromkeys(spilling, START)
@@ -101,5 +101,5 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
     await control.parts.guard.look()
     values = {name: dict(found) for name, found in control_group(control.fleet, control.parts.guard.newest)}
     assert values["meridian_spill_difference_ratio"]["low",] == told.spills.low
-    assert values["meridian_compared_ends_total"]["forced", "reentry"] == len(spilling)
-    assert values["meridian_compared_ends_total"]["natural", "ended"] == len(HELD)
+    assert values["meridian_compared_ends_total"]["entropy", "", "forced", "reentry"] == len(spilling)
+    assert values["meridian_compared_ends_total"]["entropy", "", "natural", "ended"] == len(HELD)

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.policy.shortening_kinds import ENTROPY
 from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import STORE_S, Rollouts
 from meridian_control.rollout.plan import Plan
@@ -140,7 +141,8 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         experiment = control.fleet.experiments.of(stored.revision, stored.policy)
         for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
-        experiment.judged, experiment.judged_stops, experiment.harmful = 40, 40, 20
+        for judged in (experiment, experiment.kinds[ENTROPY]):
+            judged.judged, judged.judged_stops, judged.harmful = 40, 40, 20
         experiment.forced_ends.ends, experiment.forced_ends.reentries, experiment.natural_ends.ends = 30, 12, 30
         told = await first_event(session, address)
         (row,) = told["savings"]
@@ -150,9 +152,15 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         assert (row["forced_ends"]["reentries"], row["natural_ends"]["long_answers"]) == ("12", "0")
         assert row["spills"]["value"] == 0.4
         assert told["withdrawn"] == ""
+        (kind,) = row["kinds"]
+        assert (kind["text"], kind["level"]) == ("the entropy rules", "bad")
+        assert kind["harm"].startswith("50.00 %, at most 6")
+        assert told["totals"]["troubled"] == len(told["harm"]) == 1
+        assert told["harm"][0].startswith("the entropy rules would have changed 20 of 40 answers")
         await control.parts.guard.look()
         text = (await first_event(session, address))["withdrawn"]
-        assert text.startswith(f"Revision {stored.revision + 1} put the entropy rules into shadow: 20 of 40 answers")
+        assert text.startswith(f"Revision {stored.revision + 1} withdrew what did harm: the entropy rules: 20 of 40")
+        assert (await first_event(session, address))["totals"]["troubled"] == 0
 
 
 async def test_a_number_that_a_page_cannot_read_is_named_as_trouble(

@@ -13,6 +13,7 @@ from meridian.v1 import fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rol
 from prometheus_client.parser import text_string_to_metric_families
 
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.control_group_metrics import control_group
@@ -187,26 +188,36 @@ def test_the_control_group_in_metrics() -> None:
     fleet = Fleet(utc_now)
     experiment = fleet.experiments.of(3, policy(entropy={"shadow": False}))
     experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
-    experiment.judged, experiment.harmful, experiment.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
+    budget = experiment.kinds[Kind("budget", "acme")]
+    budget.judged, budget.harmful, budget.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
     told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5, drift_evidence_ratio=0.25)
     told.saved_ratio.value, told.saved_ratio.low, told.saved_ratio.high = 0.3, 0.1, 0.5
     older = fleet_pb2.Savings(evidence_ratio=9.0)
     told.spills.value, told.spills.low, told.spills.high = 0.2, 0.1, 0.3
-    experiment.forced_ends.ends, experiment.natural_ends.aborts = 6, 1
+    told.kinds.add(kind="budget", name="acme", evidence_ratio=0.5).harm_ratio.high = 0.75
+    told.kinds.add(kind="cap", evidence_ratio=0.125)
+    budget.forced_ends.ends, budget.natural_ends.aborts = 6, 1
     values = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told, older])))
     ends = dict(values["meridian_compared_ends_total"])
-    assert (ends["forced", "ended"], ends["natural", "abort"], ends["natural", "ended"]) == (6, 1, 0)
+    acme = ("budget", "acme")
+    assert (ends[*acme, "forced", "ended"], ends[*acme, "natural", "abort"], ends[*acme, "natural", "ended"]) == (
+        6,
+        1,
+        0,
+    )
     assert dict(values["meridian_spill_difference_ratio"]) == {("value",): 0.2, ("low",): 0.1, ("high",): 0.3}
     assert values["meridian_long_answer_difference_ratio"] == []
     assert dict(values["meridian_arm_requests_total"]) == {("treated",): 0, ("control",): 7}
     assert dict(values["meridian_arm_think_tokens_total"])["control",] == 700
     assert dict(values["meridian_arm_events_total"])["treated", "abort"] == 2
     verdicts = dict(values["meridian_control_group_verdicts_total"])
-    assert verdicts == {("harmless",): 4, ("harmful",): 1, ("unjudged",): 2}
+    rules = {("entropy", "", verdict): 0 for verdict in ("harmless", "harmful", "unjudged")}
+    assert verdicts == {(*acme, "harmless"): 4, (*acme, "harmful"): 1, (*acme, "unjudged"): 2, **rules}
     assert values["meridian_control_group_shadow_saved_tokens_total"] == [((), 40)]
     assert dict(values["meridian_saved_ratio"]) == {("value",): 0.3, ("low",): 0.1, ("high",): 0.5}
-    assert values["meridian_harm_ratio"] == []
-    assert values["meridian_harm_evidence_ratio"] == [((), 0.5)]
+    assert dict(values["meridian_harm_ratio"])[*acme, "high"] == 0.75
+    assert ("cap", "", "value") not in dict(values["meridian_harm_ratio"]), "harm that is not measured is not 0"
+    assert dict(values["meridian_harm_evidence_ratio"]) == {acme: 0.5, ("cap", ""): 0.125}
     assert values["meridian_drift_evidence_ratio"] == [((), 0.25)]
     assert values["meridian_entropy_withdrawn"] == [((), False)]
     told.ClearField("drift_evidence_ratio")

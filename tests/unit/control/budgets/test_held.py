@@ -22,6 +22,7 @@ POLICY = policy(
             "burst_tokens": BURST,
             "soft_think_tokens": 1200,
             "max_think_tokens": 600,
+            "min_think_tokens": 200,
             "shadow": False,
         }
     ],

@@ -20,6 +20,8 @@ from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
 
 ACME = {"name": "acme", "tenant": "acme*", "tokens_per_day": 1000, "shadow": False}
+# A floor that lets the rules' floor be the last stage.
+DEEP = {"min_think_tokens": 1}
 WHO = Who(tenant="acme-1", model="m")
 
 
@@ -43,23 +45,29 @@ def test_a_stage_ends_only_above_the_share_at_which_it_began() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "stage", "soft", "cap"),
+    ("scheduler", "own_floor", "stage", "soft", "cap"),
     [
-        ({}, SOFT_CLOSE, 4096, 32768),
-        ({}, LOWER_CAP, 1024, 2048),
-        ({}, FLOOR, 512, 512),
-        ({"soft_think_tokens": 9000}, SOFT_CLOSE, 4096, 32768),
-        ({"soft_think_tokens": 1000}, LOWER_CAP, 1000, 2048),
-        ({"min_think_tokens": 3000}, LOWER_CAP, 3000, 3000),
-        ({"min_think_tokens": 5000}, SOFT_CLOSE, 5000, 32768),
-        ({"min_think_tokens": 0}, FLOOR, 1, 1),
-        ({"max_think_tokens": 1500}, LOWER_CAP, 750, 1500),
+        ({}, 1, SOFT_CLOSE, 4096, 32768),
+        ({}, 1, LOWER_CAP, 1024, 2048),
+        ({}, 1, FLOOR, 512, 512),
+        ({}, 700, FLOOR, 700, 700),
+        ({"soft_think_tokens": 9000}, 1, SOFT_CLOSE, 4096, 32768),
+        ({"soft_think_tokens": 1000}, 1, LOWER_CAP, 1000, 2048),
+        ({"min_think_tokens": 3000}, 1, LOWER_CAP, 3000, 3000),
+        ({"min_think_tokens": 5000}, 1, SOFT_CLOSE, 5000, 32768),
+        ({"min_think_tokens": 0}, 1, FLOOR, 1, 1),
+        ({"max_think_tokens": 1500}, 1, LOWER_CAP, 750, 1500),
+        # Without a floor of its own a budget cuts no deeper than its cap, whatever the rules' floor is.
+        ({}, 0, LOWER_CAP, 2048, 2048),
+        ({}, 0, FLOOR, 2048, 2048),
+        ({"min_think_tokens": 21}, 0, FLOOR, 2048, 2048),
+        ({"min_think_tokens": 3000}, 0, FLOOR, 3000, 3000),
     ],
 )
-def test_each_stage_shortens_and_none_goes_below_the_floor(
-    scheduler: dict[str, Any], stage: int, soft: int, cap: int
+def test_each_stage_shortens_and_none_goes_below_the_floors(
+    scheduler: dict[str, Any], own_floor: int, stage: int, soft: int, cap: int
 ) -> None:
-    own = policy(scheduler=scheduler, budget=[ACME])
+    own = policy(scheduler=scheduler, budget=[{**ACME, "min_think_tokens": own_floor}])
     held, by = shortened(own, in_stages(matching(own.budget, WHO), {"acme": stage}))
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
     assert held.scheduler.min_think_tokens == own.scheduler.min_think_tokens
@@ -68,7 +76,7 @@ def test_each_stage_shortens_and_none_goes_below_the_floor(
 
 
 def test_no_stage_begins_soft_close_later_than_the_stage_before() -> None:
-    own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, "soft_think_tokens": 500}])
+    own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, **DEEP, "soft_think_tokens": 500}])
     held = [shortened(own, in_stages(own.budget, {"acme": stage}))[0] for stage in (SOFT_CLOSE, LOWER_CAP, FLOOR)]
     assert [one.scheduler.soft_think_tokens for one in held] == [500, 500, 10]
 
@@ -109,7 +117,7 @@ def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int
         "soft_think_tokens": 9000,
         "shadow": False,
     }
-    own = policy(budget=[ACME, every])
+    own = policy(budget=[{**ACME, **DEEP}, {**every, **DEEP}])
     held, by = shortened(own, in_stages(matching(own.budget, WHO), stages))
     assert by is not None
     assert (by.cap.name, held.scheduler.max_think_tokens) == (name, cap)
@@ -125,7 +133,7 @@ def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int
     ],
 )
 def test_no_stage_of_a_budget_undoes_what_another_one_shortened(stage: int, soft: int, cap: int, name: str) -> None:
-    every = {**ACME, "name": "all", "max_think_tokens": 6000, "soft_think_tokens": 9000}
+    every = {**ACME, **DEEP, "name": "all", "max_think_tokens": 6000, "soft_think_tokens": 9000}
     own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, "soft_think_tokens": 500}, every])
     held, by = shortened(own, in_stages(own.budget, {"acme": SOFT_CLOSE, "all": stage}))
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
@@ -134,23 +142,20 @@ def test_no_stage_of_a_budget_undoes_what_another_one_shortened(stage: int, soft
 
 
 @pytest.mark.parametrize(
-    ("pressure", "stage", "control", "in_force"),
+    ("pressure", "stage", "in_force"),
     [
-        ({}, SOFT_CLOSE, False, True),
-        ({}, UNSHORTENED, False, False),
-        ({}, FLOOR, True, False),
-        ({"shadow": True}, FLOOR, False, False),
-        ({"entropy_in_force": False}, FLOOR, False, False),
+        ({}, SOFT_CLOSE, True),
+        ({}, UNSHORTENED, False),
+        ({"shadow": True}, FLOOR, False),
+        ({"entropy_in_force": False}, FLOOR, False),
     ],
 )
-def test_pressure_puts_entropy_rules_in_force(
-    pressure: dict[str, Any], stage: int, control: bool, in_force: bool
-) -> None:
-    """Beside it a budget is stricter, and the rules of the control group stay in shadow."""
+def test_pressure_puts_entropy_rules_in_force(pressure: dict[str, Any], stage: int, in_force: bool) -> None:
+    """Beside it a budget is stricter."""
     entry = {"name": "chat", "ttot_p99_ms": 1, "shadow": False, "entropy_in_force": True, **pressure}
     own = policy(entropy={"shadow": True}, budget=[ACME], pressure=[entry])
     pressed = [(own.pressure[0], stage)] if stage > UNSHORTENED else []
-    held, by = shortened(own, [(own.budget[0], FLOOR), *pressed], control=control)
+    held, by = shortened(own, [(own.budget[0], FLOOR), *pressed])
     assert held.entropy == own.entropy.model_copy(update={"shadow": not in_force})
     assert by is not None
     assert by.cap.name == "acme"

@@ -16,6 +16,7 @@ from meridian_control.common.inference import (
     binomial_lower,
     binomial_upper,
     difference,
+    evidence,
     regularized_beta,
     saved_ratio,
     share_difference,
@@ -149,3 +150,19 @@ def test_evidence_stays_a_number(limit: float) -> None:
     for _ in range(3):
         assert test.add(500, 500) >= 100
     assert 0 < test.add(0, 10**9) < float("inf")
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.2])
+def test_evidence_from_all_trials_rarely_deceives(limit: float) -> None:
+    """Of 400 courses of 300 trials at the limit, looked at after each trial, about 1 in 100 reaches a hundredfold."""
+    rng, alarms = random.Random(5), 0
+    for _ in range(400):
+        events = 0
+        for trial in range(1, 301):
+            events += rng.random() < limit
+            if evidence(events, trial, limit) >= 100:
+                alarms += 1
+                break
+    assert alarms <= 8
+    assert evidence(3, 12, 0.01) > 100 > evidence(2, 12, 0.01)
+    assert evidence(50, 50, 1.0) < 1

@@ -18,6 +18,7 @@ from meridian_control.rollout.guardrails import p99
 from meridian_control.rollout.plan import MAX_MS, Plan, position
 from meridian_control.rollout.state import NOTHING, TAKEN_BACK, By, GuardrailReading, Measured, Rollout, Sample, State
 from meridian_control.rollout.transitions import begin, revision_of, tick
+from tests.fakes.tables import policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 BY = By(NOW, "ann", "why")
@@ -457,3 +458,66 @@ def test_each_step_is_measured_by_itself() -> None:
     rollout = tick(rollout, itl((0.02, 10_000)), 1.0, NOW)
     assert (rollout.step, rollout.candidate) == (2, NOTHING)
     assert tick(rollout, itl((0.05, 10)), 1.0, NOW).violation is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------- harm
+
+
+def harmed(judged: int, harmful: int, shortened: int = 500, unjudged: int = 0) -> Sample:
+    return seen(Measured(judged=judged, harmful=harmful, shortened=shortened, unjudged=unjudged))
+
+
+def watching(limit: float | None = 0.01) -> Rollout:
+    return begin(3, plan(), (STABLE, CANDIDATE), BY, limit)
+
+
+@pytest.mark.parametrize(
+    ("sample", "state", "waits"),
+    [
+        (harmed(12, 3), State.ROLLED_BACK, False),
+        (harmed(6, 3), State.ROLLED_BACK, False),
+        (harmed(12, 1), State.RUNNING, True),
+        (harmed(19, 0), State.RUNNING, True),
+        (harmed(20, 0), State.RUNNING, False),
+        (harmed(1000, 10), State.RUNNING, False),
+        (harmed(1000, 60), State.ROLLED_BACK, False),
+        (harmed(3, 0, shortened=29), State.RUNNING, False),
+        # Most requests that would be harmed cannot be judged, so harm is not measured.
+        (harmed(5, 5, unjudged=40), State.RUNNING, False),
+        (harmed(0, 0, shortened=0), State.RUNNING, False),
+    ],
+)
+def test_harm_rolls_back_once_the_evidence_is_strong(sample: Sample, state: State, waits: bool) -> None:
+    """A step waits for judged requests once enough are shortened, and not otherwise."""
+    after = tick(watching(), sample, 1.0, NOW)
+    assert after.state is state
+    assert ("harm_rate" in after.waiting_for) is waits
+    if state is State.ROLLED_BACK:
+        assert after.events[-1].reason.startswith("harm_rate is 0.")
+
+
+def test_a_reading_of_harm_that_is_not_measured_has_no_value() -> None:
+    (reading,) = [r for r in tick(watching(), harmed(5, 5, unjudged=40), 1.0, NOW).guardrails if "harm" in r.guardrail]
+    assert (reading.value, reading.observations) == (None, 5)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_no_harm_is_watched_without_a_limit_or_with_one_of_1(limit: float | None) -> None:
+    assert tick(watching(limit), harmed(100, 100), 1.0, NOW).state is State.RUNNING
+
+
+def test_the_limit_for_harm_is_the_plans_or_the_candidates_own() -> None:
+    shortening, neutral = policy(scheduler={"max_think_tokens": 9}, entropy={"max_loss": 0.2}), policy()
+    assert plan().harm_limit(shortening) == 0.2
+    assert plan().harm_limit(neutral) is None
+    unmeasured = policy(scheduler={"max_think_tokens": 9}, entropy={"enabled": False})
+    assert plan().harm_limit(unmeasured) is None
+    assert plan(guardrails={"harm_rate": 0.5}).harm_limit(shortening) == 0.5
+
+
+def test_counts_of_harm_add_up_over_samples() -> None:
+    after = watching()
+    for _ in range(3):
+        after = tick(after, harmed(4, 1), 1.0, NOW)
+    assert after.state is State.ROLLED_BACK
+    assert (after.candidate.judged, after.candidate.harmful, after.candidate.shortened) == (12, 3, 1500)

@@ -22,9 +22,11 @@ from tests.unit.sessions import Stream, step_report, stream
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
+# Both budgets may cut down to the rules' floor.
+STAGES = {"soft_think_tokens": 10, "min_think_tokens": 1}
 BUDGETS: list[dict[str, Any]] = [
-    {"name": "acme", "tenant": "acme", "tokens_per_minute": 1000, "soft_think_tokens": 10, "max_think_tokens": 20},
-    {"name": "high", "effort": "high", "tokens_per_day": 1000, "soft_think_tokens": 10, "max_think_tokens": 30},
+    {"name": "acme", "tenant": "acme", "tokens_per_minute": 1000, "max_think_tokens": 20, **STAGES},
+    {"name": "high", "effort": "high", "tokens_per_day": 1000, "max_think_tokens": 30, **STAGES},
 ]
 
 

@@ -13,8 +13,9 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.cluster.harm_guard import HarmGuard, Watch
-from meridian_control.decisions.control_group import held_out, in_shadow
+from meridian_control.decisions.control_group import held_out
 from meridian_control.fleet import savings
+from meridian_control.policy.shortening_kinds import ENTROPY, without
 from meridian_control.session.arms import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.session.session import Session
@@ -80,12 +81,16 @@ def test_rules_only_shadow_the_control_group() -> None:
     assert made.session.totals.ends["natural"] == 1, "the control group's thinking ends by itself"
 
 
-def test_caps_hold_for_the_control_group() -> None:
-    made = stream(policy(scheduler={**EARLY, "max_think_tokens": 12}, entropy={**RULES, "holdout_share": 0.5}))
+@pytest.mark.parametrize(("own_cap", "ends"), [(None, "natural"), (12, "hard_cap")])
+def test_only_the_clients_own_cap_holds_for_the_control_group(own_cap: int | None, ends: str) -> None:
+    made = stream(policy(scheduler={**EARLY, "max_think_tokens": 9}, entropy={**RULES, "holdout_share": 0.5}))
     made.agent.eat_nats = 3.0
-    made.open(CONTROL, think=40, answer=2)
+    made.open(CONTROL, think=40, answer=2, own_cap=own_cap)
+    made.step(50)
+    assert made.session.totals.ends == {ends: 1}
+    made.open(TREATED, think=40, answer=2)
     made.step(20)
-    assert made.session.totals.ends == {"hard_cap": 1}
+    assert made.session.totals.ends["hard_cap"] == 1 + (ends == "hard_cap")
 
 
 def test_a_request_stays_in_its_arm_on_another_replica() -> None:
@@ -139,7 +144,7 @@ def test_overrides_decide_for_whom_rules_are_in_force() -> None:
 
 def test_a_policy_in_shadow() -> None:
     rules = policy(entropy={"shadow": False}, override=[{"tenant": "a", "entropy": {"shadow": False}}, {"tenant": "b"}])
-    made = in_shadow(rules)
+    made = without(rules, ENTROPY)
     assert made == policy(
         entropy={"shadow": True}, override=[{"tenant": "a", "entropy": {"shadow": True}}, {"tenant": "b"}]
     )
@@ -149,7 +154,7 @@ def test_rules_that_are_withdrawn_do_not_come_back_under_pressure() -> None:
     busy = {"name": "busy", "ttft_p99_ms": 1.0, "shadow": False}
     for shadow in (False, True):
         rules = policy(entropy={"shadow": shadow}, pressure=[{**busy, "entropy_in_force": True}])
-        made = in_shadow(rules)
+        made = without(rules, ENTROPY)
         assert made == policy(entropy={"shadow": True}, pressure=[busy])
         assert rules_of(made) != rules_of(rules), "later requests do not count for the withdrawn rules"
 
@@ -304,7 +309,7 @@ def test_experiments_are_few_and_their_sums_never_fall() -> None:
 
 
 def test_the_same_rules_after_others_begin_anew() -> None:
-    experiments, rules, shadowed = Experiments(), HALF, in_shadow(HALF)
+    experiments, rules, shadowed = Experiments(), HALF, without(HALF, ENTROPY)
     first = experiments.of(3, rules)
     assert experiments.of(5, rules) is first
     experiments.of(6, shadowed)
@@ -383,7 +388,10 @@ def test_ten_clean_runs_raise_no_alarm() -> None:
 
 
 def answer(**fields: Any) -> fleet_pb2.Savings:
-    return fleet_pb2.Savings(**{"rules": "r", "since_revision": 3, "max_loss": 0.01, **fields})
+    """Return a replica's counts, all of the entropy rules."""
+    names = ("judged", "judged_stops", "harmful", "unjudged")
+    harm = fleet_pb2.ShorteningHarm(kind="entropy", **{name: fields.get(name, 0) for name in names})
+    return fleet_pb2.Savings(**{"rules": "r", "since_revision": 3, "max_loss": 0.01, "kinds": [harm], **fields})
 
 
 def test_counts_of_replicas_add() -> None:

@@ -32,6 +32,8 @@ CHAT: dict[str, Any] = {
     "window_s": 1,
     "soft_think_tokens": 10,
     "max_think_tokens": 20,
+    # The rules' floor may be the last stage.
+    "min_think_tokens": 1,
     "shadow": False,
 }
 ANSWERS = ("answer", "another")
@@ -278,7 +280,13 @@ def test_pressure_in_shadow_only_measures_and_compares() -> None:
 
 
 def test_a_budget_and_pressure_together_take_the_stricter() -> None:
-    budget = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": 15, "shadow": False}
+    budget = {
+        "name": "acme",
+        "tokens_per_day": 1,
+        "max_think_tokens": 15,
+        "min_think_tokens": 1,
+        "shadow": False,
+    }
     both = policy(
         scheduler={"min_think_tokens": 4, "max_think_tokens": 100},
         entropy={"enabled": False},

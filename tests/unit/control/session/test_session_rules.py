@@ -94,7 +94,7 @@ def test_a_requests_own_floor_holds_the_rules_back_but_not_the_cap() -> None:
     made = stream(policy(scheduler={**EARLY, "max_think_tokens": 12}, entropy=RULES))
     made.open("floor", min_think_tokens=8)
     made.open("plain")
-    made.open("above-cap", min_think_tokens=500)
+    made.open("over-cap", min_think_tokens=500)
     forces: dict[int, int] = {}
     for _ in range(20):
         before = {slot: int(made.session.table.think_tokens[slot]) for slot in range(3)}
@@ -131,7 +131,7 @@ def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
         groups = made.session._groups
         assert groups.of(slot).scheduler.max_think_tokens == (50 if "b" in tenant else 99)
         assert groups.of(kept).scheduler.max_think_tokens == 50
-        assert len(groups._policies) <= ROOM
+        assert len(groups._held) <= ROOM
         made.agent.abort(f"r{number}")
         made.step()
     assert made.session.policy is groups.policy

@@ -94,15 +94,18 @@ def test_empty_answers_and_aborts(answer: int, reason: int | str | None, counted
     assert side(counts(made).forced_ends) == counted
 
 
-@pytest.mark.parametrize("cap", [2, 25])
-def test_ends_by_caps_are_on_neither_side(cap: int) -> None:
-    """A cap of 2 comes before the rule in both arms; a cap of 25 ends the control request that the rule shadows."""
+@pytest.mark.parametrize(("cap", "kind"), [(2, "cap"), (25, "entropy")])
+def test_ends_count_for_the_kind_that_comes_first(cap: int, kind: str) -> None:
+    """A cap of 2 comes before the rule, and a cap of 25 after it; neither holds for the control group."""
     made = stream(policy(scheduler={**EARLY, "max_think_tokens": cap}, entropy=RULES))
     for name in (CONTROL, TREATED):
         made.open(name, think=30, answer=3)
     made.step(50)
     told = counts(made)
-    assert (told.natural_ends.ends, told.forced_ends.ends) == (0, int(cap == 25))
+    ends = {harm.kind: (harm.natural_ends.ends, harm.forced_ends.ends) for harm in told.kinds}
+    assert ends == {"entropy": (0, 0), "cap": (0, 0), kind: (1, 1)}
+    assert (told.natural_ends.ends, told.forced_ends.ends) == (1, 1)
+    assert told.control.think_tokens == 30
 
 
 def test_a_request_that_no_rule_would_have_ended_is_on_neither_side() -> None:

@@ -147,7 +147,10 @@ def test_zero_was_measured_and_nan_was_not() -> None:
 
 def test_harm_and_drift_stand_beside_each_other() -> None:
     savings = fleet_pb2.Savings(max_loss=0.01, evidence_ratio=0.25, drift_evidence_ratio=0.5)
-    assert (savings_row(savings)["harm"], savings_row(savings)["drift"]) == ("not measured", "not compared")
+    assert (savings_row(savings)["harm"], savings_row(savings)["drift"]) == (
+        "not measured: no request is judged yet",
+        "not compared",
+    )
     savings.harm_ratio.value, savings.harm_ratio.high = 0.02, 0.0616
     savings.eat_samples.add(max_nats=1.0, calibrated=40, seen=7)
     for edge, seen in ((1.0, 30), (5.0, 2)):

@@ -1,0 +1,161 @@
+"""What in a policy shortens thinking, by kind; what the policy's author should be warned of; and the policy without a
+kind that does harm.
+
+The module knows no request, no usage and no measured value. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_control.common.harm_words import kind_text
+from meridian_control.policy.schema import SchedulerPolicy
+from meridian_control.policy.shortening_schema import floors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.shortening_schema import PressurePolicy, Shortener
+
+
+class Kind(NamedTuple):
+    """A kind of shortening: entropy, soft_close, cap, loop, budget or pressure. name: that of the budget or of the
+    pressure entry, empty for the other kinds."""
+
+    kind: str
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        """The kind in words, as people read it."""
+        return kind_text(*self)
+
+
+ENTROPY, SOFT_CLOSE, CAP, LOOP = Kind("entropy"), Kind("soft_close"), Kind("cap"), Kind("loop")
+# The cap of a policy that sets none. A cap shortens thinking only if it is lower.
+DEFAULT_CAP: int = SchedulerPolicy.model_fields["max_think_tokens"].default
+
+
+def kinds_for_request(own: Policy) -> frozenset[Kind]:
+    """Return the kinds in force for a request, budgets and pressure aside. own: the policy that holds for it."""
+    scheduler, acts = own.scheduler, acts_on_thinking(own)
+    in_force = {
+        ENTROPY: own.entropy.enabled and not own.entropy.shadow,
+        SOFT_CLOSE: acts and scheduler.soft_think_tokens > 0,
+        CAP: acts and scheduler.max_think_tokens < DEFAULT_CAP,
+        LOOP: own.loop.enabled and not own.loop.shadow,
+    }
+    return frozenset(kind for kind, holds in in_force.items() if holds)
+
+
+def acts_on_thinking(policy: Policy) -> bool:
+    """Whether caps, soft close, budgets and pressure have an effect, because their section is in force."""
+    return policy.scheduler.enabled and not policy.scheduler.shadow
+
+
+def rule_under_pressure(pressure: Iterable[PressurePolicy]) -> bool:
+    """Return whether one of these entries puts the entropy rules in force."""
+    return any(entry.entropy_in_force and not entry.shadow for entry in pressure)
+
+
+def may_shorten(own: Policy, entries: Iterable[Shortener]) -> bool:
+    """Whether anything in force may shorten a request. own: the policy that holds for the request. entries: the budgets
+    and pressure entries that match it."""
+    found = tuple(entries)
+    return bool(kinds_for_request(own)) or any(_in_force(own, entry) for entry in found)
+
+
+def _in_force(own: Policy, entry: Shortener) -> bool:
+    rules = own.entropy.enabled and getattr(entry, "entropy_in_force", False)
+    return not entry.shadow and (acts_on_thinking(own) or rules)
+
+
+def kinds_of(policy: Policy) -> list[Kind]:
+    """Return all kinds that may shorten some request under a policy."""
+    found: dict[Kind, None] = dict.fromkeys(kind for own in _variants(policy) for kind in kinds_for_request(own))
+    if policy.entropy.enabled and rule_under_pressure(policy.pressure):
+        found[ENTROPY] = None
+    for section in ("budget", "pressure"):
+        found |= {Kind(section, e.name): None for e in getattr(policy, section) if _in_force(policy, e)}
+    return sorted(found)
+
+
+def _variants(policy: Policy) -> Iterator[Policy]:
+    """Yield the policy, the policy with each override alone, and the policy with all overrides."""
+    yield policy
+    together = policy
+    for override in policy.override:
+        yield _with(policy, override)
+        together = _with(together, override)
+    if len(policy.override) > 1:
+        yield together
+
+
+def _with(policy: Policy, override: Any) -> Policy:
+    changes = {}
+    for name in ("scheduler", "entropy", "loop"):
+        values = {field: value for field, value in getattr(override, name) if value is not None}
+        changes[name] = getattr(policy, name).model_copy(update=values)
+    return policy.model_copy(update=changes)
+
+
+def not_measured(policy: Policy) -> str:
+    """Return why harm cannot be measured under a policy; empty if it can, or if nothing shortens thinking."""
+    if not kinds_of(policy):
+        return ""
+    if not policy.entropy.holdout_share:
+        return "entropy.holdout_share is 0, so no request is left unshortened"
+    if not any(own.entropy.enabled for own in _variants(policy)):
+        return "entropy.enabled is false, so no request is probed"
+    return ""
+
+
+def warnings(policy: Policy) -> list[str]:
+    """Return what the author of a policy should know about the harm that its shortening may do."""
+    found = [f"harm is not measured: {why}"] if (why := not_measured(policy)) else []
+    if not acts_on_thinking(policy) or not (calibrated := policy.scheduler.calibrated_cap_tokens):
+        return found
+    below = f"below the {calibrated} that the policy's calibration found to be enough"
+    caps = {"scheduler.max_think_tokens": policy.scheduler.max_think_tokens}
+    for index, override in enumerate(policy.override):
+        values: Any = override.scheduler
+        caps[f"override[{index}].scheduler.max_think_tokens"] = values.max_think_tokens
+    found += [f"{path} is {cap}, {below}" for path, cap in caps.items() if cap is not None and cap < calibrated]
+    for section in ("budget", "pressure"):
+        for entry in getattr(policy, section):
+            floor = max(floors_of(entry)[0], policy.scheduler.min_think_tokens)
+            if not entry.shadow and floor < calibrated:
+                found.append(f"{section} {entry.name} may cut thinking to {floor} tokens, {below}")
+    return found
+
+
+def without(policy: Policy, kind: Kind) -> Policy:
+    """Return the policy with a kind of shortening withdrawn, also in overrides: the entropy rules and the loop rules, a
+    budget or a pressure entry in shadow, or soft close off. A cap is not withdrawn, because engines may need it."""
+    if kind == ENTROPY:
+        pressure = tuple(entry.model_copy(update={"entropy_in_force": False}) for entry in policy.pressure)
+        return _changed(policy, "entropy", "shadow", True).model_copy(update={"pressure": pressure})
+    if kind == LOOP:
+        return _changed(policy, "loop", "shadow", True)
+    if kind == SOFT_CLOSE:
+        return _changed(policy, "scheduler", "soft_think_tokens", 0)
+    if kind == CAP:
+        return policy
+    entries = tuple(
+        entry.model_copy(update={"shadow": True}) if entry.name == kind.name else entry
+        for entry in getattr(policy, kind.kind)
+    )
+    return policy.model_copy(update={kind.kind: entries})
+
+
+def _changed(policy: Policy, section: str, field: str, value: bool | int) -> Policy:
+    """Return the policy with another value of a field, also in the overrides that set the field."""
+
+    def changed(part: Any) -> Any:
+        if getattr(getattr(part, section), field) is None:
+            return part
+        return part.model_copy(update={section: getattr(part, section).model_copy(update={field: value})})
+
+    made: Policy = changed(policy)
+    return made.model_copy(update={"override": tuple(map(changed, policy.override))})
