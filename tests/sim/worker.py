@@ -83,6 +83,7 @@ def served(kind: Kind, injected: Injected | None) -> Served:
         def init_device(self) -> None:
             self.worker = worker(kind.device, v2=kind.v2, later=kind.later)
             self.worker.load_model = lambda: None
+            self.worker.initialize_from_config = lambda: None
 
     if injected is not None:
         install._wrap_worker(Wrapper)
@@ -91,6 +92,7 @@ def served(kind: Kind, injected: Injected | None) -> Served:
         wrapper = Wrapper()
         wrapper.init_device()
         wrapper.worker.load_model()
+        wrapper.worker.initialize_from_config()
         for output in _outputs(wrapper.worker):
             clock[0] += 1
             found.sampled.append(output.sampled)
