@@ -77,7 +77,11 @@ async def fleet(replicated: Replicated) -> AsyncIterator[list[Simulated]]:
 
 
 def capped(tokens: int) -> policy_pb2.Policy:
-    return policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=tokens))
+    """Return a policy that caps the thinking of every request: no request is in the control group."""
+    return policy_pb2.Policy(
+        scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=tokens),
+        entropy=policy_pb2.EntropyPolicy(holdout_share=0.0),
+    )
 
 
 async def update(asked: Client, tokens: int) -> None:
