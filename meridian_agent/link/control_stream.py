@@ -135,6 +135,13 @@ class Link:
         threading.Thread(target=self._say_goodbye, name="meridian-goodbye").start()
 
     def _say_goodbye(self) -> None:
+        """Wait for the end of the stream, and then end what is left of it; an error begins that once more."""
+        for _ in range(2):
+            with contextlib.suppress(Exception):
+                self._part()
+                return
+
+    def _part(self) -> None:
         if self._thread.ident is not None:
             self._thread.join(GOODBYE_S)
         self.restart("the engine stops")
