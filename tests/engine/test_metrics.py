@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
 from meridian_control.telemetry.catalogue import AGENTS, CATALOGUE, ENGINES
-from tests.engine import cases, chat, paced
+from tests.engine import STRIPPED, cases, chat, paced
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure
 from tests.processes import RPC_S, wait_for
@@ -38,7 +38,7 @@ OF_SOME_RUNS = {
     "meridian_pressure_missed_windows_total",
 }
 # Metrics that stay at 0 for a healthy engine with budgets that follow it. `test_handover.py` feeds the handovers, which
-# need a second engine.
+# need a second engine, and `test_embeddings.py` the unread prompts, which need a server with `--enable-prompt-embeds`.
 QUIET = {
     "meridian_client_faults_total",
     "meridian_policy_nacks_total",
@@ -49,6 +49,7 @@ QUIET = {
     "meridian_agent_think_skips_total",
     "meridian_agent_faults_total",
     "meridian_handovers_total",
+    "meridian_unread_prompts_total",
 }
 
 
@@ -71,7 +72,7 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     before, _ = scraped(control)
     control.apply(DENSE)
     thinking, _ = pressure(llm, agent, control)
-    sampled = SamplingParams(temperature=1.0, seed=1, max_tokens=400)
+    sampled = SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args=STRIPPED)
     control.apply(SHADOWED)
     paced(llm, cases(), sampled, settled)
     control.apply(CONVERGED)

@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from meridian_agent.core import probe_admission as place_reserve
 from tests.data import maze
-from tests.engine import Run, cases, chat, paced, prompt_ids
+from tests.engine import STRIPPED, Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.recording import probes, records
 from tests.engine.test_decisions import endless, opened
@@ -102,7 +102,8 @@ def test_no_end_is_forced_into_an_answer_that_a_grammar_constrains(
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     monkeypatch.setattr(scheduler.structured_output_manager, "reasoner_cls", None)
     call = StructuredOutputsParams(regex="[A-X]{30}</think>(walk){3}")
-    params = [endless(agent, max_tokens=60, ignore_eos=False, structured_outputs=call), endless(agent, max_tokens=60)]
+    sampling = {"max_tokens": 60, "extra_args": STRIPPED}
+    params = [endless(agent, **sampling, ignore_eos=False, structured_outputs=call), endless(agent, **sampling)]
     control.apply(NEUTRAL)
     whole, free = chat(llm, [opened(0)] * 2, params)
     assert whole.index(agent.tracker.markers.end[0]) == 30
@@ -148,7 +149,7 @@ def test_places_are_kept_for_probes_when_the_engine_is_full(
 
 def test_a_full_engine_computes_probes_as_rows(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """A probe that is a row of its request needs no place among the running requests, and changes no token."""
-    chosen, params = [opened(i % 6) for i in range(8)], endless(agent, max_tokens=60)
+    chosen, params = [opened(i % 6) for i in range(8)], endless(agent, max_tokens=60, extra_args=STRIPPED)
     control.apply(NEUTRAL)
     reference = chat(llm, chosen, params)
     control.apply(DENSE)
