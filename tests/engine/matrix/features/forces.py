@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -14,6 +15,8 @@ from tests.engine.policies import CONVERGED
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.engine.matrix.engine import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -60,6 +63,26 @@ def answer_reserve(engine: Engine) -> None:
     assert engine.control.settled().ends["answer_reserve"] >= len(asks)
 
 
+@contextlib.contextmanager
+def _past_ends(engine: Engine) -> Iterator[dict[tuple[str, int], int]]:
+    """Yield a dictionary that gets the probes of held requests: by request id and measured thinking token, how many
+    tokens the request had after that token when the probe was placed."""
+    past: dict[tuple[str, int], int] = {}
+    probing = engine.agent.probing
+    enter = probing._enter
+
+    def watched(scheduler: Any, placed: Any, hold_ms: int) -> None:
+        live = placed.parent
+        past[live.info.request_id, placed.think_tokens] = live.think_tokens - placed.think_tokens
+        enter(scheduler, placed, hold_ms)
+
+    probing._enter = watched
+    try:
+        yield past
+    finally:
+        del probing._enter
+
+
 @feature("entropy rules end thinking", *EVERYWHERE, *RANKS)
 def rules(engine: Engine) -> None:
     asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 120 if engine.slow else 400}) for i in range(6)]
@@ -67,7 +90,7 @@ def rules(engine: Engine) -> None:
     before = engine.control.settled().ends["eat"]
     engine.control.apply(HELD)
     # The engine steps as fast as it can, so only the hold keeps decisions from being late.
-    with engine.watched() as seen:
+    with engine.watched() as seen, _past_ends(engine) as past:
         governed = engine.tokens(asks)
     late = []
     for (stock,), after, said in zip(free, governed, seen, strict=True):
@@ -76,11 +99,13 @@ def rules(engine: Engine) -> None:
         assert after[:at] == stock.tokens[:at]
         if at < len(after) and after[at] != stock.tokens[at]:
             _, _, measured, *_ = said.probes[-1]
-            late.append(at - measured)
-    # Thinking ends at the very token that was measured, or later by the lookahead under asynchronous scheduling or with
-    # drafts.
+            # The end of a sentence may be known one token late, or a probe may be asked for one token after it.
+            late.append(at - measured - past[said.name, measured])
+    # Thinking ends at the very token at which the probe was placed, or later by the lookahead under asynchronous
+    # scheduling or with drafts.
     assert late
-    assert set(late) <= set(range(1 + engine.agent.tracker.lookahead)), late
+    assert max(past.values()) <= 1 + engine.scheduler.num_spec_tokens
+    assert set(late) <= set(range(1 + engine.agent.tracker.lookahead)), (late, past)
     assert engine.control.settled().ends["eat"] > before
 
 
