@@ -176,7 +176,9 @@ class Steps:
             if not (placed.decision_id and flags):
                 continue
             tokens, state = live.ref.all_token_ids, live.own_state
-            generated = tokens[len(tokens) - state.text_run : placed.shared_tokens + 2]
+            # The text of the phase of thinking, with the steps that the run has counted meanwhile.
+            text_tokens = state.text_run + live.think_tokens - state.think_tokens
+            generated = tokens[len(tokens) - text_tokens : placed.shared_tokens + 2]
             states = [table.state_of(generated[:n]) for n in (len(generated) - 1, len(generated))]
             past = len(tokens) - placed.shared_tokens - 1
             ended = past == 0 or not table.flags[states[1]] & FLAG_GOES_ON
