@@ -37,7 +37,7 @@ class FarControl(Control):
     def metrics(self) -> dict[str, float]:
         """Return every sample by its name with labels, as Prometheus writes it."""
         with httpx.Client(transport=httpx.HTTPTransport(uds=self._metrics, verify=False)) as client:
-            text = client.get("http://control/metrics").raise_for_status().text
+            text = client.get("http://127.0.0.1/metrics").raise_for_status().text
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in lines}
 
