@@ -80,6 +80,8 @@ class EngineName:
             return error.errno != errno.EADDRINUSE
         _held.add(claim)
         self._claim = claim
+        # An engine that a process drops without shutting it down gives its name up as well.
+        weakref.finalize(self, claim.close)
         return True
 
     def release(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import signal
@@ -15,7 +17,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.link import identity
 from meridian_agent.link.engine_name import EngineName
-from meridian_agent.link.settings_file import StateFile, command_of
+from meridian_agent.link.settings_file import StateFile
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -107,6 +109,16 @@ def test_servers_of_one_host_that_are_given_one_name(tmp_path: Path) -> None:
         assert (first.revision, second.revision) == (8000, 8001)
 
 
+def test_the_name_of_a_dropped_engine_is_free(tmp_path: Path, host_name: str) -> None:
+    """A process may drop an engine without shutting it down."""
+    first = EngineName(tmp_path)
+    second = EngineName(tmp_path)
+    assert [first.name, second.name] == [host_name, f"{host_name}_2"]
+    del first
+    gc.collect()
+    assert EngineName(tmp_path).name == host_name
+
+
 def test_the_name_of_a_killed_engine_is_free_although_its_child_lives_on(tmp_path: Path) -> None:
     name = f"forked-{os.getpid()}"
     with host(tmp_path, MERIDIAN_ENGINE_ID=name, CHILD="1") as one:
@@ -138,14 +150,14 @@ def test_a_server_keeps_its_name_over_a_restart(
 ) -> None:
     """Both servers are restarted, and the second one is the first to come back."""
 
+    revisions = itertools.count(1)
+
     def start(port: int) -> EngineName:
         monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", "--port", str(port)])
         held = EngineName(tmp_path)
         file = StateFile(tmp_path, held.file_name, "m")
-        file.keep(agent_pb2.Settings(revision=port))
-        command = command_of()
-        path = tmp_path / f"{held.file_name}.json"
-        wait_for(lambda: path.exists() and json.loads(path.read_text())["command"] == command, 5, "the file")
+        file.keep(agent_pb2.Settings(revision=(revision := next(revisions))))
+        wait_for(lambda: (kept := file.load()) is not None and kept.revision == revision, 5, "the file")
         return held
 
     one, two = start(8000), start(8001)
