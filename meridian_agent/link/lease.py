@@ -25,6 +25,12 @@ logger = logging.getLogger("vllm.meridian")
 # interval: the answer to the report must arrive within the lease. The record of an engine that falls idle never waits
 # for others.
 MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.5, 0.25
+# The log line of each state. The log limits the lines of one template, so a stream that often comes and goes must not
+# use up the lines that tell of lost leases.
+SAYS = {
+    state: f"meridian: {name.removeprefix('AGENT_STATE_')} (revision %d)"
+    for name, state in agent_pb2.AgentState.items()
+}
 
 
 class Lease:
@@ -174,6 +180,5 @@ class Lease:
         state = self.state
         if state != self._said:
             self._said = state
-            name = agent_pb2.AgentState.Name(state).removeprefix("AGENT_STATE_")
-            logger.info("meridian: %s (revision %d)", name, self.revision)
+            logger.info(SAYS[state], self.revision)
         return state
