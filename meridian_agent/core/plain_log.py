@@ -59,6 +59,17 @@ class PlainLog(logging.Filter):
         self._kinds: dict[str, tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            return self._made_plain(record)
+        except Exception as error:
+            # A filter's error would reach whoever logs, and with it vLLM. Such a line may not be printable, so it is
+            # replaced.
+            record.msg = f"meridian: a line of the log was lost: {error!a}"
+            record.args = record.exc_info = record.exc_text = None
+            return True
+
+    def _made_plain(self, record: logging.LogRecord) -> bool:
+        """Make the line printable; return whether it may come."""
         kind, now = str(record.msg), self._clock()
         if kind not in self._kinds and len(self._kinds) >= KINDS:
             self._kinds.pop(next(iter(self._kinds)), None)

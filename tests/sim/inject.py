@@ -1,8 +1,8 @@
 """Faults inside the agent: an exception at any of its lines that a run reaches, raised just before the line runs.
 
 Lines are counted where the guard runs them, on the engine's thread, and where the link's thread would run them. Left
-out are the guard itself and code that only passes vLLM's own call on (`GLUE`), because an exception there would be the
-interpreter's or vLLM's.
+out are the guard itself, the log's, and code that only passes vLLM's own call on (`GLUE`), because an exception there
+would be the interpreter's or vLLM's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HERE = str(Path(meridian_agent.__file__).parent)
 GLUE = {
     "core/guard.py": (),
+    "core/plain_log.py": ("filter",),
     "engine/scheduler_mixin.py": (
         "add_request",
         "finish_requests",

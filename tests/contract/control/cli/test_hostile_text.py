@@ -265,6 +265,20 @@ def test_lines_of_one_kind_are_limited(limit: type[LineLimit] | type[PlainLog]) 
     assert lines.text.splitlines()[-1] == f"request next is bad ({left_out})"
 
 
+def test_no_error_of_the_agents_log_reaches_vllm() -> None:
+    def clock() -> float:
+        raise RuntimeError(HOSTILE)
+
+    lines = Lines(logging.Formatter("%(levelname)s %(message)s"))
+    logger = _logged(lines, [PlainLog(clock)])
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logger.exception("request %s", HOSTILE)
+    check(lines.text)
+    assert "ERROR meridian: a line of the log was lost: RuntimeError(" in lines.text
+
+
 def test_a_hostile_agent_forges_no_line_of_the_control_planes_log(tmp_path: Path) -> None:
     """The agent sends every message of its contract, each with hostile text in every field."""
     control = Control(tmp_path)
