@@ -32,8 +32,10 @@ RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 @pytest.fixture(scope="module")
 def both(folder: Path) -> Iterator[tuple[Served, Control]]:
     """Yield a server whose front end and engine core are processes of their own, and its control plane."""
-    control = Control(folder)
-    served = Served(folder, control.target, more=APART)
+    where = folder / "client_ids"
+    where.mkdir()
+    control = Control(where)
+    served = Served(where, control.target, more=APART)
     wait_for(served.ready, 300, "vLLM to serve")
     wait_for(lambda: control.engine().acked_revision or True, 60, "the engine to connect")
     yield served, control
