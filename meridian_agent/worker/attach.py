@@ -106,7 +106,11 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
     @functools.wraps(sample_tokens)
     def observed_sample(*args: Any, **kwargs: Any) -> Any:
         if isinstance(probe_rows, ProbeRows):
-            probe_rows.split()
+            # Rows must leave vLLM's logits also while the guard rests after a fault.
+            try:
+                probe_rows.split()
+            except Exception as error:
+                observer.guard.trip(probe_rows.split, error)
         observer.guard.run(observer.before_sampling)
         output = sample_tokens(*args, **kwargs)
         observer.delivery.run(_put_now_or_later, observer, output)

@@ -42,6 +42,9 @@ class Runner:
         self.execute_model_state: Any = None
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
 
+    def _prepare_inputs(self, scheduler_output: Any) -> None:
+        """Stands for V1's method, which probe rows wrap; no step here has such rows."""
+
     def execute_model(self, scheduler_output: Any) -> None:
         given = {"logits": scheduler_output.logits, "scheduler_output": scheduler_output}
         if self._v2:

@@ -18,6 +18,7 @@ import torch
 
 from meridian_agent import install
 from meridian_agent.core import guard as guard_module
+from meridian_agent.core import probe_admission  # noqa: F401 - imported here like `attach`
 from meridian_agent.core.guard import Guard
 from meridian_agent.core.step_signals import RESULT
 from meridian_agent.worker import attach  # noqa: F401 - imported here, its module's lines are not counted as the worker's
