@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +19,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.link import identity
 from meridian_agent.link.engine_name import EngineName
-from meridian_agent.link.settings_file import StateFile, command_of
+from meridian_agent.link.settings_file import StateFile
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -133,19 +137,33 @@ def test_servers_of_one_host_have_names_of_their_own(tmp_path: Path, host_name: 
         held.release()
 
 
+def test_an_engine_that_is_dropped_without_an_end_leaves_no_claim(tmp_path: Path, host_name: str) -> None:
+    """The engine and its name are in a cycle, as a scheduler and its agent are, so the collector finds them."""
+    engine = SimpleNamespace(name=EngineName(tmp_path))
+    engine.itself = engine
+    del engine
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert [str(warning.message) for warning in said if "meridian-engine" in str(warning.message)] == []
+    again = EngineName(tmp_path)
+    assert again.name == host_name
+    again.release()
+
+
 def test_a_server_keeps_its_name_over_a_restart(
     tmp_path: Path, host_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both servers are restarted, and the second one is the first to come back."""
+    revisions = count(1)
 
     def start(port: int) -> EngineName:
         monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", "--port", str(port)])
         held = EngineName(tmp_path)
         file = StateFile(tmp_path, held.file_name, "m")
-        file.keep(agent_pb2.Settings(revision=port))
-        command = command_of()
-        path = tmp_path / f"{held.file_name}.json"
-        wait_for(lambda: path.exists() and json.loads(path.read_text())["command"] == command, 5, "the file")
+        file.keep(agent_pb2.Settings(revision=(revision := next(revisions))))
+        # The file of the server before the restart has the same command.
+        wait_for(lambda: (kept := file.load()) is not None and kept.revision == revision, 5, "the file")
         return held
 
     one, two = start(8000), start(8001)
