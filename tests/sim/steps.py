@@ -175,8 +175,8 @@ class Steps:
             live, flags = placed.parent, asked.get(placed.decision_id, 0)
             if not (placed.decision_id and flags):
                 continue
-            tokens, state = live.ref.all_token_ids, live.own_state
-            generated = tokens[len(tokens) - state.text_run : placed.shared_tokens + 2]
+            tokens = live.ref.all_token_ids
+            generated = tokens[len(tokens) - live.text_run : placed.shared_tokens + 2]
             states = [table.state_of(generated[:n]) for n in (len(generated) - 1, len(generated))]
             past = len(tokens) - placed.shared_tokens - 1
             ended = past == 0 or not table.flags[states[1]] & FLAG_GOES_ON
