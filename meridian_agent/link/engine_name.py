@@ -21,7 +21,7 @@ from meridian_agent.link.identity import wanted_name
 from meridian_agent.link.settings_file import command_of, kept_command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 logger = logging.getLogger("vllm.meridian")
@@ -43,7 +43,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class EngineName:
-    """The name of an engine, and the claim on it until `release`.
+    """The name of an engine, and the claim on it until `release`, or until nothing holds the object any more.
 
     name: the engine's id in its messages. file_name: the name of the engine's settings file, which no other engine of
     the host uses; it differs from `name` only if MERIDIAN_ENGINE_ID gives several engines one name.
@@ -52,7 +52,7 @@ class EngineName:
     def __init__(self, folder: Path | None, data_parallel_rank: int = 0) -> None:
         """folder: the folder of the settings files, which tell which name this command line had at its last start."""
         wanted, chosen = wanted_name(data_parallel_rank)
-        self._claim: socket.socket | None = None
+        self._release: Callable[[], object] | None = None
         self.name = self.file_name = wanted
         for name in _in_order(wanted, folder):
             if self._claimed(name):
@@ -79,15 +79,14 @@ class EngineName:
             claim.close()
             return error.errno != errno.EADDRINUSE
         _held.add(claim)
-        self._claim = claim
-        # An engine that a process drops without shutting it down gives its name up as well.
-        weakref.finalize(self, claim.close)
+        # A server may build engines in its own process, and drop them without an end.
+        self._release = weakref.finalize(self, claim.close)
         return True
 
     def release(self) -> None:
         """Let other processes have the name."""
-        if self._claim is not None:
-            self._claim.close()
+        if self._release is not None:
+            self._release()
 
 
 def _in_order(wanted: str, folder: Path | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.errors import RecordingTooSlow
+from meridian_control.common.errors import BadReport, RecordingTooSlow
 from meridian_control.decisions.token_rows import spell_out
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
@@ -104,7 +104,7 @@ def up_record(session: Session, now: datetime, message: agent_pb2.ConnectRequest
     record.up.CopyFrom(message)
     if message.step.tokens.byte_columns:
         # Nobody reads the tokens of a report without steps, so they may be malformed.
-        with suppress(ValueError):
+        with suppress(BadReport):
             spell_out(record.up.step.tokens)
     return record
 

@@ -15,6 +15,7 @@ from google.protobuf import proto
 from google.protobuf.message import DecodeError
 from meridian.v1 import fleet_pb2
 
+from meridian_control.common.errors import BadReport
 from meridian_control.session.snapshot_parts import SnapshotParts
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
         raise FileError(path, f" at byte {offset} (uncompressed)", "is not a trace: not gzip") from error
     except EOFError as error:
         raise FileError(path, f" at byte {offset} (uncompressed)", "is cut off: the record is not complete") from error
-    except (DecodeError, ValueError, zlib.error) as error:
+    except (BadReport, DecodeError, ValueError, zlib.error) as error:
         raise FileError(path, f" at byte {offset} (uncompressed)", f"is not a record of a trace: {error}") from error
     except OSError as error:
         raise FileError(path, "", f"cannot be read: {error.strerror}") from error

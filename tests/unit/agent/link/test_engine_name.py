@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -145,11 +147,24 @@ def test_servers_of_one_host_have_names_of_their_own(tmp_path: Path, host_name: 
         held.release()
 
 
+def test_an_engine_that_is_dropped_without_an_end_leaves_no_claim(tmp_path: Path, host_name: str) -> None:
+    """The engine and its name are in a cycle, as a scheduler and its agent are, so the collector finds them."""
+    engine = SimpleNamespace(name=EngineName(tmp_path))
+    engine.itself = engine
+    del engine
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert [str(warning.message) for warning in said if "meridian-engine" in str(warning.message)] == []
+    again = EngineName(tmp_path)
+    assert again.name == host_name
+    again.release()
+
+
 def test_a_server_keeps_its_name_over_a_restart(
     tmp_path: Path, host_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both servers are restarted, and the second one is the first to come back."""
-
     revisions = itertools.count(1)
 
     def start(port: int) -> EngineName:
@@ -157,6 +172,7 @@ def test_a_server_keeps_its_name_over_a_restart(
         held = EngineName(tmp_path)
         file = StateFile(tmp_path, held.file_name, "m")
         file.keep(agent_pb2.Settings(revision=(revision := next(revisions))))
+        # The file of the server before the restart has the same command.
         wait_for(lambda: (kept := file.load()) is not None and kept.revision == revision, 5, "the file")
         return held
 

@@ -223,6 +223,17 @@ def test_a_record_that_breaks_the_contract(path: Path) -> None:
         collect([traces.write(path, made)])
 
 
+def test_parts_of_different_snapshots(path: Path) -> None:
+    made = traces.records([traces.made_up(0)])
+    for step in (1, 2):
+        part = agent_pb2.Snapshot(step=step, continues=True)
+        session = made[0].session_id
+        made.append(fleet_pb2.TraceRecord(session_id=session, up=agent_pb2.ConnectRequest(snapshot=part)))
+    traces.write(path, made)
+    with pytest.raises(FileError, match=f"{path}: at byte .* a part of the snapshot of step 1 must follow; got step 2"):
+        list(read(path))
+
+
 def test_a_session_without_its_hello(path: Path) -> None:
     with pytest.raises(FileError, match="record 0: its session has no Hello before it"):
         collect([traces.write(path, traces.records([traces.made_up(0)])[2:])])
