@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import os
 import shlex
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from meridian_agent.core.plain_log import PlainLog
 from tests.postgres import Postgres
 from tests.preloaded import TEST_PROCESS, Servers
 from tests.processes import ENGINE_ENV, Process, wait_for
@@ -80,6 +82,14 @@ def group(nodeid: str) -> str:
     if folder == "tests/engine" and name not in OF_THEIR_OWN:
         return "engine under faults" if name in UNDER_FAULTS else "engine"
     return path
+
+
+@pytest.fixture(autouse=True)
+def all_log_lines() -> None:
+    """Let the agent's log have all its lines again: its limit holds for a process, which runs many tests."""
+    for one in logging.getLogger("vllm.meridian").filters:
+        if isinstance(one, PlainLog):
+            one._kinds.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
