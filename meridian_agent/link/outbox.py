@@ -196,7 +196,7 @@ class Outbox:
         answer that names the same step answers another message, and measures nothing."""
         self.unreported.heard(step)
         if queued := self._queued.pop(step % ROUND_TRIP_STEPS, None):
-            self.round_trip_ms = (self._lease.clock() - queued) * 1e3
+            self.round_trip_ms = max(0.0, (self._lease.clock() - queued) * 1e3)
 
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the messages that gRPC sends. gRPC's own thread waits in here for the engine's records."""

@@ -16,6 +16,8 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# The first byte of a TLS handshake, and the first one of its version.
+TLS_HANDSHAKE = b"\x16\x03"
 PREFACE, FRAME_BYTES, DATA = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 9, 0
 # Header of each gRPC message: whether it is compressed, and its length.
 PREFIX_BYTES = 5
@@ -69,7 +71,12 @@ def _pass_on(source: socket.socket, to: socket.socket, kept: bytearray | None) -
 
 
 def _bodies(kept: bytes) -> Iterator[bytes]:
-    """Yield the gRPC messages of a connection, stream by stream; the last one, or the preface, may be cut off."""
+    """Yield the gRPC messages of a connection, stream by stream; the last one, or the preface, may be cut off.
+
+    After a failed stream the agent also looks whether the server speaks TLS; such a connection has no message.
+    """
+    if kept.startswith(TLS_HANDSHAKE):
+        return
     assert PREFACE.startswith(kept[: len(PREFACE)])
     at, streams = len(PREFACE), defaultdict[int, bytearray](bytearray)
     while at + FRAME_BYTES <= len(kept):
