@@ -242,7 +242,8 @@ class Faults:
     def _start_rollout(self) -> None:
         policy = self._drawn()
         message = ParseDict(policy, policy_pb2.Policy()) if isinstance(policy, dict) else policy
-        steps = [rollout_pb2.RolloutStep(percent=percent, bake_s=1) for percent in (50, 100)]
+        # Half of one engine may be no engine, for which a rollout would wait until somebody ends it.
+        steps = [rollout_pb2.RolloutStep(percent=percent, bake_s=1) for percent in (0, 100)]
         guardrails = rollout_pb2.Guardrails(nacks=0)
         plan = rollout_pb2.RolloutPlan(step=steps, guardrails=guardrails, on_violation="rollback")
         with self.control.channel() as channel:
@@ -259,14 +260,14 @@ class Faults:
 
     async def leave_alone(self) -> None:
         """Put a policy in force that changes nothing, so that answers equal stock's whatever else goes wrong."""
-        if await self._neutral():
+        if await self._neutral(self._longest_s):
             self.untouched += 1 + (self.untouched + 1) % 2
             await self._pause(self._longest_s)
             self._meddle()
 
-    async def _neutral(self) -> bool:
+    async def _neutral(self, within_s: float) -> bool:
         revision = await self._tell(self._set, NEUTRAL)
-        return bool(revision) and await self._until(lambda e: e.acked_revision == revision, self._longest_s)
+        return bool(revision) and await self._until(lambda e: e.acked_revision == revision, within_s)
 
     async def _until(self, holds: Callable[[fleet_pb2.Engine], Any], within_s: float) -> bool:
         """Return whether the condition becomes true of the engine in time."""
@@ -291,7 +292,8 @@ class Faults:
             if time.monotonic() > deadline:
                 raise TimeoutError("the control plane is not recorded although all faults are over")
             await asyncio.sleep(0.1)
-        while not await self._neutral():
+        # A busy machine may take long, and a revision that replaces another one begins the wait anew.
+        while not await self._neutral(60):
             if time.monotonic() > deadline:
                 raise TimeoutError("the engine does not acknowledge a policy although all faults are over")
 
