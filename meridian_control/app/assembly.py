@@ -17,7 +17,7 @@ from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.interceptor import Gate
 from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
-from meridian_control.app.flags import advertised, everybody_may_change
+from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.budgets.store import BudgetStore
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.harm_guard import HarmGuard
@@ -118,17 +118,18 @@ def build(
     fleet, database, faults = whole.fleet, store.database, ClientFaults()
     audit = AuditLog(database, clock)
     freezes = FreezeStore(database, clock, fleet.set_freezes)
+    limiter = Limiter(limits or CallLimits())
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, clock, whole.led_engines, whole.leads, fence=fence)
     services = Services(
-        agent=AgentService(fleet, faults, rollouts.look),
+        agent=AgentService(fleet, faults, rollouts.look, limiter.seat),
         policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),
         fleet=FleetService(whole),
         audit=AuditService(audit),
         freeze=FreezeService(freezes, clock),
         rollout=RolloutService(rollouts, clock),
     )
-    gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
+    gate = Gate(access or Access(), limiter, audit, faults)
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
     budgets = BudgetSharing(fleet, BudgetStore(database, clock))
@@ -142,21 +143,21 @@ async def assemble(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> Parts:
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
-    if args.max_engines < 1:
-        raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
     if args.heartbeat and not 0.1 <= args.heartbeat <= 3600:
         raise ValueError(f"--heartbeat must be 0, or from 0.1 to 3600 seconds; got {args.heartbeat:g}")
-    access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
+    access = Access(args.access, everybody=everybody_may_change(args))
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     ending.push_async_callback(database.close)
     store = PolicyStore(database)
-    fleet = Fleet(clock, revision=store.get, decisions=log, heartbeat_s=args.heartbeat)
+    memory = memory_limits(args)
+    fleet = Fleet(clock, revision=store.get, decisions=log, heartbeat_s=args.heartbeat, memory=memory)
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")
     replicas = Replicas(database, me) if shared else None
     whole = _whole(fleet, me, replicas, ending)
+    limits = engine_limits(args)
     parts = build(
         store, whole, clock, access, limits, replicas=replicas, directory=directory, interceptors=interceptors
     )

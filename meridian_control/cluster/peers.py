@@ -178,7 +178,7 @@ class Peers:
             begun.set()
             async for response in call:
                 self._not_recording.discard(peer.replica.replica_id)
-                recording.add(response.record)
+                recording.add(response.record.SerializeToString())
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 recording.overflow()

@@ -40,6 +40,7 @@ async def restore_idle(connections: Collection[Connection], clock: Callable[[], 
     own set."""
     while True:
         async for connection in in_turns(list(connections)):
-            connection.session.rest(clock())
+            if not connection.busy:
+                connection.session.rest(clock())
             log_changes(connection.session)
         await asyncio.sleep(REST_S)

@@ -1,0 +1,60 @@
+"""Bounds the memory that the sessions of one replica take: of one stream, of one caller's streams, and of all.
+
+Agents choose how many requests they report and how long the texts are, so bounds in numbers bound no memory. The bytes
+are estimates that do not lie below what the process takes. All code runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meridian_control.common.errors import MemoryExceeded
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The bounds in bytes; the defaults leave half of a limit of 1 GiB to everything else."""
+
+    stream: int = 256 << 20
+    caller: int = 384 << 20
+    all: int = 512 << 20
+
+
+class Memory:
+    """The bytes that sessions take."""
+
+    def __init__(self, limits: MemoryLimits | None = None) -> None:
+        self._limits = limits or MemoryLimits()
+        self._by_caller: Counter[str] = Counter()
+        self.bytes = 0
+
+    def take(self, who: str, before: int, bytes_now: int) -> None:
+        """Note that a session of the caller `who` takes another number of bytes. Raises MemoryExceeded if it takes more
+        and a bound is exceeded; the bytes count nevertheless."""
+        self.bytes += bytes_now - before
+        self._by_caller[who] += bytes_now - before
+        if not self._by_caller[who]:
+            del self._by_caller[who]
+        if bytes_now <= before:
+            return
+        for taken, limit, whose, flag in (
+            (bytes_now, self._limits.stream, "one stream", "--max-stream-mib"),
+            (self._by_caller[who], self._limits.caller, "one caller", "--max-caller-mib"),
+            (self.bytes, self._limits.all, "all engines together", "--max-engines-mib"),
+        ):
+            if taken > limit:
+                raise MemoryExceeded(f"requests of {whose} take more than {limit >> 20} MiB ({flag})")
+
+
+class Account:
+    """The bytes that one session takes."""
+
+    def __init__(self, memory: Memory, who: str) -> None:
+        self._memory, self._who, self.bytes = memory, who, 0
+
+    def hold(self, bytes_now: int) -> None:
+        """Note the bytes that the session takes now. Raises MemoryExceeded."""
+        if bytes_now != self.bytes:
+            before, self.bytes = self.bytes, bytes_now
+            self._memory.take(self._who, before, bytes_now)
