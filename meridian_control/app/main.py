@@ -103,7 +103,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         logger.info("listening on %s (%s), store %s", *_where(args, address, bound))
         if notice := access_notice(args):
             logger.warning("%s", notice)
-        await until_signal([*parts.jobs(), garbage.collect()])
+        await until_signal([*parts.jobs(), garbage.collect(trims=parts.whole.fleet.memory.trims)])
         logger.info("shutting down: draining the streams")
 
 

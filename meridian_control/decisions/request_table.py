@@ -107,6 +107,7 @@ class RequestTable(DecidedColumns):
         self.info: list[OpenedRequest | None] = []
         # About the memory of `info`.
         self.text_bytes = 0
+        self._packed = b""
         self._loops_known = self._repeats_known = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
         self._blocks: dict[Any, NDArray[Any]] = {}
@@ -158,8 +159,10 @@ class RequestTable(DecidedColumns):
             self._resize(max(-(-(slot + 1) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE, len(self.info) * 5 // 4))
         for block, values in self._new_rows:
             block[:, slot] = values
+        if self.entropy_count[slot]:
+            # The system allocates memory for windows that were written to, so only these are emptied.
+            self.window[slot] = 0.0
         self._signals[slot] = NEW_SIGNALS
-        self.window[slot] = 0.0
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
@@ -223,7 +226,10 @@ class RequestTable(DecidedColumns):
     def packed_row(self, slot: int) -> bytes:
         """Return a slot's row as SIGNAL_ROW has it."""
         packed: bytes = self._words[slot].tobytes()
-        return packed
+        if packed != self._packed:
+            self._packed = packed
+        # Requests that begin together have equal rows, which then are one object.
+        return self._packed
 
     def mask(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether each slot is among these, [slots of the table]."""

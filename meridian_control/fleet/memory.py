@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from meridian_control.common.errors import MemoryExceeded
 
+# Bytes that sessions give up before the allocator looks for memory that it can give back, which takes it a moment.
+TRIM_BYTES = 32 << 20
+
 
 @dataclass(frozen=True)
 class MemoryLimits:
     """The bounds in bytes; the defaults leave half of a limit of 1 GiB to everything else."""
 
-    stream: int = 256 << 20
-    caller: int = 384 << 20
+    stream: int = 384 << 20
+    caller: int = 448 << 20
     all: int = 512 << 20
 
 
@@ -28,6 +31,16 @@ class Memory:
         self._limits = limits or MemoryLimits()
         self._by_caller: Counter[str] = Counter()
         self.bytes = 0
+        # Bytes that sessions no longer take since `trims` last returned true.
+        self._given_up = 0
+
+    def trims(self) -> bool:
+        """Return whether sessions have given up so much memory since the last time that the allocator should give it
+        back to the system."""
+        is_due = self._given_up >= TRIM_BYTES
+        if is_due:
+            self._given_up = 0
+        return is_due
 
     def take(self, who: str, before: int, bytes_now: int) -> None:
         """Note that a session of the caller `who` takes another number of bytes. Raises MemoryExceeded if it takes more
@@ -37,6 +50,7 @@ class Memory:
         if not self._by_caller[who]:
             del self._by_caller[who]
         if bytes_now <= before:
+            self._given_up += before - bytes_now
             return
         for taken, limit, whose, flag in (
             (bytes_now, self._limits.stream, "one stream", "--max-stream-mib"),

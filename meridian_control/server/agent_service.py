@@ -103,6 +103,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 began_s = clock()
                 for _ in self._fleet.receiving(connection, request):
                     await turns.next(who)
+                # A message may have megabytes, and the next one may be long in coming.
+                del request
                 if connection.overflowed:
                     return
                 if clock() - began_s > SLICE_S:

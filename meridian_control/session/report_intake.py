@@ -302,8 +302,7 @@ def _check(report: agent_pb2.StepReport) -> None:
     for name in ("opened", "preempted", "resumed", "closed", "outcomes"):
         _check_length(name, getattr(report, name))
     for name in ("probes", "loops", "repeats", "continued", "joined"):
-        if report.HasField(name):
-            _check_length(name, getattr(report, name).slot)
+        _check_length(name, getattr(report, name).slot)
     if not math.isfinite(report.kv_used):
         raise ValueError(f"kv_used must be finite; got {report.kv_used}")
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
 MAX_HELLO_BYTES = 64 << 10
 # About the memory of a decision without an outcome, with the values that its rule saw.
-DECISION_BYTES = 1024
+DECISION_BYTES = 640
 # Bound for the characters of ids, which appear in logs and as labels of metrics.
 MAX_ID_CHARS = 512
 
