@@ -34,7 +34,8 @@ from meridian_control.policy.directory import PolicyDirectory
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore, StoredRevision
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.server.agent_service import AgentService
+from meridian_control.server import agent_messages
+from meridian_control.server.agent_service import CONNECT_METHOD, AgentService
 from meridian_control.server.audit_service import AuditService
 from meridian_control.server.fleet_service import FleetService
 from meridian_control.server.freeze_service import FreezeService
@@ -129,7 +130,7 @@ def build(
         freeze=FreezeService(freezes, clock),
         rollout=RolloutService(rollouts, clock),
     )
-    gate = Gate(access or Access(), limiter, audit, faults)
+    gate = Gate(access or Access(), limiter, audit, faults, parsers={CONNECT_METHOD: agent_messages.parse})
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
     budgets = BudgetSharing(fleet, BudgetStore(database, clock))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CONNECT_METHOD = "meridian.v1.AgentService/Connect"
 # Snapshots that a stream may send: per second in the long run, and at once. Further ones wait.
 SNAPSHOTS = (1.0, 4)
 # Seconds after which a message counts as one that took long.
