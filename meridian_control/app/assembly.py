@@ -99,6 +99,7 @@ class Parts:
             self.whole.share_pool(),
             self.guard.run(),
             self.budgets.run(),
+            self.whole.fleet.loop_delay.run(),
             restore_idle(self.whole.fleet.connections, self.whole.fleet.clock),
             *more,
         ]

@@ -27,6 +27,7 @@ from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.handover_pool import HandoverPool
 from meridian_control.fleet.in_turns import in_parts, in_turns
+from meridian_control.fleet.loop_delay import LoopDelay
 from meridian_control.fleet.memory import Account, Memory
 from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE, PolicyDelivery
 from meridian_control.fleet.pressure_log import log_changes
@@ -102,7 +103,7 @@ class Fleet:
         memory: MemoryLimits | None = None,
     ) -> None:
         self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
-        self.turns, self.memory = Turns(), Memory(memory)
+        self.turns, self.memory, self.loop_delay = Turns(), Memory(memory), LoopDelay()
         self._revision = revision
         # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
