@@ -14,10 +14,13 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS
 
-# Messages of at most this many bytes are not counted, because their entries take little memory.
+# Messages of at most this many bytes are not counted, because they can have few entries.
 SMALL_BYTES = 64 << 10
 # Fields of a message whose entries are counted.
 COUNTED = {"snapshot": ("requests", "ended"), "step": ("opened", "closed", "outcomes")}
+
+# Columns of a report that have one row for a request. A small message cannot have too many.
+COLUMNS = ("probes", "loops", "repeats", "continued", "joined")
 
 
 def _envelope() -> Any:
@@ -54,4 +57,9 @@ def parse(given: bytes) -> agent_pb2.ConnectRequest:
             for name in names:
                 if (entries := len(getattr(getattr(counted, part), name))) > MAX_SLOTS:
                     raise InvalidRequest(f"{part}.{name}", f"must have at most {MAX_SLOTS} entries; got {entries}")
-    return agent_pb2.ConnectRequest.FromString(given)
+    message = agent_pb2.ConnectRequest.FromString(given)
+    if len(given) > SMALL_BYTES and message.HasField("step"):
+        for part in COLUMNS:
+            if (rows := len(getattr(message.step, part).slot)) > MAX_SLOTS:
+                raise InvalidRequest(f"step.{part}", f"must have at most {MAX_SLOTS} rows; got {rows}")
+    return message

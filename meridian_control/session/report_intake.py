@@ -301,8 +301,6 @@ def _check(report: agent_pb2.StepReport) -> None:
     """Raise ValueError if a field of a report has too many entries, or if `kv_used` is no number."""
     for name in ("opened", "preempted", "resumed", "closed", "outcomes"):
         _check_length(name, getattr(report, name))
-    for name in ("probes", "loops", "repeats", "continued", "joined"):
-        _check_length(name, getattr(report, name).slot)
     if not math.isfinite(report.kv_used):
         raise ValueError(f"kv_used must be finite; got {report.kv_used}")
 
