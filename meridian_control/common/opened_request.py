@@ -62,6 +62,13 @@ class OpenedRequest:
         self.max_think_tokens = told.max_think_tokens if told.HasField("max_think_tokens") else None
         self.held_bytes = OPENED_BYTES + size
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpenedRequest) and all(
+            getattr(self, name) == getattr(other, name) for name in self.__slots__
+        )
+
+    __hash__ = object.__hash__
+
 
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref")
 

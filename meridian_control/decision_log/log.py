@@ -100,24 +100,25 @@ class DecisionLog:
 
         lives: the lives by slot; requests without a life are not logged.
         """
+        size = probes[0].size_under(under)
         for made in probes:
             if (life := lives.get(made.slot)) is not None:
                 life.probes += 1
-                self._keep(self._probes, made, life, under)
+                self._keep(self._probes, made, life, under, size)
         while len(self._probes) > self._max_probes:
             self._drop(self._probes)
 
     def add_decision(self, made: Decision, life: Life, under: Circumstances) -> None:
         """Add a decision other than a probe to the life of its request."""
-        self._keep(self._decisions, made, life, under)
+        self._keep(self._decisions, made, life, under, made.size_under(under))
         if len(self._decisions) > self._max_decisions:
             self._drop(self._decisions)
         self.add(life, made)
 
-    def _keep(self, kept: deque[Decision], made: Decision, life: Life, under: Circumstances) -> None:
+    def _keep(self, kept: deque[Decision], made: Decision, life: Life, under: Circumstances, size: int) -> None:
         made.life, made.under, made.is_logged = life, under, True
         kept.append(made)
-        self.decision_bytes += made.held_bytes
+        self.decision_bytes += size
         life.referring += 1
         if life.referring == 1:
             self.decision_bytes += life.held_bytes
@@ -128,7 +129,7 @@ class DecisionLog:
     def _drop(self, kept: deque[Decision]) -> None:
         """Drop the oldest of these decisions."""
         made = kept.popleft()
-        self.decision_bytes -= made.held_bytes
+        self.decision_bytes -= made.size_under(made.under)
         made.life.referring -= 1
         if not made.life.referring:
             self.decision_bytes -= made.life.held_bytes

@@ -175,11 +175,10 @@ class Decision:
     # The handover with its result, for a decision of kind hand_over.
     hand_over: Handover | None = None
 
-    @property
-    def held_bytes(self) -> int:
-        """About the memory of the decision in the log, without its life."""
-        seen = self.under.seen
-        return DECISION_BYTES if isinstance(seen, TokenCounts) else DECISION_BYTES + len(seen[0])
+    @staticmethod
+    def size_under(under: Circumstances) -> int:
+        """Return about the memory of a decision in the log, without its life."""
+        return DECISION_BYTES if isinstance(under.seen, TokenCounts) else DECISION_BYTES + len(under.seen[0])
 
     @property
     def counted_as(self) -> str:

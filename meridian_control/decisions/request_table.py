@@ -105,8 +105,8 @@ class RequestTable(DecidedColumns):
         # Requests that have joined their first step, of the newest report that has any.
         self.joined = NOBODY_JOINED
         self.info: list[OpenedRequest | None] = []
-        # About the memory of `info`.
-        self.text_bytes = 0
+        # About the memory of the columns, and of `info`.
+        self.column_bytes = self.text_bytes = 0
         self._packed = b""
         self._loops_known = self._repeats_known = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
@@ -145,6 +145,7 @@ class RequestTable(DecidedColumns):
             grown[live] = rows[live]
             setattr(self, name, grown)
         vars(self).update((name, self._signals[name]) for name in SIGNAL_COLUMNS)
+        self.column_bytes = ROW_BYTES * capacity + self.window.nbytes
         self._words = self._signals.view(np.int64).reshape(capacity, -1)
         self._row_words, self._end_words = self._words[:, ROW_WORDS], self._words[:, END_WORDS]
         self._eat_words = self._words.view(np.float64)[:, EAT_WORDS]
@@ -194,11 +195,6 @@ class RequestTable(DecidedColumns):
         """Make room for requests in the slots below a number, so that the table need not grow by and by."""
         if slots > len(self.info):
             self._resize(-(-slots // SLOTS_AT_ONCE) * SLOTS_AT_ONCE)
-
-    @property
-    def held_bytes(self) -> int:
-        """About the memory that the table and its requests take."""
-        return self.text_bytes + ROW_BYTES * len(self.info) + self.window.nbytes
 
     def close(self, slot: int) -> None:
         if self.holds(slot) and (info := self.info[slot]) is not None:
@@ -255,6 +251,7 @@ class RequestTable(DecidedColumns):
         """Set the length of the entropy windows; a change of the length empties all windows."""
         if tokens != self.window.shape[1]:
             self.window = np.zeros((len(self.info), tokens), np.float32)
+            self.column_bytes = ROW_BYTES * len(self.info) + self.window.nbytes
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
             self.boundary_rpdi[:] = np.nan

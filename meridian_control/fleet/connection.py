@@ -33,7 +33,7 @@ class Responses(asyncio.Queue["agent_pb2.ConnectResponse | None"]):
     waiting_bytes = 0
 
     def full(self) -> bool:
-        return self.waiting_bytes >= QUEUE_BYTES or super().full()
+        return self.waiting_bytes >= QUEUE_BYTES or self.qsize() >= self.maxsize
 
     def _put(self, item: agent_pb2.ConnectResponse | None) -> None:
         self.waiting_bytes += item.ByteSize() if item is not None else 0
@@ -120,7 +120,7 @@ class Connection:
 
     def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
         for response in responses:
-            if self.outgoing.full():
-                self.overflowed = True
-            else:
+            try:
                 self.outgoing.put_nowait(response)
+            except asyncio.QueueFull:
+                self.overflowed = True

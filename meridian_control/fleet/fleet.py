@@ -345,7 +345,7 @@ class Fleet:
         connection.wake()
         self.closed_totals.add(session.totals)
         self._counted.discard(connection)
-        connection.memory.hold(0)
+        connection.memory.close()
         engine_id = session.hello.engine_id
         # An engine with a newer stream is still connected, so the state that is kept for the engine must stay.
         if engine_id not in self._by_engine:

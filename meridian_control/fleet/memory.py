@@ -13,6 +13,8 @@ from meridian_control.common.errors import MemoryExceeded
 
 # Bytes that sessions give up before the allocator looks for memory that it can give back, which takes it a moment.
 TRIM_BYTES = 32 << 20
+# Changes of a session's bytes that count at once; nearly every report makes smaller ones.
+STEP_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ class Account:
         self._memory, self._who, self.bytes = memory, who, 0
 
     def hold(self, bytes_now: int) -> None:
-        """Note the bytes that the session takes now. Raises MemoryExceeded."""
-        if bytes_now != self.bytes:
+        """Note the bytes that the session takes now; a small change counts later. Raises MemoryExceeded."""
+        if not -STEP_BYTES < bytes_now - self.bytes < STEP_BYTES:
             before, self.bytes = self.bytes, bytes_now
             self._memory.take(self._who, before, bytes_now)
+
+    def close(self) -> None:
+        """Note that the session has ended."""
+        self._memory.take(self._who, self.bytes, 0)
+        self.bytes = 0

@@ -121,7 +121,8 @@ class Session:
     @property
     def held_bytes(self) -> int:
         """About the memory that the session takes."""
-        return self.table.held_bytes + DECISION_BYTES * len(self._ledger.open) + self._snapshot_parts.held_bytes
+        table, parts = self.table, self._snapshot_parts
+        return table.column_bytes + table.text_bytes + DECISION_BYTES * len(self._ledger.open) + parts.held_bytes
 
     @property
     def identity(self) -> tuple[str, str]:

@@ -125,7 +125,7 @@ async def test_answers_that_nobody_reads_are_bounded() -> None:
 async def test_a_message_of_very_many_entries_is_not_parsed(control: Control) -> None:
     async with AsyncExitStack() as ending:
         channel = await ending.enter_async_context(grpc.aio.insecure_channel(control.target))
-        call = channel.stream_stream("/meridian.v1.AgentService/Connect")()
+        call: Any = channel.stream_stream("/meridian.v1.AgentService/Connect")()
         hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e", incarnation="1"))
         await call.write(hello.SerializeToString())
         entries = b"\x12\x00" * 1_000_000

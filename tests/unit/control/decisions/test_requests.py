@@ -57,12 +57,12 @@ def test_requests_share_the_texts_that_policy_matches_on() -> None:
 @pytest.mark.parametrize(("text", "kept"), [("a" * MAX_TEXT, MAX_TEXT), ("\U0001f600" * MAX_TEXT, MAX_TEXT_BYTES // 4)])
 def test_a_text_is_kept_up_to_a_number_of_bytes(text: str, kept: int) -> None:
     made = RequestTable(4)
-    before = made.held_bytes
+    before = made.text_bytes
     request = made.open(opened(0, request_id="a", tenant=text))
     assert request.tenant == text[:kept]
-    assert made.held_bytes - before == request.held_bytes >= len(request.tenant.encode())
+    assert made.text_bytes - before == request.held_bytes >= len(request.tenant.encode())
     made.close(0)
-    assert made.held_bytes == before
+    assert made.text_bytes == before
 
 
 def test_requests_join_their_first_step() -> None:
