@@ -33,7 +33,7 @@ class Responses(asyncio.Queue["agent_pb2.ConnectResponse | None"]):
     waiting_bytes = 0
 
     def full(self) -> bool:
-        return self.waiting_bytes >= QUEUE_BYTES or self.qsize() >= self.maxsize
+        return self.waiting_bytes >= QUEUE_BYTES or self.qsize() >= QUEUE_MESSAGES
 
     def _put(self, item: agent_pb2.ConnectResponse | None) -> None:
         self.waiting_bytes += item.ByteSize() if item is not None else 0

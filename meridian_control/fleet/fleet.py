@@ -28,7 +28,7 @@ from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.handover_pool import HandoverPool
 from meridian_control.fleet.in_turns import in_parts, in_turns
 from meridian_control.fleet.loop_delay import LoopDelay
-from meridian_control.fleet.memory import Account, Memory
+from meridian_control.fleet.memory import STEP_BYTES, Account, Memory
 from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE, PolicyDelivery
 from meridian_control.fleet.pressure_log import log_changes
 from meridian_control.fleet.recording import (
@@ -244,8 +244,10 @@ class Fleet:
                     break
                 connection.memory.hold(session.held_bytes)
                 yield
-            connection.memory.hold(session.held_bytes)
-            log_changes(session)
+            if not -STEP_BYTES < session.held_bytes - connection.memory.bytes < STEP_BYTES:
+                connection.memory.hold(session.held_bytes)
+            if session.pressure.entries:
+                log_changes(session)
             if recordings := self._recording(session):
                 self.recordings.add_record(recordings, up_record(session, now, message))
             self._say(connection, responses, now)
@@ -253,7 +255,8 @@ class Fleet:
             self._restore_last_good(connection)
         finally:
             connection.busy = False
-        connection.catch_up()
+        if connection.later:
+            connection.catch_up()
 
     async def free(self, engine_id: str) -> None:
         """Wait until no stream of an engine takes anything in."""

@@ -267,8 +267,9 @@ class Decider:
             yield from self._tell_tiers(slots.tolist(), "reusable", tier, False, out)
         if memory.enabled:
             slots, tier = eviction.newly_unreachable(self._can, table), agent_pb2.EVICTION_TIER_UNREACHABLE
-            table.set_tier(slots, tier)
-            yield from self._tell_tiers(slots.tolist(), "unreachable", tier, memory.shadow, out)
+            if len(slots):
+                table.set_tier(slots, tier)
+                yield from self._tell_tiers(slots.tolist(), "unreachable", tier, memory.shadow, out)
 
     def _tell_tiers(
         self, slots: list[int], why: str, tier: agent_pb2.EvictionTier.ValueType, shadow: bool, out: Out

@@ -78,7 +78,8 @@ class SessionHandovers:
         """Take in a report whose requests the table still holds. Raises ValueError if columns differ in length."""
         self._kv_used = report.kv_used
         for count, opened in enumerate(report.opened, 1):
-            self._open(opened.slot, now)
+            if opened.handed_over_ref:
+                self._open(opened.slot, now)
             if not count % ROWS_AT_ONCE:
                 yield
         if report.HasField("continued"):
