@@ -3,6 +3,7 @@ of the others."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,16 @@ class Opened:
 
     async def engine(self, engine_id: str, incarnation: str = "1") -> tuple[Any, str]:
         """Open a stream and say Hello; return it with the reason why it was refused, empty if it was not."""
-        call, said = self._connect(), hello(engine_id)
+        said = hello(engine_id)
         said.incarnation = incarnation
+
+        async def messages() -> AsyncIterator[agent_pb2.ConnectRequest]:
+            yield agent_pb2.ConnectRequest(hello=said)
+            await asyncio.Event().wait()
+
+        # A stream may be refused before its Hello is sent, so gRPC sends it.
+        call = self._connect(messages())
         try:
-            await call.write(agent_pb2.ConnectRequest(hello=said))
             assert (await call.read()).HasField("welcome")
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:

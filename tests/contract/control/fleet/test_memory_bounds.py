@@ -93,7 +93,7 @@ async def test_parts_of_a_snapshot_count(control: Control) -> None:
     async with grpc.aio.insecure_channel(control.target) as channel:
         engine = Raw(channel, "e")
         await engine.connect()
-        for _ in range(3):
+        for _ in range(2):
             await engine.send(snapshot=agent_pb2.Snapshot(step=9, requests=long_texts(0, 100), continues=True))
         reason = "requests of one stream take more than 4 MiB (--max-stream-mib)"
         assert await failure(engine.call) == (grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
