@@ -248,11 +248,14 @@ class Fleet:
                 connection.memory.hold(session.held_bytes)
             if session.pressure.entries:
                 log_changes(session)
-            if recordings := self._recording(session):
+            if self.recordings and (recordings := self._recording(session)):
                 self.recordings.add_record(recordings, up_record(session, now, message))
-            self._say(connection, responses, now)
-            connection.wake()
-            self._restore_last_good(connection)
+            if responses:
+                self._say(connection, responses, now)
+            if connection.waiting:
+                connection.wake()
+            if session.nack_error:
+                self._restore_last_good(connection)
         finally:
             connection.busy = False
         if connection.later:
@@ -310,7 +313,7 @@ class Fleet:
             self.recordings.add_record(recordings, record)
 
     def _say(self, connection: Connection, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
-        if recordings := self._recording(connection.session):
+        if self.recordings and (recordings := self._recording(connection.session)):
             for response in responses:
                 self.recordings.add_record(recordings, down_record(connection.session, now, response))
         connection.put(responses)
