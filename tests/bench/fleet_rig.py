@@ -104,7 +104,11 @@ class Rig:
     async def start(self, folder: Path, postgres: Postgres) -> None:
         self.postgres = postgres
         self.database = await asyncio.to_thread(postgres.database)
-        flags = ["--store", self.database, "--max-engines", str(self.engines)]
+        # All simulated engines have one host, and so are one caller; no bound of memory is measured.
+        limits = ("--max-engines", "--max-engines-per-caller", "--max-caller-mib", "--max-engines-mib")
+        flags = ["--store", self.database]
+        for flag, most in zip(limits, (self.engines, self.engines, 1 << 16, 1 << 16), strict=True):
+            flags += [flag, str(most)]
         for number in range(self.replicas):
             (own := folder / str(number)).mkdir(parents=True)
             self.controls.append(await asyncio.to_thread(Control, own, None, flags, self.cores or None))
