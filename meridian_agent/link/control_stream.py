@@ -306,8 +306,7 @@ class Link:
         if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
             self._give_up("messages or decisions wait for the engine")
         elif kind == "directives":
-            self.lease.heard()
-            self.outbox.answered(response.directives.step)
+            self.lease.heard(self.outbox.answered(response.directives.step))
             self.mailbox.deliver(response.directives, self.outbox.ring)
         elif kind == "settings":
             self._receive_settings(response.settings)
@@ -318,6 +317,7 @@ class Link:
             self.outbox.byte_columns = response.welcome.reads_byte_columns
             self.outbox.snapshot_parts = response.welcome.reads_snapshot_parts
             self.outbox.heartbeat_s = response.welcome.heartbeat_ms / 1000
+            self.lease.answers_soon = response.welcome.heartbeat_ms > 0
             self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
             if other := response.welcome.other_incarnation:

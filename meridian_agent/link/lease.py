@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.meridian")
 # interval: the answer to the report must arrive within the lease. The record of an engine that falls idle never waits
 # for others.
 MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.5, 0.25
+# Seconds after which the answer to a report is late. The control plane answers at least once a second.
+LATE_S = 3.0
 # The log line of each state. The log limits the lines of one template, so a stream that often comes and goes must not
 # use up the lines that tell of lost leases.
 SAYS = {
@@ -63,6 +65,9 @@ class Lease:
         # answer; None if an answer has arrived or nothing waits.
         self._lost_since: float | None = clock()
         self.unheard_since: float | None = None
+        # Whether the stream's control plane answers within LATE_S even if the engine makes no step, because it asks for
+        # heartbeats.
+        self.answers_soon = False
 
     # -------------------------------------------------------------------------------------------- the control plane
 
@@ -82,9 +87,10 @@ class Lease:
         if self.unheard_since is None:
             self.unheard_since = now
 
-    def heard(self) -> None:
-        """Note that the control plane has answered."""
-        self._lost_since = self.unheard_since = None
+    def heard(self, waits_since: float | None = None) -> None:
+        """Note that the control plane has answered. waits_since: time since which the oldest report waits that the
+        answer does not name, None if none does: answers that are late renew no lease beyond what they answer."""
+        self._lost_since, self.unheard_since = None, waits_since
 
     def found(self) -> None:
         """Note that a stream has begun. While decisions are in force this renews no lease: only an answer shows that
@@ -119,11 +125,13 @@ class Lease:
         stream begins or ends meanwhile and no freeze arrives. A report that is sent from now on waits for its answer
         for at least the shortest lease."""
         silent_s, unheard_s = self.silent_s(), self.unheard_s()
-        if self.connected and (silent_s > self._shortest_s or unheard_s > self._shortest_s):
-            # An answer would renew leases that have run out.
+        if self.connected and (silent_s > self._shortest_s or unheard_s > self._shortest_s or self._late):
+            # An answer would renew leases that have run out, or the answers would be in time again.
             return 0.0
-        coming = [lease_s for lease_s, _ in self._leases if lease_s >= silent_s]
-        return self.clock() + min(coming) - silent_s if coming else math.inf
+        coming = [lease_s - silent_s for lease_s, _ in self._leases if lease_s >= silent_s]
+        if self.connected and self.answers_soon:
+            coming.append(LATE_S - unheard_s)
+        return self.clock() + min(coming) if coming else math.inf
 
     # --------------------------------------------------------------------------------- settings, leases and freezes
 
@@ -173,7 +181,13 @@ class Lease:
     def state(self) -> agent_pb2.AgentState.ValueType:
         if self.silent_s() > self.lease_s:
             return agent_pb2.AGENT_STATE_DEGRADED
-        return agent_pb2.AGENT_STATE_READY if self.connected else agent_pb2.AGENT_STATE_STALE
+        in_time = self.connected and not self._late
+        return agent_pb2.AGENT_STATE_READY if in_time else agent_pb2.AGENT_STATE_STALE
+
+    @property
+    def _late(self) -> bool:
+        """Whether answers to reports are so late that the decisions in force are old."""
+        return self.answers_soon and self.unheard_s() > LATE_S
 
     def say_state(self) -> agent_pb2.AgentState.ValueType:
         """Return the state; log it if it has changed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
@@ -37,6 +38,8 @@ REST_S, IDLE_WAIT_S = 0.002, 1.0
 EMPTY_REPORT_S = 0.1
 # Number of newest reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
+# Number of reports without an answer whose time of queueing is remembered; the oldest ones count.
+UNANSWERED_REPORTS = 4096
 
 
 # A message of the link's own thread, a record of the engine's, or None, which ends the sender.
@@ -80,6 +83,9 @@ class Outbox:
         # Milliseconds from queueing the newest answered report to its answer.
         self.round_trip_ms = 0.0
         self._queued: dict[int, float] = {}
+        # Step and time of queueing of the reports on this stream that no answer has named, oldest first. Added on
+        # gRPC's thread, taken on the link's.
+        self._unanswered: deque[tuple[int, float]] = deque()
         # Time at which the newest record of a step that computed nothing was sent, and its values for the engine.
         self._sent_s, self._said = -math.inf, tuple[Any, ...]()
 
@@ -174,6 +180,7 @@ class Outbox:
     def new_ring(self) -> RecordRing:
         """Replace the ring for a new stream and return the new ring."""
         self.ring, self.largest_snapshot_bytes, self.heartbeat_s = RecordQueue(), 0, 0.0
+        self._unanswered = deque()
         self._outcomes_out = self._outcomes_in
         return self.ring
 
@@ -191,12 +198,19 @@ class Outbox:
             self.ring.lay(SnapshotRecord(step, [], ended, self.unreported.reported_session_id), presses=True)
             self.ring.wake()
 
-    def answered(self, step: int) -> None:
+    def answered(self, step: int) -> float | None:
         """Note the answer to all steps up to this one, and measure the round trip of the report of this step. A later
-        answer that names the same step answers another message, and measures nothing."""
+        answer that names the same step answers another message, and measures nothing.
+
+        Return the time at which the oldest report was queued that the answer does not name, None if there is none.
+        """
         self.unreported.heard(step)
         if queued := self._queued.pop(step % ROUND_TRIP_STEPS, None):
             self.round_trip_ms = max(0.0, (self._lease.clock() - queued) * 1e3)
+        waiting = self._unanswered
+        while waiting and waiting[0][0] <= step:
+            waiting.popleft()
+        return waiting[0][1] if waiting else None
 
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the messages that gRPC sends. gRPC's own thread waits in here for the engine's records."""
@@ -234,6 +248,8 @@ class Outbox:
                 last = batch[-1]
                 last.counters = self.counters()
                 self._queued[last.step % ROUND_TRIP_STEPS] = last.ended_s
+                if len(self._unanswered) < UNANSWERED_REPORTS:
+                    self._unanswered.append((last.step, last.ended_s))
                 if len(batch) == 1 and record_bytes(last) > self.bounds.report - REPORT_HEAD_BYTES:
                     for report in reports_of(last, self.bounds.report, self.byte_columns):
                         yield agent_pb2.ConnectRequest(step=report)

@@ -35,7 +35,7 @@ from meridian_control.access.roles import (
 from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -66,10 +66,22 @@ _APART = {"author", "etag", "reason", "request_id"}
 
 class Gate(grpc.aio.ServerInterceptor):
     """The interceptor of the gRPC server. A service method that streams responses must be an async generator, unless
-    its rule is OPEN. A method that takes a stream and returns one response is not supported."""
+    its rule is OPEN. A method that takes a stream and returns one response is not supported.
 
-    def __init__(self, access: Access, limiter: Limiter, audit: AuditLog, faults: ClientFaults | None = None) -> None:
-        self.access, self.limiter, self.audit = access, limiter, audit
+    parsers: by method, the functions that parse the messages of streams in place of the generated ones. They raise
+    DecodeError or InvalidRequest.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        limiter: Limiter,
+        audit: AuditLog,
+        faults: ClientFaults | None = None,
+        *,
+        parsers: Mapping[str, Callable[[bytes], Message]] | None = None,
+    ) -> None:
+        self.access, self.limiter, self.audit, self.parsers = access, limiter, audit, parsers or {}
         self.faults = faults or ClientFaults()
         self.handshakes = Handshakes()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -223,7 +235,7 @@ class _Gated:
         return request
 
     def _requests(self, given: AsyncIterator[bytes]) -> _Messages:
-        parse: Any = self._handler.request_deserializer
+        parse: Any = self._gate.parsers.get(self._method, self._handler.request_deserializer)
         return _Messages(given, parse)
 
     def _parsed(self, given: bytes) -> Any:

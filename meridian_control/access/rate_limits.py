@@ -40,7 +40,8 @@ class CallLimits:
     """Limits on calls. `calls_per_s` and `burst` limit the rate at which one caller begins calls and streams. `calls`
     and `streams` limit one caller's open calls and streams, and `all_calls`, `all_streams` and `engines` those of all
     callers together. Health watches have the limits of streams, and places of their own. A caller is a principal, or a
-    host if callers need not authenticate; a replica is a caller, too.
+    host if callers need not authenticate; a replica is a caller, too. `engines` limits the engines of all callers
+    together, and `engines_of_caller` the streams of one caller, those without a Hello included.
     """
 
     calls_per_s: float = 200.0
@@ -50,6 +51,7 @@ class CallLimits:
     all_calls: int = 32
     all_streams: int = 64
     engines: int = 4096
+    engines_of_caller: int = 2048
 
 
 class Limiter:
@@ -64,7 +66,8 @@ class Limiter:
         """Take a place for a call of `who`; closing the returned ExitStack frees the place. Raises TooMany."""
         limits = self._limits
         if kind is Kind.ENGINE:
-            bounds = [("", limits.engines)]
+            # The stream takes a place of all callers together with `seat`.
+            bounds = [(who, limits.engines_of_caller)]
         else:
             # Callers without credentials take no places of the others.
             single = kind is Kind.CALL
@@ -72,6 +75,13 @@ class Limiter:
             bounds = [(who, each), ("", together)]
             if wait_s := self._rate(who).wait_s(self._clock()):
                 raise TooMany(f"more than {limits.calls_per_s:g} calls per second by one caller", wait_s)
+        return self._take(kind, bounds)
+
+    def seat(self) -> ExitStack:
+        """Take a place among all engines, for a stream that has begun with a Hello. Raises TooMany."""
+        return self._take(Kind.ENGINE, [("", self._limits.engines)])
+
+    def _take(self, kind: Kind, bounds: list[tuple[str, int]]) -> ExitStack:
         for whose, bound in bounds:
             if self._taken[kind, whose] >= bound:
                 raise TooMany(f"{bound} {kind.value} {'by one caller ' if whose else ''}are open", RETRY_S)

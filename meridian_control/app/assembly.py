@@ -17,7 +17,7 @@ from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.interceptor import Gate
 from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
-from meridian_control.app.flags import advertised, everybody_may_change
+from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.budgets.store import BudgetStore
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.harm_guard import HarmGuard
@@ -35,7 +35,8 @@ from meridian_control.policy.directory import PolicyDirectory
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore, StoredRevision
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.server.agent_service import AgentService
+from meridian_control.server import agent_messages
+from meridian_control.server.agent_service import CONNECT_METHOD, AgentService
 from meridian_control.server.audit_service import AuditService
 from meridian_control.server.fleet_service import FleetService
 from meridian_control.server.freeze_service import FreezeService
@@ -99,6 +100,7 @@ class Parts:
             self.whole.share_pool(),
             self.guard.run(),
             self.budgets.run(),
+            self.whole.fleet.loop_delay.run(),
             restore_idle(self.whole.fleet.connections, self.whole.fleet.clock),
             *more,
         ]
@@ -123,17 +125,18 @@ def build(
     fleet, database, faults = whole.fleet, store.database, ClientFaults()
     audit = AuditLog(database, clock)
     freezes = FreezeStore(database, fleet.clock, fleet.set_freezes)
+    limiter = Limiter(limits or CallLimits())
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
     services = Services(
-        agent=AgentService(fleet, faults, rollouts.look, whole.engines),
+        agent=AgentService(fleet, faults, rollouts.look, whole.engines, limiter.seat),
         policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),
         fleet=FleetService(whole),
         audit=AuditService(audit),
         freeze=FreezeService(freezes, fleet.clock),
         rollout=RolloutService(rollouts, fleet.clock, whole.engines),
     )
-    gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
+    gate = Gate(access or Access(), limiter, audit, faults, parsers={CONNECT_METHOD: agent_messages.parse})
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
     budgets = BudgetSharing(fleet, BudgetStore(database, fleet.clock))
@@ -147,11 +150,9 @@ async def assemble(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> Parts:
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
-    if args.max_engines < 1:
-        raise ValueError(f"--max-engines must be at least 1; got {args.max_engines}")
     if args.heartbeat and not 0.1 <= args.heartbeat <= 3600:
         raise ValueError(f"--heartbeat must be 0, or from 0.1 to 3600 seconds; got {args.heartbeat:g}")
-    access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
+    access = Access(args.access, everybody=everybody_may_change(args))
     if not args.store.strip():
         raise ValueError("--store must name a SQLite file or a PostgreSQL database; got ''")
     shared = "://" in args.store
@@ -159,12 +160,14 @@ async def assemble(
     ending.push_async_callback(database.close)
     store = PolicyStore(database)
     steady = SteadyClock(await database.now())
-    fleet = Fleet(steady, revision=store.get, decisions=log, heartbeat_s=args.heartbeat)
+    memory = memory_limits(args)
+    fleet = Fleet(steady, revision=store.get, decisions=log, heartbeat_s=args.heartbeat, memory=memory)
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")
     replicas = Replicas(database, me) if shared else None
     whole = _whole(fleet, me, replicas, ending)
+    limits = engine_limits(args)
     parts = build(
         store, whole, clock, access, limits, replicas=replicas, directory=directory, interceptors=interceptors
     )

@@ -17,6 +17,7 @@ from meridian_control.common import logs
 from meridian_control.common.addresses import is_loopback, split_address
 from meridian_control.common.environment import choice, read
 from meridian_control.fleet.fleet import HEARTBEAT_S
+from meridian_control.fleet.memory import MemoryLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,19 @@ def parser() -> argparse.ArgumentParser:
         help="seconds without a message after which an agent sends a heartbeat, which is answered; less than the idle "
         "timeout of any proxy between agents and control plane; 0 for none",
     )
+    p.add_argument(
+        "--max-engines-per-caller",
+        type=int,
+        help="largest number of engines of one principal, or of one host without authentication; default: half of "
+        "--max-engines",
+    )
+    for name, default, whose in (
+        ("--max-stream-mib", MemoryLimits.stream, "one engine"),
+        ("--max-caller-mib", MemoryLimits.caller, "one caller's engines"),
+        ("--max-engines-mib", MemoryLimits.all, "all engines"),
+    ):
+        told = f"most memory in MiB for the requests of {whose}; default: %(default)s"
+        p.add_argument(name, type=int, default=default >> 20, help=told)
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
     p.add_argument(
@@ -109,6 +123,25 @@ def parser() -> argparse.ArgumentParser:
     logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
     p.add_argument("--version", action="version", version=__version__)
     return p
+
+
+def engine_limits(args: argparse.Namespace) -> CallLimits:
+    """Return the limits on calls. Raises ValueError."""
+    engines = args.max_engines
+    of_caller = max(1, engines // 2) if args.max_engines_per_caller is None else args.max_engines_per_caller
+    for flag, value in (("--max-engines", engines), ("--max-engines-per-caller", of_caller)):
+        if value < 1:
+            raise ValueError(f"{flag} must be at least 1; got {value}")
+    return CallLimits(engines=engines, engines_of_caller=of_caller)
+
+
+def memory_limits(args: argparse.Namespace) -> MemoryLimits:
+    """Return the bounds of the memory that sessions take. Raises ValueError."""
+    found = {"stream": args.max_stream_mib, "caller": args.max_caller_mib, "engines": args.max_engines_mib}
+    for name, mib in found.items():
+        if mib < 1:
+            raise ValueError(f"--max-{name}-mib must be at least 1; got {mib}")
+    return MemoryLimits(*(mib << 20 for mib in found.values()))
 
 
 def bindable(address: str) -> str:

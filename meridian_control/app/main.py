@@ -115,7 +115,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         logger.info("meridian-control %s listening on %s", __version__, _where(args, address, bound))
         if notice := access_notice(args):
             logger.warning("%s", notice)
-        await until_signal([*parts.jobs(), garbage.collect()])
+        await until_signal([*parts.jobs(), garbage.collect(trims=parts.whole.fleet.memory.trims)])
         logger.info("shutting down: draining the streams")
 
 

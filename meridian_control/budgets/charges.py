@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.decisions.request_table import RequestTable
 
 K = TypeVar("K")
@@ -63,6 +64,8 @@ class Charges:
         self._table, self._carried, self.has_policy = table, carried, False
         self._sets: list[tuple[str, ...]] = [()]
         self._indices: dict[tuple[str, ...], int] = {(): 0}
+        # Tokens that were counted of each request before a snapshot of which only a part is taken in, by its id.
+        self._counted: dict[str, int] = {}
         self._open: Counter[str] = Counter()
         self._by_tenant: Counter[Account] = Counter()
         # Tokens whose budgets are not known here.
@@ -148,28 +151,40 @@ class Charges:
             self._add_unmatched(_user(opened), tokens)
         self._by_tenant[opened.tenant, opened.model] += tokens
 
-    def charged(self, reported_session_id: str = "") -> dict[str, int]:
-        """Count the tokens of all live requests; return the tokens that were counted of each, by its id.
+    def begin_snapshot(self, reported_session_id: str) -> None:
+        """Count the tokens of all live requests, and keep what was counted of each for `resume`.
 
         reported_session_id: as in Snapshot. An earlier session's counts are old if a later stream has brought tokens
         elsewhere.
         """
         self._count()
-        counted = {opened.request_id: int(self._table.charged_tokens[slot]) for slot, opened in self._table.requests()}
         carried, self._carried = self._carried, NOTHING_CARRIED
-        return {**carried.tokens, **counted} if reported_session_id in ("", carried.session_id) else counted
+        self._counted = dict(carried.tokens) if reported_session_id in ("", carried.session_id) else {}
+        self._counted |= self._counted_of_live()
+
+    def resume(self, slot: int, request_id: str) -> None:
+        """Note how many tokens of a request that a snapshot lists were counted before, so that tokens that no report
+        brought count too. The snapshot itself says it of all other requests."""
+        if (tokens := self._counted.pop(request_id, None)) is not None:
+            self._table.resume_charge(slot, tokens)
+
+    def end_snapshot(self) -> None:
+        """Drop what was counted of requests that the snapshot does not list."""
+        self._counted = {}
 
     def hand_on(self, session_id: str) -> Carried:
         """Count the tokens of all live requests; return what the engine's next session must know of this one, or of an
         earlier one if this one has had no snapshot."""
-        return self._carried if self._carried.session_id else Carried(session_id, self.charged())
+        if self._carried.session_id:
+            return self._carried
+        self._count()
+        return Carried(session_id, self._counted | self._counted_of_live())
 
-    def resume(self, charged: Mapping[str, int]) -> None:
-        """Note how many tokens of the live requests were counted before the engine's newest snapshot, so that tokens
-        that no report brought count too. The snapshot itself says it of all other requests."""
-        for slot, opened in self._table.requests():
-            if (tokens := charged.get(opened.request_id)) is not None:
-                self._table.resume_charge(slot, tokens)
+    def _counted_of_live(self) -> dict[str, int]:
+        """Return the tokens that were counted of each live request, by its id."""
+        table, slots = self._table, self._table.slots()
+        rows = zip(map(table.info.__getitem__, slots), table.charged_tokens[slots].tolist(), strict=True)
+        return {info.request_id: tokens for info, tokens in rows if info is not None}
 
     def _forget_unused(self) -> None:
         """Drop combinations that no live request has. Clients choose which budgets match, so the list could grow."""
@@ -180,7 +195,7 @@ class Charges:
             self._table.set_budget_set(slot, self._indices[used[int(self._table.budget_set[slot])]])
 
 
-def _user(told: agent_pb2.RequestOpened | agent_pb2.EndedThinking) -> User:
+def _user(told: OpenedRequest | agent_pb2.EndedThinking) -> User:
     return User(told.model, told.tenant, told.slo_class, told.effort)
 
 

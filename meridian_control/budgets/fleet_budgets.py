@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from meridian_control.policy.shortening_schema import BudgetPolicy
 
 
+# Bound for the bytes of what is kept of engines whose stream has ended, and about the bytes of a request beside its id.
+# An engine of which nothing is kept says in its snapshot itself what was counted.
+CARRIED_BYTES, ENTRY_BYTES = 16 << 20, 160
+
+
 class FleetBudgets:
     """`budgets` has the budgets by name, `stages` the stages of those that shorten thinking, `counted` the thinking
     tokens on this replica's engines since it started. `share_time` is the time of the newest exchange with the store,
@@ -44,8 +49,10 @@ class FleetBudgets:
         # Tokens that are not stored yet, and those of them that `_alone` has not got yet.
         self._unsaved: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
-        # By engine id, the incarnation and the counted tokens of its live requests when its stream ended.
+        # By engine id, the incarnation and the counted tokens of its live requests when its stream ended, oldest first;
+        # and about the bytes of each.
         self._carried: dict[str, tuple[str, Carried]] = {}
+        self._carried_bytes: dict[str, int] = {}
 
     def add(self, tokens: Mapping[str, int]) -> None:
         """Add thinking tokens of this replica's engines, by the budget's name."""
@@ -64,7 +71,11 @@ class FleetBudgets:
         """Keep what a session that ends has counted, for the next one of the engine. engine: id and incarnation."""
         carried = charges.hand_on(session_id)
         self.collect(charges)
+        self.forget([engine[0]])
         self._carried[engine[0]] = engine[1], carried
+        self._carried_bytes[engine[0]] = sum(map(len, carried.tokens)) + ENTRY_BYTES * len(carried.tokens)
+        while sum(self._carried_bytes.values()) > CARRIED_BYTES:
+            self.forget([next(iter(self._carried))])
 
     def carried(self, engine: tuple[str, str], replaced: Mapping[str, Charges]) -> Carried:
         """Return what the engine's previous session on this replica has counted; nothing if it is not known.
@@ -73,13 +84,15 @@ class FleetBudgets:
         """
         for session_id, charges in replaced.items():
             self.carry(engine, session_id, charges)
-        incarnation, carried = self._carried.pop(engine[0], ("", NOTHING_CARRIED))
+        incarnation, carried = self._carried.get(engine[0], ("", NOTHING_CARRIED))
+        self.forget([engine[0]])
         return carried if incarnation == engine[1] else NOTHING_CARRIED
 
     def forget(self, engine_ids: Iterable[str]) -> None:
         """Drop what is kept of engines that did not come back."""
         for engine_id in engine_ids:
             self._carried.pop(engine_id, None)
+            self._carried_bytes.pop(engine_id, None)
 
     def set_budgets(self, policies: Iterable[model.Policy]) -> None:
         """Set the budgets of several policies; the first policy that has a budget sets its values."""

@@ -78,7 +78,7 @@ class WholeFleet:
     ) -> tuple[list[fleet_pb2.LiveRequest], list[str]]:
         """Return the live requests of all engines or of one engine, and the ids of the replicas that did not answer."""
         if self.peers is None or local_only:
-            return self.fleet.requests(engine_id), []
+            return await self.fleet.requests_in_turns(engine_id), []
         state = await self.state(engine_id)
         return list(state.requests), list(state.unreachable_replicas)
 
@@ -86,13 +86,13 @@ class WholeFleet:
         """Return all engines, and the live requests of all engines or of one engine."""
         if self.peers is None or local_only:
             engines = await self.local_engines()
-            return fleet_pb2.WatchFleetResponse(engines=engines, requests=self.fleet.requests(engine_id))
+            return fleet_pb2.WatchFleetResponse(engines=engines, requests=await self.fleet.requests_in_turns(engine_id))
 
         async def ask(peer: Peer) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.LiveRequest]]:
             return await asyncio.gather(_engines(peer), _requests(peer, engine_id))
 
         heard, unreachable = await self.peers.ask(ask)
-        heard[self.replica_id] = await self.local_engines(), self.fleet.requests(engine_id)
+        heard[self.replica_id] = await self.local_engines(), await self.fleet.requests_in_turns(engine_id)
         engines = once(engine for engines, _ in heard.values() for engine in engines)
         where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
         requests = [

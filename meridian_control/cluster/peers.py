@@ -2,7 +2,8 @@
 
 The module owns the channels between replicas. Replicas ask each other on demand instead of publishing their state, so
 that data that changes in every step stays out of the database and answers are as fresh as on the engine's own replica.
-An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S. The module runs on the control
+An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S; a replica that has
+not answered once has a tenth of that time until it answers again. The module runs on the control
 plane's event loop.
 """
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 CALL_TIMEOUT_S = 2.0
+# Share of CALL_TIMEOUT_S for which a replica is waited for that has not answered the question before.
+SILENT_SHARE = 0.1
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
 # Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
@@ -134,9 +137,12 @@ class Peers:
 
     async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
         replica_id = peer.replica.replica_id
+        # Every question would otherwise wait for the time limit while a replica hangs.
+        patience_s = CALL_TIMEOUT_S * SILENT_SHARE if replica_id in self._silent else None
         try:
-            answer = await _answered(peer, call)
-        except (grpc.aio.AioRpcError, ReplicaUnavailable) as error:
+            async with asyncio.timeout(patience_s):
+                answer = await _answered(peer, call)
+        except (grpc.aio.AioRpcError, ReplicaUnavailable, TimeoutError) as error:
             if replica_id not in self._silent:
                 # Noted first, because other calls may fail during a look.
                 self._silent.add(replica_id)
@@ -145,7 +151,7 @@ class Peers:
         self._silent.discard(replica_id)
         return [answer]
 
-    async def _why(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable) -> str:
+    async def _why(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> str:
         """Return why a replica did not answer, also if it is a cause in TLS that gRPC does not name."""
         if not isinstance(error, grpc.aio.AioRpcError):
             return str(error)
@@ -194,7 +200,7 @@ class Peers:
             begun.set()
             async for response in call:
                 self._not_recording.discard(peer.replica.replica_id)
-                recording.add(response.record)
+                recording.add(response.record.SerializeToString())
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 recording.overflow()

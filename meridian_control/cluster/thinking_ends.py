@@ -74,6 +74,7 @@ async def _end_at(whole: WholeFleet, replica_id: str, engine_id: str, request_id
             return await peer.fleet.EndThinking(passed_on, timeout=CALL_TIMEOUT_S + wait_s)
 
         return await whole.peers.ask_one(replica_id, ask)
+    await whole.fleet.free(engine_id)
     connection, ended = whole.fleet.end_thinking(engine_id, request_id, request.reason)
     answer = fleet_pb2.EndThinkingResponse(
         state=ended.state, request_id=request_id, engine_id=engine_id, think_tokens=ended.think_tokens

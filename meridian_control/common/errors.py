@@ -8,6 +8,7 @@ The errors are plain values, usable on any thread; `abort_with` belongs to the e
     ├── PermissionDenied        PERMISSION_DENIED    permission_denied
     │   └── HostOnly            PERMISSION_DENIED    host_only
     ├── TooMany                 RESOURCE_EXHAUSTED   too_many
+    ├── MemoryExceeded          RESOURCE_EXHAUSTED   memory_exceeded
     ├── InvalidRequest          INVALID_ARGUMENT     invalid_request
     │   └── BadReport           INVALID_ARGUMENT     invalid_request
     ├── PolicyError             INVALID_ARGUMENT     policy_invalid
@@ -129,6 +130,13 @@ class TooMany(MeridianError):
 
     def retry_after_s(self) -> float:
         return self.retry_s
+
+
+class MemoryExceeded(MeridianError):
+    """What an agent reports would take more memory than the bounds of its stream, of its caller or of all allow."""
+
+    code = "memory_exceeded"
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class InvalidRequest(MeridianError):

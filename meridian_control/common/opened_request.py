@@ -1,31 +1,90 @@
-"""Checks and copies what an agent tells of a request when the request begins."""
+"""Checks what an agent tells of a request when the request begins, and keeps what the control plane needs of it."""
 
-from meridian.v1 import agent_pb2
+from __future__ import annotations
+
+from sys import intern
+from typing import TYPE_CHECKING
 
 from meridian_control.common.errors import BadReport
+
+if TYPE_CHECKING:
+    from meridian.v1 import agent_pb2
 
 # Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
 MAX_SLOTS = 1 << 16
 
-# Bounds for a newly opened request: tokens in each count, characters in each text.
-MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
-COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
+# Bounds for a newly opened request: tokens in each count, characters in each text, and bytes of a text in UTF-8 that
+# are kept.
+MAX_COUNT, MAX_TEXT, MAX_TEXT_BYTES = 2**31 - 1, 1024, 1024
+# A text of at most this many characters has at most MAX_TEXT_BYTES.
+SHORT_TEXT = MAX_TEXT_BYTES // 4
+# About as many bytes as an OpenedRequest takes without its texts.
+OPENED_BYTES = 512
+
+
+class OpenedRequest:
+    """The facts of a request that hold for as long as it lives; the fields are those of agent.RequestOpened.
+
+    A plain object takes a fraction of a protobuf message's memory. Requests share the objects of equal models, tenants,
+    classes and efforts. `max_think_tokens` is None if the request has no cap of its own, and `min_think_tokens` 0 if it
+    has no floor. `held_bytes` is about the memory that the object takes.
+    """
+
+    __slots__ = (
+        *("slot", "request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref"),
+        *("prompt_tokens", "max_tokens", "phase", "think_tokens", "output_tokens", "unreported_think_tokens"),
+        *("min_think_tokens", "max_think_tokens", "remote_decode", "held_bytes"),
+    )
+
+    def __init__(self, told: agent_pb2.RequestOpened) -> None:
+        """Take the fields from a part of a report or snapshot. Raises BadReport if the slot, a count or a text is out
+        of range."""
+        self.slot = slot = told.slot
+        self.prompt_tokens = prompt_tokens = told.prompt_tokens
+        self.think_tokens = think_tokens = told.think_tokens
+        self.output_tokens = output_tokens = told.output_tokens
+        request_id, model, tenant = told.request_id, told.model, told.tenant
+        slo_class, effort, traceparent, ref = told.slo_class, told.effort, told.traceparent, told.handed_over_ref
+        if slot >= MAX_SLOTS:
+            raise BadReport(f"slot must be below {MAX_SLOTS}; got {slot}")
+        if prompt_tokens > MAX_COUNT or think_tokens > MAX_COUNT or output_tokens > MAX_COUNT:
+            _refuse_count(told)
+        size = len(request_id) + len(model) + len(tenant) + len(slo_class) + len(effort) + len(traceparent) + len(ref)
+        if size > SHORT_TEXT:
+            given = request_id, model, tenant, slo_class, effort, traceparent, ref
+            kept = [_bounded(name, text) for name, text in zip(TEXTS, given, strict=True)]
+            request_id, model, tenant, slo_class, effort, traceparent, ref = kept
+            size = sum(len(text.encode()) for text in kept)
+        self.request_id, self.traceparent, self.handed_over_ref = request_id, traceparent, ref
+        self.model, self.tenant = intern(model), intern(tenant)
+        self.slo_class, self.effort = intern(slo_class), intern(effort)
+        self.max_tokens, self.phase, self.remote_decode = told.max_tokens, told.phase, told.remote_decode
+        self.unreported_think_tokens = told.unreported_think_tokens
+        self.min_think_tokens = told.min_think_tokens
+        self.max_think_tokens = told.max_think_tokens if told.HasField("max_think_tokens") else None
+        self.held_bytes = OPENED_BYTES + size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpenedRequest) and all(
+            getattr(self, name) == getattr(other, name) for name in self.__slots__
+        )
+
+    __hash__ = object.__hash__
+
+
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref")
 
 
-def copied(told: agent_pb2.RequestOpened) -> agent_pb2.RequestOpened:
-    """Return a copy of a part of a report or snapshot, to be kept as long as the request lives: a reference to the part
-    itself would keep the whole message. Raises BadReport if the slot, a count or a text is out of range."""
-    if (slot := told.slot) >= MAX_SLOTS:
-        raise BadReport(f"slot must be below {MAX_SLOTS}; got {slot}")
-    for name in COUNTS:
+def _bounded(name: str, text: str) -> str:
+    """Return the first MAX_TEXT_BYTES bytes of a text. Raises BadReport if it has more than MAX_TEXT characters."""
+    if len(text) > MAX_TEXT:
+        raise BadReport(f"{name} must have at most {MAX_TEXT} characters; got {len(text)}")
+    if len(text) <= SHORT_TEXT or text.isascii():
+        return text
+    return text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
+
+
+def _refuse_count(told: agent_pb2.RequestOpened) -> None:
+    for name in ("prompt_tokens", "think_tokens", "output_tokens"):
         if (count := getattr(told, name)) > MAX_COUNT:
             raise BadReport(f"{name} must be at most {MAX_COUNT}; got {count}")
-    for name in TEXTS:
-        if (length := len(getattr(told, name))) > MAX_TEXT:
-            raise BadReport(f"{name} must have at most {MAX_TEXT} characters; got {length}")
-    opened = agent_pb2.RequestOpened()
-    opened.CopyFrom(told)
-    # Fields that this version does not know have no bound.
-    opened.DiscardUnknownFields()
-    return opened

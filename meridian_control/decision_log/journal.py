@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.decision_log.records import Circumstances, Life, LifeEvent, TokenCounts
 from meridian_control.decision_log.request_ids import sampled
 from meridian_control.decisions.probe_timing import is_gated
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.log import DecisionLog
     from meridian_control.decision_log.records import Behind, Decision
     from meridian_control.decisions.moments import RequestChange
@@ -43,10 +46,11 @@ class Journal:
         self._log, self._engine_id, self._incarnation, self._session_id = log, engine_id, incarnation, session_id
         self.now = now
         self._lives: dict[int | None, Life] = {}
+        # The lives from before a snapshot of which only a part is taken in.
+        self._before: dict[int | None, Life] = {}
 
-    def opened(self, opened: agent_pb2.RequestOpened, ratio: float, *, joined_late: bool = False) -> None:
-        """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1. The
-        log keeps the message, so it must not be a part of another one."""
+    def opened(self, opened: OpenedRequest, ratio: float, *, joined_late: bool = False) -> None:
+        """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1."""
         if not sampled(opened.request_id, ratio):
             self._lives.pop(opened.slot, None)
             return
@@ -56,30 +60,38 @@ class Journal:
         self._log.begin(life)
         self._lives[opened.slot] = life
 
-    def snapshot(self, requests: Iterable[agent_pb2.RequestOpened], ratio: float) -> None:
-        """Update the lives from a snapshot: continue known requests, begin new ones, and close missing ones."""
-        before, self._lives = self._lives, {}
-        for opened in requests:
-            life = self._log.back((self._engine_id, self._incarnation, opened.request_id))
-            if life is None:
-                self.opened(opened, ratio, joined_late=bool(opened.think_tokens or opened.output_tokens))
-                continue
-            self._lives[opened.slot] = life
-            life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
-            if life.session_id != self._session_id:
-                life.session_id = self._session_id
-                self._note(life, "stream_back", opened.phase)
-        for slot, life in before.items():
+    def begin_snapshot(self) -> None:
+        """Begin to update the lives from a snapshot."""
+        self._before, self._lives = self._lives, {}
+
+    def listed(self, opened: OpenedRequest, ratio: float) -> None:
+        """Continue the life of a request that a snapshot lists, or begin it if it is not known."""
+        life = self._log.back((self._engine_id, self._incarnation, opened.request_id))
+        if life is None:
+            self.opened(opened, ratio, joined_late=bool(opened.think_tokens or opened.output_tokens))
+            return
+        self._lives[opened.slot] = life
+        life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
+        if life.session_id != self._session_id:
+            life.session_id = self._session_id
+            self._note(life, "stream_back", opened.phase)
+
+    def end_snapshot(self) -> Sliced[None]:
+        """Close the lives of the requests that the snapshot does not list."""
+        before = self._before
+        for count, slot in enumerate(list(before), 1):
+            life = before.pop(slot)
             if self._lives.get(slot) is not life:
                 self._close(life, "unknown")
+            if not count % SLICE_ROWS:
+                yield
 
-    def closed(self, closed: Iterable[agent_pb2.RequestClosed], table: RequestTable) -> None:
-        """Close the lives of requests that the engine has closed. The request table must still have the requests."""
-        for request in closed:
-            if (life := self._lives.pop(slot := request.slot, None)) is not None:
-                life.think_tokens = max(0, int(table.think_tokens[slot]))
-                life.output_tokens = max(0, int(table.output_tokens[slot]))
-                self._close(life, _end_of(request))
+    def closed(self, closed: agent_pb2.RequestClosed, table: RequestTable) -> None:
+        """Close the life of a request that the engine has closed. The request table must still have the request."""
+        if (life := self._lives.pop(slot := closed.slot, None)) is not None:
+            life.think_tokens = max(0, int(table.think_tokens[slot]))
+            life.output_tokens = max(0, int(table.output_tokens[slot]))
+            self._close(life, _end_of(closed))
 
     def happened(self, change: RequestChange, detail: str = "") -> None:
         """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
@@ -94,13 +106,16 @@ class Journal:
             detail = "nothing shortens this request, so that others can be compared with it"
             self._note(life, "control_group", agent_pb2.PHASE_UNSPECIFIED, detail)
 
-    def lost(self) -> None:
+    def lost(self) -> Sliced[None]:
         """Note that the stream is lost. A later stream may continue with the same requests."""
-        for life in self._lives.values():
-            if life.session_id == self._session_id:
+        lives = [*self._before.values(), *self._lives.values()]
+        self._before, self._lives = {}, {}
+        for count, life in enumerate(lives, 1):
+            if life.is_live and life.session_id == self._session_id:
                 self._note(life, "stream_lost", agent_pb2.PHASE_UNSPECIFIED)
                 self._log.over(life)
-        self._lives = {}
+            if not count % SLICE_ROWS:
+                yield
 
     def decided(self, made: Decision, seen: Seen, index: int, behind: Behind, *, shadow: bool) -> None:
         """Log a decision other than a probe, if the life of its request is kept. index: the index in `seen` of the

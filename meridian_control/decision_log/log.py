@@ -24,6 +24,8 @@ LIFE_EVENTS = 128
 # Largest numbers of events of all lives together, without their ends, of probes, and of other decisions, that a replica
 # keeps.
 MAX_EVENTS, MAX_PROBES, MAX_DECISIONS = 1 << 15, 1 << 15, 1 << 15
+# Bound for the bytes of probes and other decisions together, with the lives to which they refer.
+MAX_DECISION_BYTES = 64 << 20
 
 
 class DecisionLog:
@@ -37,6 +39,8 @@ class DecisionLog:
         max_events: int = MAX_EVENTS,
         max_decisions: int = MAX_DECISIONS,
         max_probes: int = MAX_PROBES,
+        *,
+        max_decision_bytes: int = MAX_DECISION_BYTES,
     ) -> None:
         self.settled, self.ended = settled, ended
         # The number of events of all lives, without ends and probes.
@@ -46,9 +50,11 @@ class DecisionLog:
         # request whose stream is lost counts as over.
         self._live: dict[Key, Life] = {}
         self._over: dict[Key, Life] = {}
-        # Probes, and all other decisions, oldest first.
-        self._probes: deque[Decision] = deque(maxlen=max_probes)
-        self._decisions: deque[Decision] = deque(maxlen=max_decisions)
+        # Probes, and all other decisions, oldest first, with the largest number of each; and their bytes.
+        self._probes: deque[Decision] = deque()
+        self._decisions: deque[Decision] = deque()
+        self._max_probes, self._max_decisions, self._max_decision_bytes = max_probes, max_decisions, max_decision_bytes
+        self.decision_bytes = 0
         self._number = 0
 
     def begin(self, life: Life) -> None:
@@ -94,18 +100,39 @@ class DecisionLog:
 
         lives: the lives by slot; requests without a life are not logged.
         """
-        append = self._probes.append
+        size = probes[0].size_under(under)
         for made in probes:
             if (life := lives.get(made.slot)) is not None:
-                made.life, made.under, made.is_logged = life, under, True
                 life.probes += 1
-                append(made)
+                self._keep(self._probes, made, life, under, size)
+        while len(self._probes) > self._max_probes:
+            self._drop(self._probes)
 
     def add_decision(self, made: Decision, life: Life, under: Circumstances) -> None:
         """Add a decision other than a probe to the life of its request."""
-        made.life, made.under, made.is_logged = life, under, True
-        self._decisions.append(made)
+        self._keep(self._decisions, made, life, under, made.size_under(under))
+        if len(self._decisions) > self._max_decisions:
+            self._drop(self._decisions)
         self.add(life, made)
+
+    def _keep(self, kept: deque[Decision], made: Decision, life: Life, under: Circumstances, size: int) -> None:
+        made.life, made.under, made.is_logged = life, under, True
+        kept.append(made)
+        self.decision_bytes += size
+        life.referring += 1
+        if life.referring == 1:
+            self.decision_bytes += life.held_bytes
+        while self.decision_bytes > self._max_decision_bytes:
+            both = [kept for kept in (self._probes, self._decisions) if kept]
+            self._drop(min(both, key=lambda kept: kept[0].number))
+
+    def _drop(self, kept: deque[Decision]) -> None:
+        """Drop the oldest of these decisions."""
+        made = kept.popleft()
+        self.decision_bytes -= made.size_under(made.under)
+        made.life.referring -= 1
+        if not made.life.referring:
+            self.decision_bytes -= made.life.held_bytes
 
     def _count(self, added: int) -> None:
         """Count events that were added, and keep the bound of the log."""

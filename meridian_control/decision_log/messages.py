@@ -148,8 +148,8 @@ def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
         effort=opened.effort,
         prompt_tokens=opened.prompt_tokens,
         max_tokens=opened.max_tokens,
-        min_think_tokens=opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
-        max_think_tokens=opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
+        min_think_tokens=opened.min_think_tokens or None,
+        max_think_tokens=opened.max_think_tokens,
         joined_late=life.joined_late,
         think_tokens=life.think_tokens,
         output_tokens=life.output_tokens,
@@ -337,8 +337,8 @@ def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:
         name += " + scheduler.empty_answer_extension_tokens"
     if made.shortening is not None and made.life.opened.min_think_tokens > limit:
         limit, name = made.life.opened.min_think_tokens, "own min_think_tokens"
-    if made.life.opened.HasField("max_think_tokens") and made.life.opened.max_think_tokens < limit:
-        limit, name = made.life.opened.max_think_tokens, "own max_think_tokens"
+    if (own := made.life.opened.max_think_tokens) is not None and own < limit:
+        limit, name = own, "own max_think_tokens"
     if cap is not None:
         yield "max_think_tokens", cap, "=", name, limit
     if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):

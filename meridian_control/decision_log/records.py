@@ -10,6 +10,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import ENTROPY_REASONS
+from meridian_control.common.opened_request import OPENED_BYTES
 from meridian_control.decision_log.request_ids import is_called
 from meridian_control.decisions.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.budgets.stages import Shortening
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.handover.results import Handover
     from meridian_control.policy.model import Policy
     from meridian_control.pressure.controller import LevelChange
 
-# About as many bytes as an event takes.
-EVENT_BYTES = 512
+# About as many bytes as an event takes; a decision without the row that its rule saw; a life without its request.
+EVENT_BYTES, DECISION_BYTES, LIFE_BYTES = 512, 448, 512
 
 Key = tuple[str, str, str]
 
@@ -173,6 +175,11 @@ class Decision:
     # The handover with its result, for a decision of kind hand_over.
     hand_over: Handover | None = None
 
+    @staticmethod
+    def size_under(under: Circumstances) -> int:
+        """Return about the memory of a decision in the log, without its life."""
+        return DECISION_BYTES if isinstance(under.seen, TokenCounts) else DECISION_BYTES + len(under.seen[0])
+
     @property
     def counted_as(self) -> str:
         return f"{self.kind}/{self.reason}" if self.kind in ("force", "hand_over") else self.kind
@@ -269,7 +276,7 @@ class Life:
     incarnation: str
     # Id of the session that last reported on the request.
     session_id: str
-    opened: agent_pb2.RequestOpened
+    opened: OpenedRequest
     # Places in the order of the log, and times, of the begin and the end.
     open_number: int
     open_time: datetime
@@ -289,10 +296,17 @@ class Life:
     key: Key = field(init=False)
     # As how many events the life's begin counts: a request may have several KB of texts.
     weight: int = field(init=False)
+    # Number of decisions in the log that refer to the life, so that it stays in memory.
+    referring: int = 0
 
     def __post_init__(self) -> None:
         self.key = self.engine_id, self.incarnation, self.opened.request_id
-        self.weight = 1 + self.opened.ByteSize() // EVENT_BYTES
+        self.weight = 1 + (self.opened.held_bytes - OPENED_BYTES) // EVENT_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """About the memory of the life without its events."""
+        return LIFE_BYTES + self.opened.held_bytes
 
     def history(self) -> list[LifeEvent | Decision]:
         """Return all events but probes, in their order, from the begin on."""

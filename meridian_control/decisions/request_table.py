@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
-from meridian_control.common.opened_request import copied
+from meridian_control.common.opened_request import OpenedRequest
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import (
@@ -76,6 +76,8 @@ for _name in SIGNAL_COLUMNS:
     NEW_SIGNALS[_name] = (HISTORIES[_name] if _name in HISTORIES else COLUMNS[_name])[1]
 NEW_ROW = {kind: np.array([COLUMNS[name][1] for name in names], kind) for kind, names in BY_TYPE.items()}
 
+# Memory of a slot without its entropy window.
+ROW_BYTES = SIGNAL_ROW.itemsize + sum(values.nbytes for values in NEW_ROW.values()) + 16
 # The table grows by a multiple of this many slots, or by a quarter if that is more, because rules look at all slots.
 SLOTS_AT_ONCE = 16
 
@@ -93,8 +95,8 @@ NOBODY_JOINED = Joined(NONE, np.zeros(0))
 class RequestTable(DecidedColumns):
     """The columns of one engine's requests, read as `table.phase[slot]`.
 
-    All modules may read columns; only the methods of this class write them. The capacity doubles when a higher slot
-    appears and never shrinks.
+    All modules may read columns; only the methods of this class write them. The capacity grows by a quarter when a
+    higher slot appears and never shrinks.
     """
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
@@ -105,7 +107,10 @@ class RequestTable(DecidedColumns):
         self.intervals, self.history = NO_INTERVALS, no_history()
         # Requests that have joined their first step, of the newest report that has any.
         self.joined = NOBODY_JOINED
-        self.info: list[agent_pb2.RequestOpened | None] = []
+        self.info: list[OpenedRequest | None] = []
+        # About the memory of the columns, and of `info`.
+        self.column_bytes = self.text_bytes = 0
+        self._packed = b""
         self._loops_known = self._repeats_known = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
         self._blocks: dict[Any, NDArray[Any]] = {}
@@ -133,6 +138,7 @@ class RequestTable(DecidedColumns):
                 block[:, :old] = self._blocks[kind]
             self._blocks[kind] = block
             vars(self).update(zip(names, block, strict=True))
+        self._new_rows = [(self._blocks[kind], values) for kind, values in NEW_ROW.items()]
         # Only rows of live slots are copied, because copying the rows of free slots would make the system allocate
         # memory for them.
         live = self.live[:old].nonzero()[0]
@@ -142,48 +148,69 @@ class RequestTable(DecidedColumns):
             grown[live] = rows[live]
             setattr(self, name, grown)
         vars(self).update((name, self._signals[name]) for name in SIGNAL_COLUMNS)
+        self.column_bytes = ROW_BYTES * capacity + self.window.nbytes
         self._words = self._signals.view(np.int64).reshape(capacity, -1)
         self._row_words, self._end_words = self._words[:, ROW_WORDS], self._words[:, END_WORDS]
         self._eat_words = self._words.view(np.float64)[:, EAT_WORDS]
         self.info += [None] * (capacity - old)
         self.slot = np.arange(capacity)
 
-    def open(self, told: agent_pb2.RequestOpened, now_ms: float = 0.0) -> agent_pb2.RequestOpened:
-        """Begin the row of a new request; return the table's copy of the message. Raises BadReport if the slot, a
+    def open(self, told: agent_pb2.RequestOpened, now_ms: float = 0.0) -> OpenedRequest:
+        """Begin the row of a new request; return what the table keeps of the message. Raises BadReport if the slot, a
         count or a text is out of range."""
-        slot = (opened := copied(told)).slot
+        slot = (opened := OpenedRequest(told)).slot
         if slot >= len(self.info):
             self._resize(max(-(-(slot + 1) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE, len(self.info) * 5 // 4))
-        for kind, values in NEW_ROW.items():
-            self._blocks[kind][:, slot] = values
+        for block, values in self._new_rows:
+            block[:, slot] = values
+        if self.entropy_count[slot]:
+            # The system allocates memory for windows that were written to, so only these are emptied.
+            self.window[slot] = 0.0
         self._signals[slot] = NEW_SIGNALS
-        self.window[slot] = 0.0
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
-        # Thinking from before, unless no stream has brought it, has been counted for budgets where it happened.
-        self.think_tokens[slot] = opened.think_tokens
-        self.charged_tokens[slot] = max(0, opened.think_tokens - opened.unreported_think_tokens)
-        self.output_tokens[slot] = opened.output_tokens
-        self.preempted[slot], self.queued[slot] = opened.preempted, opened.queued
-        self.own_min_think_tokens[slot] = opened.min_think_tokens
-        self.hand_over_candidate[slot] = opened.hand_over_candidate
-        self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
-        self.ended[slot] = self.forced[slot] = opened.forced
+        # Most new requests have none of the following.
+        if think_tokens := opened.think_tokens:
+            self.think_tokens[slot] = think_tokens
+            # Thinking from before, unless no stream has brought it, has been counted for budgets where it happened.
+            self.charged_tokens[slot] = max(0, think_tokens - opened.unreported_think_tokens)
+        if opened.output_tokens:
+            self.output_tokens[slot] = opened.output_tokens
+        if told.preempted:
+            self.preempted[slot] = True
+        if told.queued:
+            self.queued[slot] = True
+        if opened.min_think_tokens:
+            self.own_min_think_tokens[slot] = opened.min_think_tokens
+        if told.hand_over_candidate:
+            self.hand_over_candidate[slot] = True
+        if told.forced:
+            self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP
+            self.ended[slot] = self.forced[slot] = True
+        if (before := self.info[slot]) is not None:
+            self.text_bytes -= before.held_bytes
+        self.text_bytes += opened.held_bytes
         self.info[slot], self.has_new = opened, True
         return opened
 
+    def reserve(self, slots: int) -> None:
+        """Make room for requests in the slots below a number, so that the table need not grow by and by."""
+        if slots > len(self.info):
+            self._resize(-(-slots // SLOTS_AT_ONCE) * SLOTS_AT_ONCE)
+
     def close(self, slot: int) -> None:
-        if self.holds(slot):
+        if self.holds(slot) and (info := self.info[slot]) is not None:
             self.live[slot] = False
+            self.text_bytes -= info.held_bytes
             self.info[slot] = None
 
     def holds(self, slot: int) -> bool:
         return slot < len(self.info) and bool(self.live[slot])
 
     def clear(self) -> None:
-        for slot in self.slots():
-            self.close(int(slot))
+        self.live[:] = False
+        self.info, self.text_bytes = [None] * len(self.info), 0
 
     @property
     def thinking(self) -> NDArray[np.bool_]:
@@ -198,7 +225,10 @@ class RequestTable(DecidedColumns):
     def packed_row(self, slot: int) -> bytes:
         """Return a slot's row as SIGNAL_ROW has it."""
         packed: bytes = self._words[slot].tobytes()
-        return packed
+        if packed != self._packed:
+            self._packed = packed
+        # Requests that begin together have equal rows, which then are one object.
+        return self._packed
 
     def mask(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether each slot is among these, [slots of the table]."""
@@ -210,7 +240,7 @@ class RequestTable(DecidedColumns):
         """Return the live slots in ascending order."""
         return np.flatnonzero(self.live)
 
-    def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
+    def requests(self) -> Iterator[tuple[int, OpenedRequest]]:
         for slot in self.slots():
             info = self.info[slot]
             assert info is not None
@@ -224,6 +254,7 @@ class RequestTable(DecidedColumns):
         """Set the length of the entropy windows; a change of the length empties all windows."""
         if tokens != self.window.shape[1]:
             self.window = np.zeros((len(self.info), tokens), np.float32)
+            self.column_bytes = ROW_BYTES * len(self.info) + self.window.nbytes
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
             self.boundary_rpdi[:] = np.nan

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.decisions.history import Unsampled
     from meridian_control.decisions.moments import Moments
     from meridian_control.decisions.request_table import RequestTable
@@ -37,7 +38,7 @@ NOWHERE = np.zeros(0, bool)
 
 def cap(
     policy: SchedulerPolicy,
-    opened: agent_pb2.RequestOpened,
+    opened: OpenedRequest,
     extended: bool = False,
     unshortened: SchedulerPolicy | None = None,
 ) -> int:
@@ -50,7 +51,7 @@ def cap(
     limit = policy.max_think_tokens + extension
     if unshortened is not None:
         limit = min(unshortened.max_think_tokens + extension, max(limit, opened.min_think_tokens))
-    return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
+    return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)
 
 
 def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:

@@ -71,10 +71,10 @@ class BudgetSharing:
             before = budgets.stages
             budgets.find_stages(fleet.clock())
             self._log_changes(before)
-        for session in sessions:
-            if session.budget_stages != budgets.stages:
-                session.on_budget_stages(budgets.stages)
-                fleet.note(session, stages_record(session, fleet.clock()))
+        for connection in list(fleet.connections):
+            if connection.session.budget_stages != budgets.stages:
+                await connection.take_in(connection.session.taking_budget_stages(budgets.stages), fleet.turns)
+                fleet.note(connection.session, stages_record(connection.session, fleet.clock()))
                 # The streams go on while the requests of many engines are shortened.
                 await asyncio.sleep(0)
 

@@ -6,20 +6,43 @@ All code runs on the server's event loop.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from meridian_control.fleet.memory import Account, Memory
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.records import Decision
+    from meridian_control.fleet.turns import Turns
     from meridian_control.session.session import Session
 
-# Number of waiting responses above which the stream of a slow engine is closed; its agent then reconnects with a
+# Number and bytes of waiting responses at which the stream of a slow engine is closed; its agent then reconnects with a
 # snapshot.
-QUEUE_MESSAGES = 1024
+QUEUE_MESSAGES, QUEUE_BYTES = 1024, 8 << 20
+
+
+class Responses(asyncio.Queue["agent_pb2.ConnectResponse | None"]):
+    """The responses that wait, which are bounded by number and bytes."""
+
+    waiting_bytes = 0
+
+    def full(self) -> bool:
+        return self.waiting_bytes >= QUEUE_BYTES or self.qsize() >= QUEUE_MESSAGES
+
+    def _put(self, item: agent_pb2.ConnectResponse | None) -> None:
+        self.waiting_bytes += item.ByteSize() if item is not None else 0
+        super()._put(item)
+
+    def _get(self) -> agent_pb2.ConnectResponse | None:
+        item: agent_pb2.ConnectResponse | None = super()._get()
+        self.waiting_bytes -= item.ByteSize() if item is not None else 0
+        return item
 
 
 @dataclass(eq=False, slots=True)
@@ -27,9 +50,7 @@ class Connection:
     """A session and the queue of responses for its agent; None in the queue closes the stream."""
 
     session: Session
-    outgoing: asyncio.Queue[agent_pb2.ConnectResponse | None] = field(
-        default_factory=lambda: asyncio.Queue(QUEUE_MESSAGES)
-    )
+    outgoing: Responses = field(default_factory=lambda: Responses(QUEUE_MESSAGES))
     overflowed: bool = False
     # Reason the control plane gives for ending the stream; empty while the stream is open.
     closing: str = ""
@@ -37,8 +58,51 @@ class Connection:
     failure: Exception | None = None
     # Task that restores the last good revision after the engine refused the newest; None before that.
     restoring: asyncio.Task[None] | None = None
+    # Whether a message of the agent, or another event, is being taken in; the events that wait until that is done.
+    busy: bool = False
+    later: deque[Callable[[], None]] = field(default_factory=deque)
+    # Name of the caller that has opened the stream; callers share the event loop. What the session takes of memory.
+    who: str = ""
+    memory: Account = field(default_factory=lambda: Account(Memory(), ""))
     # Set after every message of the agent, one for each call that waits for the outcome of a decision.
     waiting: set[asyncio.Event] = field(default_factory=set)
+
+    def when_free(self, event: Callable[[], None]) -> None:
+        """Call `event` now, or once what is being taken in is done: events reach a session one after another. An event
+        that waits when the stream ends is dropped. An exception of an event is an error of the control plane: it ends
+        this engine's stream, whose agent comes back with a snapshot, and the other engines are served."""
+        if self.busy:
+            self.later.append(event)
+        else:
+            self._reach(event)
+
+    def _reach(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except Exception as error:
+            error.add_note(f"engine {self.session.hello.engine_id}")
+            self.fail(error)
+
+    def catch_up(self) -> None:
+        """Call the events that have waited."""
+        while self.later and not self.busy:
+            self._reach(self.later.popleft())
+
+    async def free(self, turns: Turns) -> None:
+        """Wait until nothing is being taken in."""
+        while self.busy:
+            await turns.next(self.who)
+
+    async def take_in(self, work: Sliced[None], turns: Turns) -> None:
+        """Do the work of an event on the session in turns, once what is being taken in is done."""
+        await self.free(turns)
+        self.busy = True
+        try:
+            for _ in work:
+                await turns.next(self.who)
+        finally:
+            self.busy = False
+        self.catch_up()
 
     def close(self, reason: str) -> None:
         """End the stream after the waiting responses have been sent."""

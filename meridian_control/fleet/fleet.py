@@ -8,24 +8,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import TYPE_CHECKING, Any, ParamSpec
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.tenant_usage import TenantUsage
-from meridian_control.common.errors import MeridianError, NotFound
+from meridian_control.common.errors import MeridianError, NotFound, TooMany
+from meridian_control.common.slices import at_once
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
+from meridian_control.decision_log.request_ids import is_called
+from meridian_control.fleet import store_reads
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.handover_pool import HandoverPool
-from meridian_control.fleet.in_turns import in_turns
-from meridian_control.fleet.policy_delivery import PolicyDelivery
+from meridian_control.fleet.in_turns import in_parts, in_turns
+from meridian_control.fleet.loop_delay import LoopDelay
+from meridian_control.fleet.memory import STEP_BYTES, Account, Memory
+from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE, PolicyDelivery
 from meridian_control.fleet.pressure_log import log_changes
 from meridian_control.fleet.recording import (
     Recording,
+    Recordings,
     down_record,
     end_record,
     hello_record,
@@ -36,17 +44,27 @@ from meridian_control.fleet.recording import (
     up_record,
 )
 from meridian_control.fleet.savings import mark_withdrawn
-from meridian_control.fleet.status_messages import agent_state, engine_view, request_views, subject_among
-from meridian_control.fleet.store_reads import RETRY_S, read_stored
+from meridian_control.fleet.status_messages import (
+    agent_state,
+    each_request_view,
+    engine_view,
+    request_view,
+    request_views,
+    subject_among,
+)
+from meridian_control.fleet.store_reads import read_stored
+from meridian_control.fleet.turns import Turns
 from meridian_control.handover.results import Handovers
 from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
     from datetime import datetime
 
+    from meridian_control.common.slices import Sliced
+    from meridian_control.fleet.memory import MemoryLimits
     from meridian_control.policy.diff import Subject
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
@@ -57,9 +75,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 # Seconds without a message after which an agent sends a heartbeat. Proxies cut idle streams after 5 s or more.
 HEARTBEAT_S = 3.0
+# Largest number of an engine's processes that have streams at the same time: a process that has ended may leave its
+# stream open for a while.
+INCARNATIONS = 4
+# Seconds after which an agent may try again that found too many of them.
+RETRY_S = 5.0
+DONE = object()
 
 
 class Fleet:
@@ -67,7 +90,7 @@ class Fleet:
 
     `clock` gives UTC, and is not set back or forward while the process runs. `revision` reads a policy revision from
     the store, and raises NotFound, StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps
-    decisions. `heartbeat_s`: as in Welcome.
+    decisions. `heartbeat_s`: as in Welcome. `memory` bounds what the sessions take.
     """
 
     def __init__(
@@ -77,8 +100,10 @@ class Fleet:
         revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
         decisions: DecisionLog | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        memory: MemoryLimits | None = None,
     ) -> None:
         self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
+        self.turns, self.memory, self.loop_delay = Turns(), Memory(memory), LoopDelay()
         self._revision = revision
         # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
@@ -95,23 +120,30 @@ class Fleet:
         # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
         # that counters never fall.
         self._counted: set[Connection] = set()
-        self.recordings: set[Recording] = set()
+        self.recordings = Recordings()
         self.departed = Departed()
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
-        self._policies = PolicyDelivery(self.connections, self._deliver)
+        self._policies = PolicyDelivery(self.connections, self._give_policy_when_free)
         self._freezes: tuple[Freeze, ...] = ()
         # Timer that runs when the next freeze ends.
         self._thawing: asyncio.TimerHandle | None = None
 
-    def join(self, hello: agent_pb2.Hello, refresh: Callable[[], Awaitable[None]] | None = None) -> Connection:
-        """Begin a session and queue its first messages. Raises InvalidRequest.
+    def join(
+        self, hello: agent_pb2.Hello, refresh: Callable[[], Awaitable[None]] | None = None, who: str = ""
+    ) -> Connection:
+        """Begin a session and queue its first messages. Raises InvalidRequest, and TooMany if too many processes have
+        streams under the engine's id.
 
+        who: name of the caller.
         refresh: brings the newest state of the store to this fleet, and raises StoreUnavailable or
         StoredPolicyUnreadable. `refresh` is called if the engine has a newer policy than this fleet knows; without
         `refresh` such an engine keeps its policy.
         """
         now = self.clock()
+        others = {c.session.hello.incarnation for c in self._by_engine.get(hello.engine_id, ())} - {hello.incarnation}
+        if len(others) >= INCARNATIONS:
+            raise TooMany(f'{INCARNATIONS} processes of engine "{hello.engine_id}" have streams', RETRY_S)
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
         same = (hello.engine_id, hello.incarnation)
@@ -121,7 +153,7 @@ class Fleet:
         shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
         session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, carried=carried)
         self.shadows[hello.engine_id] = session.shadow
-        connection = Connection(session)
+        connection = Connection(session, who=who, memory=Account(self.memory, who))
         self.note(session, hello_record(session, now))
         if self.budgets.stages:
             session.on_budget_stages(self.budgets.stages)
@@ -196,34 +228,64 @@ class Fleet:
             except MeridianError as error:
                 engine_id = connection.session.hello.engine_id
                 logger.warning("engine %s has a newer policy than this replica: %s", engine_id, error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(store_reads.RETRY_S)
         wanted = self._policies.wanted(connection.session)
         if wanted is not None and connection in self.connections and not connection.session.revision:
-            self._give_policy(connection, wanted)
+            self._give_policy_when_free(connection, wanted)
 
     def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
         """Take in a message of an agent and queue the responses.
 
-        Raises InvalidRequest for a message that breaks the contract; recordings leave such a message out.
+        Raises InvalidRequest for a message that breaks the contract, and MemoryExceeded for one that would take too
+        much memory; recordings leave such a message out.
         """
+        at_once(self.receiving(connection, message))
+
+    def receiving(self, connection: Connection, message: agent_pb2.ConnectRequest) -> Sliced[None]:
+        """Do what `receive` does, in slices."""
         session, now = connection.session, self.clock()
-        responses = session.on_message(message, now)
-        log_changes(session)
-        for recording in self._recording(session):
-            recording.add(up_record(session, now, message))
-        self._say(connection, responses, now)
-        connection.wake()
-        self._restore_last_good(connection)
+        connection.busy = True
+        try:
+            work = session.taking_in(message, now)
+            while True:
+                try:
+                    next(work)
+                except StopIteration as done:
+                    responses = done.value
+                    break
+                connection.memory.hold(session.held_bytes)
+                yield
+            if not -STEP_BYTES < session.held_bytes - connection.memory.bytes < STEP_BYTES:
+                connection.memory.hold(session.held_bytes)
+            if session.pressure.entries:
+                log_changes(session)
+            if self.recordings and (recordings := self._recording(session)):
+                self.recordings.add_record(recordings, up_record(session, now, message))
+            if responses:
+                self._say(connection, responses, now)
+            if connection.waiting:
+                connection.wake()
+            if session.nack_error:
+                self._restore_last_good(connection)
+        finally:
+            connection.busy = False
+        if connection.later:
+            connection.catch_up()
+
+    async def free(self, engine_id: str) -> None:
+        """Wait until no stream of an engine takes anything in."""
+        for connection in list(self._by_engine.get(engine_id, ())):
+            await connection.free(self.turns)
 
     def end_thinking(self, engine_id: str, request_id: str, reason: str) -> tuple[Connection, OperatorEnd]:
-        """End the thinking of a live request because an operator asks for it; return its engine's connection too.
+        """End the thinking of a live request because an operator asks for it; return its engine's connection too. The
+        engine's streams must be free.
 
         Raises NotFound if no live request of the engine has this id.
         """
-        now = self.clock()
         mine = self._by_engine.get(engine_id, set())
         for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
-            session = connection.session
+            session, now = connection.session, self.clock()
             if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
                 self.note(session, end_record(session, now, request_id))
                 self._say(connection, ended.responses, now)
@@ -241,10 +303,14 @@ class Fleet:
     ) -> None:
         session = connection.session
         stored = await read_stored(read, revision, lambda: connection in self.connections)
+        await connection.free(self.turns)
         if stored is not None and session.last_good_wanted == revision and connection in self.connections:
             now = self.clock()
             self.note(session, policy_record(session, now, revision, stored.policy))
             self._say(connection, session.on_last_good(revision, stored.policy), now)
+
+    def _give_policy_when_free(self, connection: Connection, stored: StoredRevision) -> None:
+        connection.when_free(lambda: self._give_policy(connection, stored))
 
     def _give_policy(self, connection: Connection, stored: StoredRevision) -> None:
         session, now = connection.session, self.clock()
@@ -252,18 +318,15 @@ class Fleet:
         self._say(connection, session.on_policy(stored.revision, stored.policy), now)
         self._restore_last_good(connection)
 
-    def _deliver(self, connection: Connection, stored: StoredRevision) -> None:
-        self._safely(connection, self._give_policy, connection, stored)
-
     def note(self, session: Session, record: fleet_pb2.TraceRecord) -> None:
         """Add a record to the recordings of a session."""
-        for recording in self._recording(session):
-            recording.add(record)
+        if recordings := self._recording(session):
+            self.recordings.add_record(recordings, record)
 
     def _say(self, connection: Connection, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
-        for recording in self._recording(connection.session):
+        if self.recordings and (recordings := self._recording(connection.session)):
             for response in responses:
-                recording.add(down_record(connection.session, now, response))
+                self.recordings.add_record(recordings, down_record(connection.session, now, response))
         connection.put(responses)
 
     def _recording(self, session: Session) -> list[Recording]:
@@ -274,26 +337,36 @@ class Fleet:
         recording, now = Recording(engine_id), self.clock()
         for session in (c.session for c in self.connections if recording.wants(c.session)):
             for record in records_at_start(session, now):
-                recording.add(record)
+                recording.add(record.SerializeToString())
         self.recordings.add(recording)
         return recording
 
     def leave(self, connection: Connection, reason: str) -> None:
-        """End a session and count the reason."""
+        """End a session and count the reason. A large session is closed in turns."""
+        work = self._leaving(connection, reason)
+        if next(work, DONE) is not DONE:
+            self._start(self._in_turns(connection, work))
+
+    async def _in_turns(self, connection: Connection, work: Iterator[None]) -> None:
+        for _ in work:
+            await self.turns.next(connection.who)
+
+    def _leaving(self, connection: Connection, reason: str) -> Iterator[None]:
         if connection in self.connections:
             self.budgets.carry(connection.session.identity, connection.session.session_id, connection.session.charges)
         self.tenants.take([connection.session.charges])
         self._disconnect(connection)
-        self._counted.discard(connection)
         session, now = connection.session, self.clock()
+        self.count_end(reason)
         try:
-            session.close(now, followed=bool(self._streams_of(session.identity)))
+            yield from session.closing(now, followed=bool(self._streams_of(session.identity)))
         except Exception:
             # An error of the control plane, often the one that has ended the stream. The engine has left all the same.
             logger.exception("the session of engine %s could not be closed", session.hello.engine_id)
         connection.wake()
         self.closed_totals.add(session.totals)
-        self.count_end(reason)
+        self._counted.discard(connection)
+        connection.memory.close()
         engine_id = session.hello.engine_id
         # An engine with a newer stream is still connected, so the state that is kept for the engine must stay.
         if engine_id not in self._by_engine:
@@ -314,9 +387,13 @@ class Fleet:
         """Give each session the engines to which its requests may be handed over, if these engines have changed."""
         now = self.clock()
         self.handovers.expire(now)
+        connections = {id(c.session): c for c in self.connections}
         for session, engines in self.pool.changed([c.session for c in self.connections], now):
-            self.note(session, pool_record(session, now, engines))
-            session.on_answering_engines(engines)
+            connections[id(session)].when_free(partial(self._give_pool, session, engines))
+
+    def _give_pool(self, session: Session, engines: list[fleet_pb2.AnsweringEngine]) -> None:
+        self.note(session, pool_record(session, self.clock(), engines))
+        session.on_answering_engines(engines)
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
@@ -337,26 +414,27 @@ class Fleet:
         if self._thawing is not None:
             self._thawing.cancel()
             self._thawing = None
-        for connection in self.connections:
-            session = connection.session
-            if (found := self._freezes_of(session)) != session.freezing.freezes:
-                self._safely(connection, self._give_freezes, connection, found, now)
-        self.share_pool()
+        self._freeze_some(list(self.connections), freezes)
         if left := [freeze.remaining(now) for freeze in freezes if freeze.end_time > now]:
             delay_s = min(left).total_seconds()
             self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
 
-    def _give_freezes(self, connection: Connection, freezes: tuple[Freeze, ...], now: datetime) -> None:
-        self._say(connection, connection.session.on_freezes(freezes, now), now)
+    def _freeze_some(self, waiting: list[Connection], freezes: tuple[Freeze, ...]) -> None:
+        """Send engines their freezes, a few in each round of the event loop, unless there are newer freezes."""
+        if freezes is not self._freezes:
+            return
+        for connection in waiting[:ENGINES_AT_ONCE]:
+            connection.when_free(partial(self._give_freezes, connection))
+        if rest := waiting[ENGINES_AT_ONCE:]:
+            asyncio.get_running_loop().call_soon(self._freeze_some, rest, freezes)
+        else:
+            self.share_pool()
 
-    def _safely(self, connection: Connection, give: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call `give` for one engine of several. An exception is an error of the control plane: it ends this engine's
-        stream, whose agent comes back with a snapshot, and the other engines are served."""
-        try:
-            give(*args, **kwargs)
-        except Exception as error:
-            error.add_note(f"engine {connection.session.hello.engine_id}")
-            connection.fail(error)
+    def _give_freezes(self, connection: Connection) -> None:
+        session, now = connection.session, self.clock()
+        found = self._freezes_of(session)
+        if connection in self.connections and found != session.freezing.freezes:
+            self._say(connection, session.on_freezes(found, now), now)
 
     @property
     def freezes(self) -> tuple[Freeze, ...]:
@@ -427,10 +505,31 @@ class Fleet:
         gone = [(e.engine_id, e.incarnation, e.agent_state) for e in away]
         return [(engine_id, state) for engine_id, _, state in sorted([*live, *gone], key=lambda row: row[:2])]
 
+    async def requests_in_turns(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
+        """Return the live requests of one engine, or of all for an empty id, sorted; let the event loop do other work
+        in between."""
+        found: list[tuple[tuple[str, str], fleet_pb2.LiveRequest]] = []
+        for connection in [c for c in self.connections if engine_id in ("", c.session.hello.engine_id)]:
+            async for some in in_parts(each_request_view(connection.session)):
+                found += [((request.engine_id, request.request_id), request) for request in some]
+        found.sort(key=itemgetter(0))
+        return [request for _, request in found]
+
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
+        """Return the same at once."""
         sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
         found = [request for session in sessions for request in request_views(session)]
         return sorted(found, key=lambda r: (r.engine_id, r.request_id))
+
+    def requests_called(self, engine_id: str, request_id: str) -> list[fleet_pb2.LiveRequest]:
+        """Return the live requests that have an id or have it as the client's part of theirs, of one engine or of all
+        for an empty `engine_id`."""
+        found = []
+        for connection in self._by_engine.get(engine_id, ()) if engine_id else self.connections:
+            session = connection.session
+            slots = [slot for slot, info in session.table.requests() if is_called(info.request_id, request_id)]
+            found += [request_view(session, slot) for slot in slots]
+        return found
 
     def subject(self, engine_id: str, request_id: str) -> Subject:
         """Return the engine or live request for which a policy is explained.

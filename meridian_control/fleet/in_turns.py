@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
 T = TypeVar("T")
+
+
+async def in_parts(items: Iterable[T]) -> AsyncIterator[list[T]]:
+    """Yield lists of SLICE_ROWS items, which are made while the event loop does other work in between."""
+    remaining = iter(items)
+    while some := list(islice(remaining, SLICE_ROWS)):
+        yield some
+        if len(some) == SLICE_ROWS:
+            await asyncio.sleep(0)
 
 
 async def in_turns(engines: Sequence[T]) -> AsyncIterator[T]:

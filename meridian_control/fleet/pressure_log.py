@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meridian_control.fleet.in_turns import in_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from datetime import datetime
 
     from meridian_control.fleet.connection import Connection
@@ -39,7 +39,13 @@ async def restore_idle(connections: Collection[Connection], clock: Callable[[], 
     """Restore the levels of engines without requests by the time that passes, until cancelled. connections: the fleet's
     own set."""
     while True:
-        async for connection in in_turns(list(connections)):
-            connection.session.rest(clock())
-            log_changes(connection.session)
+        await _restore(list(connections), clock)
         await asyncio.sleep(REST_S)
+
+
+async def _restore(connections: Sequence[Connection], clock: Callable[[], datetime]) -> None:
+    """Restore the levels once. The function ends, so that no connection that leaves meanwhile is kept."""
+    async for connection in in_turns(connections):
+        if not connection.busy:
+            connection.session.rest(clock())
+        log_changes(connection.session)

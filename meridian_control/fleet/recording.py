@@ -27,9 +27,25 @@ if TYPE_CHECKING:
 
     from meridian_control.session.session import Session
 
-# Bounds for the records that wait for a slow client.
-QUEUE_BYTES = 64 << 20
+# Bounds for the records that wait for a slow client, and for those of all clients together.
+QUEUE_BYTES = 32 << 20
 QUEUE_RECORDS = 1 << 18
+ALL_QUEUES_BYTES = 64 << 20
+# About the bytes of a waiting record beside its own.
+ENTRY_BYTES = 64
+
+
+class Recordings(set["Recording"]):
+    """The recordings of one replica."""
+
+    def add_record(self, recordings: Iterable[Recording], record: fleet_pb2.TraceRecord) -> None:
+        """Queue a record for some of the recordings, which share its bytes. If too many bytes wait for all clients
+        together, the recording for which most wait ends."""
+        told = record.SerializeToString()
+        for recording in recordings:
+            recording.add(told)
+        if sum(recording.waiting_bytes for recording in self) > ALL_QUEUES_BYTES:
+            max(self, key=lambda recording: recording.waiting_bytes).overflow()
 
 
 class Recording:
@@ -37,8 +53,9 @@ class Recording:
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
-        self._waiting: deque[fleet_pb2.TraceRecord] = deque()
-        self._waiting_bytes = 0
+        # The records that wait, serialised: a message in memory takes several times as many bytes.
+        self._waiting: deque[bytes] = deque()
+        self.waiting_bytes = 0
         self._more = asyncio.Event()
         self._closed = self.overflowed = False
         # Ids of replicas from which no records arrive at present.
@@ -47,19 +64,20 @@ class Recording:
     def wants(self, session: Session) -> bool:
         return self.engine_id in ("", session.hello.engine_id)
 
-    def add(self, record: fleet_pb2.TraceRecord) -> None:
-        """Queue a record. If the queue is full, drop the waiting records and end the recording."""
+    def add(self, record: bytes) -> None:
+        """Queue a serialised record. If the queue is full, drop the waiting records and end the recording."""
         if self._closed:
             return
         self._waiting.append(record)
-        self._waiting_bytes += record.ByteSize()
-        if self._waiting_bytes > QUEUE_BYTES or len(self._waiting) > QUEUE_RECORDS:
+        self.waiting_bytes += len(record) + ENTRY_BYTES
+        if self.waiting_bytes > QUEUE_BYTES or len(self._waiting) > QUEUE_RECORDS:
             self.overflow()
         self._more.set()
 
     def overflow(self) -> None:
         """Drop the waiting records and end the recording, because its client is too slow."""
         self._waiting.clear()
+        self.waiting_bytes = 0
         self.overflowed = True
         self.close()
 
@@ -73,8 +91,8 @@ class Recording:
         while True:
             while self._waiting:
                 record = self._waiting.popleft()
-                self._waiting_bytes -= record.ByteSize()
-                yield record
+                self.waiting_bytes -= len(record) + ENTRY_BYTES
+                yield fleet_pb2.TraceRecord.FromString(record)
             if self.overflowed:
                 raise RecordingTooSlow(QUEUE_BYTES, QUEUE_RECORDS)
             if self._closed:

@@ -17,8 +17,9 @@ from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.session.session import Session
 
 
@@ -126,11 +127,26 @@ def _show_handovers(view: fleet_pb2.Engine, session: Session) -> None:
 
 def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:
     """Return the session's live requests as messages."""
-    ratio = rpdi(session.table)
-    return [_request(session, slot, info, float(ratio[slot])) for slot, info in session.table.requests()]
+    return list(each_request_view(session))
 
 
-def _request(session: Session, slot: int, info: agent_pb2.RequestOpened, ratio: float) -> fleet_pb2.LiveRequest:
+def each_request_view(session: Session) -> Iterator[fleet_pb2.LiveRequest]:
+    """Yield the session's live requests as messages. Requests that end meanwhile are left out."""
+    table = session.table
+    ratio = rpdi(table).tolist()
+    for slot in table.slots().tolist():
+        if table.holds(slot) and (info := table.info[slot]) is not None:
+            yield _request(session, slot, info, ratio[slot])
+
+
+def request_view(session: Session, slot: int) -> fleet_pb2.LiveRequest:
+    """Return the live request in a slot as a message."""
+    info = session.table.info[slot]
+    assert info is not None
+    return _request(session, slot, info, float(rpdi(session.table)[slot]))
+
+
+def _request(session: Session, slot: int, info: OpenedRequest, ratio: float) -> fleet_pb2.LiveRequest:
     table = session.table
     view = fleet_pb2.LiveRequest(
         engine_id=session.hello.engine_id,
@@ -177,11 +193,11 @@ def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) 
     raise NotFound(f'no live request "{request_id}" on {where}')
 
 
-def subject_of(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject:
+def subject_of(hello: agent_pb2.Hello, opened: OpenedRequest) -> Subject:
     who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels))
     return Subject(
         who,
         hello.model,
-        opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
-        opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
+        opened.min_think_tokens or None,
+        opened.max_think_tokens,
     )

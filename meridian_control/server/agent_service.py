@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
 from meridian_control.access.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.access.interceptor import host_of
+from meridian_control.access.rate_limits import Rate
 from meridian_control.access.roles import caller
 from meridian_control.common.errors import InvalidRequest, MeridianError
 
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CONNECT_METHOD = "meridian.v1.AgentService/Connect"
+# Snapshots that a stream may send: per second in the long run, and at once. Further ones wait.
+SNAPSHOTS = (1.0, 4)
+# Seconds after which a message counts as one that took long.
+SLICE_S = 0.002
 # Seconds within which an agent must send its Hello on a new stream.
 HELLO_S = 10.0
 # Seconds within which an engine whose stream broke off has a new stream, unless it is lost.
@@ -41,7 +48,8 @@ EPOCH = datetime.fromtimestamp(0, UTC)
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """The servicer. `refresh` brings the newest state of the store to the fleet; `Fleet.join` may call it. `engines`
-    returns the engines of all replicas, and the ids of the replicas that did not answer."""
+    returns the engines of all replicas, and the ids of the replicas that did not answer. `seat` takes a place among all
+    engines, and raises TooMany."""
 
     def __init__(
         self,
@@ -49,8 +57,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         faults: ClientFaults,
         refresh: Callable[[], Awaitable[None]],
         engines: Callable[[], Awaitable[tuple[list[fleet_pb2.Engine], list[str]]]],
+        seat: Callable[[], ExitStack],
     ) -> None:
         self._fleet, self._faults, self._refresh, self._engines = fleet, faults, refresh, engines
+        self._seat = seat
         # Engines whose streams broke off, as (id, incarnation), with the time and the host; a task looks for them.
         self._broken_off: dict[tuple[str, str], tuple[datetime, str]] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -58,13 +68,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[agent_pb2.ConnectResponse]:
+        who, place = caller.get().name or host_of(context.peer()), ExitStack()
         try:
             first = await _first(request_iterator)
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("message", "must begin with hello")
             caller.get().check_engine(first.hello.engine_id)
-            connection = self._fleet.join(first.hello, self._refresh)
+            place = self._seat()
+            connection = self._fleet.join(first.hello, self._refresh, who)
         except MeridianError as error:
+            place.close()
             self._fleet.count_end(error.code)
             raise
         reader = asyncio.create_task(self._read(connection, request_iterator))
@@ -92,6 +105,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise
         finally:
             reader.cancel()
+            place.close()
             self._fleet.leave(connection, reason)
             if told:
                 logger.info("engine %s left: %s", first.hello.engine_id, reason)
@@ -137,11 +151,25 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                     )
 
     async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
+        clock, turns, who = time.perf_counter, self._fleet.turns, connection.who
+        snapshots = Rate(*SNAPSHOTS, time.monotonic())
         try:
             async for request in requests:
-                self._fleet.receive(connection, request)
+                if request.HasField("snapshot"):
+                    while wait_s := snapshots.wait_s(time.monotonic()):
+                        await asyncio.sleep(wait_s)
+                if connection.busy:
+                    await connection.free(turns)
+                began_s = clock()
+                for _ in self._fleet.receiving(connection, request):
+                    await turns.next(who)
+                # A message may have megabytes, and the next one may be long in coming.
+                del request
                 if connection.overflowed:
                     return
+                if clock() - began_s > SLICE_S:
+                    # Who takes long must not take in the next message before the others have had their turns.
+                    await turns.next(who)
         except Exception as error:
             error.add_note(f"engine {connection.session.hello.engine_id}")
             raise

@@ -37,6 +37,8 @@ PAGE_BYTES, REPLICA_BYTES, ONLY_PAGE_BYTES = 2 << 20, 16 << 20, 60 << 20
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, whole: WholeFleet) -> None:
         self._whole, self._stopped = whole, asyncio.Event()
+        # A list of all live requests may take a hundred megabytes, so one is made at a time.
+        self._listing = asyncio.Lock()
 
     def end_watches(self) -> None:
         """End every call of WatchFleet, because the server stops."""
@@ -56,8 +58,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Context
     ) -> fleet_pb2.ListRequestsResponse:
-        found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
-        shown, token = self._page(found, request)
+        async with self._listing:
+            found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
+            shown, token = self._page(found, request)
+            del found
         return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
 
     @staticmethod

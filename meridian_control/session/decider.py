@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.masks import any_in
+from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.decisions import dispatch, eviction, loop_rules, probe_timing, termination
 from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS
 from meridian_control.decisions.request_table import THINK
@@ -23,6 +24,7 @@ from meridian_control.session.merged_steps import steps
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from meridian_control.common.slices import Sliced
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.session.control_requests import ControlRequest
@@ -68,7 +70,7 @@ class Decider:
             if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
                 self.cost.add(rows, prefill_tokens, took_ms)
 
-    def end_thinking(self, policy: Policy, out: Out, reported: bool) -> None:
+    def end_thinking(self, policy: Policy, out: Out, reported: bool) -> Sliced[None]:
         """Decide caps and ends of thinking under the policy in force.
 
         reported: whether the table has just taken in a report. The rules are then asked at every moment of the report
@@ -78,14 +80,14 @@ class Decider:
         self._reported = reported
         if not (self._can.force_end and self._knows_markers):
             return
-        self._caps(policy, out)
+        yield from self._caps(policy, out)
         groups = self._groups.in_use()
         if reported:
-            self._ends_in_report(groups, out)
+            yield from self._ends_in_report(groups, out)
         if self.review:
             for own, among in groups:
                 stays = ~self._table.closing
-                self._ends(own, out, self._table, stays if among is None else among & stays)
+                yield from self._ends(own, out, self._table, stays if among is None else among & stays)
         for own, among in groups if self._table.repeats else ():
             for slot in loop_rules.loops(own, self._table, among).tolist():
                 self._end(own, agent_pb2.FORCE_REASON_LOOP, self._table, slot, out)
@@ -93,7 +95,7 @@ class Decider:
                 self._end(own, agent_pb2.FORCE_REASON_NEAR_LOOP, self._table, slot, out)
         self._groups.control.pass_caps()
 
-    def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
+    def decide(self, policy: Policy, out: Out, now_ms: float) -> Sliced[None]:
         """Decide probes, the plan and tiers, once the table has dropped closed requests."""
         groups, review = self._groups.in_use(), self.review
         self.review = False
@@ -103,9 +105,9 @@ class Decider:
             self._judging_probes(out)
         if self._can.dispatch:
             self._plan(policy, out, review, now_ms)
-        self._tiers(policy, out, review)
+        yield from self._tiers(policy, out, review)
 
-    def _caps(self, policy: Policy, out: Out) -> None:
+    def _caps(self, policy: Policy, out: Out) -> Sliced[None]:
         table, shadow = self._table, policy.scheduler.shadow
         extend, revises = table.cap_probed, self.review or self.review_caps
         if any_in(extend):
@@ -116,7 +118,9 @@ class Decider:
         due = extend | (table.max_think_tokens == UNTOLD) | revises
         self.review_caps = False
         table.caps_decided()
-        for slot in (table.live & due).nonzero()[0].tolist():
+        for count, slot in enumerate((table.live & due).nonzero()[0].tolist(), 1):
+            if not count % SLICE_ROWS:
+                yield
             cap, why = self._cap(policy, slot)
             reserve = self._groups.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
             told = table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]
@@ -152,14 +156,18 @@ class Decider:
         elif not first:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)
 
-    def _ends_in_report(self, groups: list[tuple[Policy, Among]], out: Out) -> None:
+    def _ends_in_report(self, groups: list[tuple[Policy, Among]], out: Out) -> Sliced[None]:
         moments, probes_agree = termination.moments(groups, self._table)
         for (own, among), agree in zip(groups, probes_agree, strict=True) if len(moments) else ():
-            self._ends(own, out, moments, None if among is None else among[moments.slot], agree)
+            yield from self._ends(own, out, moments, None if among is None else among[moments.slot], agree)
 
-    def _ends(self, policy: Policy, out: Out, seen: termination.Seen, among: Among, probes_agree: bool = True) -> None:
-        for index, reason in termination.ends(policy, seen, among, probes_agree):
+    def _ends(
+        self, policy: Policy, out: Out, seen: termination.Seen, among: Among, probes_agree: bool = True
+    ) -> Sliced[None]:
+        for count, (index, reason) in enumerate(termination.ends(policy, seen, among, probes_agree), 1):
             self._end(policy, reason, seen, index, out)
+            if not count % SLICE_ROWS:
+                yield
 
     def _end(
         self,
@@ -270,19 +278,25 @@ class Decider:
                 setattr(plan, name, limit)
         plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
 
-    def _tiers(self, policy: Policy, out: Out, review: bool) -> None:
+    def _tiers(self, policy: Policy, out: Out, review: bool) -> Sliced[None]:
         memory, table = policy.kv_memory, self._table
         if review and memory.enabled:
             table.forget_tiers()
         elif review:
-            slots = eviction.reusable_again(table)
-            table.set_tier(slots, agent_pb2.EVICTION_TIER_REUSABLE)
-            for slot in slots.tolist():
-                made = self._ledger.make("tier", "reusable", slot)
-                out.tiers.add(decision_id=made, slot=slot, tier=agent_pb2.EVICTION_TIER_REUSABLE)
+            slots, tier = eviction.reusable_again(table), agent_pb2.EVICTION_TIER_REUSABLE
+            table.set_tier(slots, tier)
+            yield from self._tell_tiers(slots.tolist(), "reusable", tier, False, out)
         if memory.enabled:
             slots, tier = eviction.newly_unreachable(self._can, table), agent_pb2.EVICTION_TIER_UNREACHABLE
-            table.set_tier(slots, tier)
-            for slot in slots.tolist():
-                made = self._ledger.make("tier", "unreachable", slot, memory.shadow)
-                out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)
+            if len(slots):
+                table.set_tier(slots, tier)
+                yield from self._tell_tiers(slots.tolist(), "unreachable", tier, memory.shadow, out)
+
+    def _tell_tiers(
+        self, slots: list[int], why: str, tier: agent_pb2.EvictionTier.ValueType, shadow: bool, out: Out
+    ) -> Sliced[None]:
+        for count, slot in enumerate(slots, 1):
+            made = self._ledger.make("tier", why, slot, shadow)
+            out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=shadow)
+            if not count % SLICE_ROWS:
+                yield

@@ -6,6 +6,7 @@ decision is made. The code does no I/O and reads no clock; each object belongs t
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
@@ -40,6 +42,8 @@ CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
 # Bound for decisions without an outcome. No correct agent leaves four decisions open for each request of the largest
 # engine.
 MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
+# Decisions after which work about many decisions pauses: about a millisecond of work.
+SETTLED_AT_ONCE = 256
 
 
 class Ledger:
@@ -110,14 +114,20 @@ class Ledger:
         info = self._table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
-    def settle(self, outcomes: Sequence[agent_pb2.DecisionOutcome], step: int | None = None) -> list[int | None]:
+    def settle(
+        self, outcomes: Sequence[agent_pb2.DecisionOutcome], step: int | None = None
+    ) -> Sliced[list[int | None]]:
         """Note outcomes and, if they came with a step, the age of their decisions in steps.
 
         Return for each outcome the slot if it ends a probe, so that the request may be probed again, else None.
         """
         probed: list[int | None] = []
-        settled = []
+        settled: list[Decision] = []
         for told in outcomes:
+            if len(settled) >= SETTLED_AT_ONCE:
+                self._count(settled)
+                settled = []
+                yield
             slot, decision = None, self.open.pop(told.decision_id, None)
             if decision is None:
                 self._totals.unknown_outcomes += 1
@@ -147,15 +157,22 @@ class Ledger:
         self.last.pop(slot, None)
         self.forces.pop(slot, None)
 
-    def forget_gone(self) -> None:
+    def forget_gone(self) -> Sliced[None]:
         """Drop the last decisions of requests that a new snapshot no longer lists."""
-        self.last = {slot: decision for slot, decision in self.last.items() if self.concerns(decision)}
-        self.forces = {slot: decision for slot, decision in self.forces.items() if self.concerns(decision)}
+        for kept in (self.last, self.forces):
+            for count, (slot, decision) in enumerate(list(kept.items()), 1):
+                if not self.concerns(decision):
+                    del kept[slot]
+                if not count % SETTLED_AT_ONCE:
+                    yield
 
-    def close(self) -> None:
+    def close(self) -> Sliced[None]:
         """Close the decisions without an outcome, because the stream has ended and no outcome can arrive any more."""
-        self._count([self._finish(decision, agent_pb2.OUTCOME_AGENT_OFF) for decision in self.open.values()])
-        self.open.clear()
+        while self.open:
+            some = list(islice(self.open, SETTLED_AT_ONCE))
+            self._count([self._finish(self.open.pop(number), agent_pb2.OUTCOME_AGENT_OFF) for number in some])
+            if self.open:
+                yield
 
     def _finish(
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""

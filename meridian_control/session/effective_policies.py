@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.budgets.stages import ShortenedBy, Shortening, in_stages, matching, shortened
 from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.masks import any_in
+from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.decision_log.records import Behind
 from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.budgets.charges import Charges
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.shortening_schema import PressurePolicy, Shortener
@@ -85,7 +88,7 @@ class Held(NamedTuple):
     def is_control(self) -> bool:
         return self.treated is not self.policy
 
-    def kind_of_cap(self, opened: agent_pb2.RequestOpened, extended: bool) -> tuple[int, Kind | None]:
+    def kind_of_cap(self, opened: OpenedRequest, extended: bool) -> tuple[int, Kind | None]:
         """Return the cap of a treated request, and the kind of shortening that sets it; None if it is the client's own
         cap, or one of the policy that is no lower than the default."""
         scheduler, own = self.treated.scheduler, self.own.scheduler
@@ -93,7 +96,7 @@ class Held(NamedTuple):
         if self.by is not None and cap < termination.cap(own, opened, extended):
             return cap, self.by.cap.kind
         if own.max_think_tokens >= DEFAULT_CAP or (
-            opened.HasField("max_think_tokens") and cap == opened.max_think_tokens
+            opened.max_think_tokens is not None and cap == opened.max_think_tokens
         ):
             return cap, None
         return cap, CAP
@@ -147,7 +150,7 @@ class Groups:
         # The stages of budgets by the budget's name; a missing budget is unshortened.
         self.stages: Mapping[str, int] = {}
 
-    def apply(self, revision: int, policy: Policy, now_ms: float) -> None:
+    def apply(self, revision: int, policy: Policy, now_ms: float) -> Sliced[None]:
         """Put a policy in force and find the policy of each live request under it. now_ms: on the session's clock."""
         self._pressure.apply(policy.pressure, now_ms)
         if self.policy is not None:
@@ -158,21 +161,22 @@ class Groups:
         before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
-        for slot, opened in self._table.requests():
+        for count, (slot, opened) in enumerate(self._table.requests(), 1):
             self.assign(slot, opened, again=True, same_rules=self._experiment is before)
+            if not count % SLICE_ROWS:
+                yield
         self._pressure.restart(now_ms)
 
-    def begin_anew(self, requests: Iterable[agent_pb2.RequestOpened], now_ms: float) -> None:
-        """Find the policy of each request of a snapshot, which the table has already opened."""
+    def forget_requests(self) -> None:
+        """Drop what is kept of all requests, because a snapshot replaces them."""
         self.control.clear()
         self.ended_by.clear()
-        for opened in requests:
-            self.assign(opened.slot, opened)
+
+    def restart_pressure(self, now_ms: float) -> None:
+        """Begin the windows of pressure anew, because a snapshot has replaced all requests."""
         self._pressure.restart(now_ms)
 
-    def assign(
-        self, slot: int, opened: agent_pb2.RequestOpened, *, again: bool = False, same_rules: bool = False
-    ) -> None:
+    def assign(self, slot: int, opened: OpenedRequest, *, again: bool = False, same_rules: bool = False) -> None:
         """Find the policy that holds for a request, which the table has already opened.
 
         again: whether the request was there under the previous policy. same_rules: whether the policy has the same
@@ -210,9 +214,7 @@ class Groups:
             self._pressure.assign(slot, pressure, again)
         self._shorten([slot], own, budgets, self._pressure.stages(slot))
 
-    def _entries_of(
-        self, opened: agent_pb2.RequestOpened
-    ) -> tuple[tuple[BudgetPolicy, ...], tuple[PressurePolicy, ...]]:
+    def _entries_of(self, opened: OpenedRequest) -> tuple[tuple[BudgetPolicy, ...], tuple[PressurePolicy, ...]]:
         """Return the budgets and the pressure entries that match a request."""
         assert self.policy is not None
         if not (self.policy.budget or self.policy.pressure):
@@ -220,28 +222,36 @@ class Groups:
         who = self._who(opened)
         return matching(self.policy.budget, who), matching(self.policy.pressure, who)
 
-    def set_stages(self, stages: Mapping[str, int]) -> bool:
+    def set_stages(self, stages: Mapping[str, int]) -> Sliced[bool]:
         """Set the stages of budgets; return whether the policy of a live request may have changed."""
         changed = {name for name in stages.keys() | self.stages.keys() if stages.get(name) != self.stages.get(name)}
         self.stages = stages
         if self.policy is None or not self.policy.budget:
             return False
         slots = [s for s in self._table.slots().tolist() if not changed.isdisjoint(self._charges.names(s))]
-        self.shorten_again(slots)
+        yield from self.shorten_again(slots)
         return bool(slots)
 
-    def shorten_again(self, slots: list[int]) -> None:
+    def shorten_again(self, slots: list[int]) -> Sliced[None]:
         """Find the policy of live requests whose budgets or pressure entries have changed their stages."""
         assert self.policy is not None
         # Requests with the same policy and the same entries go on having the same policy.
         alike: dict[tuple[int, bool, tuple[str, ...], tuple[tuple[int, int], ...]], list[int]] = {}
-        for slot in slots:
+        for count, slot in enumerate(slots, 1):
             policy = int(self._table.group[slot]), bool(self._table.control[slot])
             alike.setdefault((*policy, self._charges.names(slot), self._pressure.stages(slot)), []).append(slot)
+            if not count % (4 * SLICE_ROWS):
+                yield
         known = {budget.name: budget for budget in self.policy.budget}
         found = [(self._held[group].own, names, levels, own) for (group, _, names, levels), own in alike.items()]
+        done = 0
         for own, names, levels, same_slots in found:
-            self._shorten(same_slots, own, tuple(known[name] for name in names), levels)
+            budgets = tuple(known[name] for name in names)
+            for begin in range(0, len(same_slots), SLICE_ROWS):
+                self._shorten(some := same_slots[begin : begin + SLICE_ROWS], own, budgets, levels)
+                if (done := done + len(some)) >= SLICE_ROWS:
+                    done = 0
+                    yield
 
     def _shorten(
         self, slots: list[int], own: Policy, budgets: tuple[BudgetPolicy, ...], pressure: tuple[tuple[int, int], ...]
@@ -346,9 +356,7 @@ class Groups:
         self._held.append(held)
         return len(self._held) - 1
 
-    def _await_signals(
-        self, slot: int, own: Policy, opened: agent_pb2.RequestOpened, *, begins: bool, same_rules: bool
-    ) -> None:
+    def _await_signals(self, slot: int, own: Policy, opened: OpenedRequest, *, begins: bool, same_rules: bool) -> None:
         """Note the signals of a request that are compared with the calibration once their first values come."""
         assert self.policy is not None
         assert self._experiment is not None
@@ -408,11 +416,11 @@ class Groups:
         self._table.await_signals(slot, int(self._table.awaited_signals[slot]) & ~BITS[signal])
         self._experiment.sampled(signal, value)
 
-    def knows_effort(self, opened: agent_pb2.RequestOpened) -> bool:
+    def knows_effort(self, opened: OpenedRequest) -> bool:
         """Whether the policy knows a request's effort; True if no policy is in force."""
         return self.policy is None or self.policy.knows_effort(self._who(opened))
 
-    def _who(self, opened: agent_pb2.RequestOpened) -> Who:
+    def _who(self, opened: OpenedRequest) -> Who:
         return Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels)
 
     def _forget_unused(self) -> None:

@@ -24,12 +24,17 @@ from meridian_control.session.think_ends import FINISHED
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.records import Decision
     from meridian_control.decisions.dispatch import StepCost
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.handover.results import Handovers, Key
     from meridian_control.session.counters import Totals
     from meridian_control.session.decision_ledger import Ledger
+
+
+# Requests after which work about many requests pauses: about a millisecond of work.
+ROWS_AT_ONCE = 512
 
 
 class _Made(NamedTuple):
@@ -70,16 +75,25 @@ class SessionHandovers:
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
-    def take(self, report: agent_pb2.StepReport, now: datetime) -> None:
+    def take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
         """Take in a report whose requests the table still holds. Raises BadReport if columns differ in length."""
         self._kv_used = report.kv_used
-        for opened in report.opened:
+        for count, opened in enumerate(report.opened, 1):
             if opened.handed_over_ref:
-                self.results.opened(opened.handed_over_ref, self._key(opened.request_id), now)
+                self._open(opened.slot, now)
+            if not count % ROWS_AT_ONCE:
+                yield
         if report.HasField("continued"):
             self._take_continued(report.continued, now)
-        for closed in report.closed:
+        for count, closed in enumerate(report.closed, 1):
             self._closed(closed, now)
+            if not count % ROWS_AT_ONCE:
+                yield
+
+    def _open(self, slot: int, now: datetime) -> None:
+        info = self._table.info[slot] if self._table.holds(slot) else None
+        if info is not None and info.handed_over_ref:
+            self.results.opened(info.handed_over_ref, self._key(info.request_id), now)
 
     def _take_continued(self, told: agent_pb2.ContinuedColumns, now: datetime) -> None:
         if len({len(column) for column in (told.slot, told.transferred_tokens, told.first_token_ms)}) != 1:
@@ -109,13 +123,18 @@ class SessionHandovers:
             self.results.continuation_closed(info.handed_over_ref, key, closed.reason, now)
         self._refused.discard(info.request_id)
 
-    def begin_anew(self, snapshot: agent_pb2.Snapshot, now: datetime) -> None:
-        """Take in the requests of a snapshot."""
-        ids = {opened.request_id for opened in snapshot.requests}
+    def begin_anew(self, now: datetime) -> Sliced[None]:
+        """Take in the requests of a snapshot, which the table already has."""
+        ids: set[str] = set()
+        for count, (_, info) in enumerate(self._table.requests(), 1):
+            ids.add(info.request_id)
+            if not count % ROWS_AT_ONCE:
+                yield
         self.results.relisted(self._engine, ids, now)
-        for opened in snapshot.requests:
-            if opened.handed_over_ref:
-                self.results.opened(opened.handed_over_ref, self._key(opened.request_id), now)
+        for count, (slot, _) in enumerate(self._table.requests(), 1):
+            self._open(slot, now)
+            if not count % ROWS_AT_ONCE:
+                yield
         self._refused &= ids
 
     def close(self, now: datetime, followed: bool) -> None:

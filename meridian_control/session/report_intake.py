@@ -16,6 +16,7 @@ from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.common.report_bounds import is_measured
+from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.signals import add_eat_samples
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sized
 
     from meridian_control.budgets.charges import Charges
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.counters import Totals
@@ -61,42 +63,56 @@ class Intake:
         # Step of each entry of the newest report, by the fields whose entries belong to single steps.
         self._steps: dict[str, list[int]] = {}
 
-    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> bool:
+    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> Sliced[bool]:
         """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer, because
-        the snapshot says unreported thinking. Raises BadReport if a request is out of range."""
+        the snapshot says unreported thinking. Raises BadReport if a request is out of range.
+
+        At each pause the requests that are already listed are complete, and the others are not there yet.
+        """
         _check_length("requests", snapshot.requests)
         _check_length("ended", snapshot.ended)
-        charged = self._charges.charged(snapshot.reported_session_id)
-        self._table.clear()
-        requests = [self._table.open(told, now_ms) for told in snapshot.requests]
-        # The agent may hold ranks that were decided before the snapshot.
-        self._table.forget_ranks()
-        self._charges.resume(charged)
-        for ended in snapshot.ended:
-            self._charges.add_ended(ended)
+        table, journal, awaited = self._table, self._journal, bool(snapshot.ended)
+        self._charges.begin_snapshot(snapshot.reported_session_id)
+        table.clear()
+        self._groups.forget_requests()
+        table.reserve(len(snapshot.requests))
         self._shadow.new_stream()
-        if self._journal is not None:
-            self._journal.snapshot(requests, self._sample_ratio)
-        self._groups.begin_anew(requests, now_ms)
-        return bool(snapshot.ended) or any(opened.unreported_think_tokens for opened in requests)
+        if journal is not None:
+            journal.begin_snapshot()
+        for count, ended in enumerate(snapshot.ended, 1):
+            self._charges.add_ended(ended)
+            if not count % SLICE_ROWS:
+                yield
+        for count, told in enumerate(snapshot.requests, 1):
+            opened = table.open(told, now_ms)
+            self._charges.resume(opened.slot, opened.request_id)
+            if journal is not None:
+                journal.listed(opened, self._sample_ratio)
+            self._groups.assign(opened.slot, opened)
+            awaited = awaited or opened.unreported_think_tokens > 0
+            if not count % SLICE_ROWS:
+                yield
+        self._charges.end_snapshot()
+        # The agent may hold ranks that were decided before the snapshot.
+        table.forget_ranks()
+        if journal is not None:
+            yield from journal.end_snapshot()
+        self._groups.restart_pressure(now_ms)
+        return awaited
 
-    def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
+    def take(self, report: agent_pb2.StepReport, now_ms: float) -> Sliced[None]:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
 
         Raises BadReport if the report breaks the contract.
         """
         preempted, resumed, closed = report.preempted, report.resumed, report.closed
-        for name, told in (
-            ("opened", report.opened),
-            ("preempted", preempted),
-            ("resumed", resumed),
-            ("closed", closed),
-        ):
-            _check_length(name, told)
+        _check(report)
         table = self._table
         self._totals.reports += 1
-        for opened in report.opened:
+        for count, opened in enumerate(report.opened, 1):
             self._open(opened, now_ms)
+            if not count % SLICE_ROWS:
+                yield
         self._add_tokens(report, now_ms)
         if report.HasField("joined"):
             table.take_joined(report.joined)
@@ -116,11 +132,12 @@ class Intake:
         for slot in filter(table.holds, resumed):
             table.set_preempted(slot, False)
         if came_in := self._steps.get("outcomes"):
-            table.history.note_probe_outcomes(self._ledger.settle(report.outcomes, report.step), came_in)
+            probed = yield from self._ledger.settle(report.outcomes, report.step)
+            table.history.note_probe_outcomes(probed, came_in)
         for slot in filter(table.holds, (request.slot for request in closed)):
             table.mark_closing(slot)
 
-    def finish(self, report: agent_pb2.StepReport, governed: bool) -> None:
+    def finish(self, report: agent_pb2.StepReport, governed: bool) -> Sliced[None]:
         """Count the report's events in the order in which they happened, then drop the requests that it closes.
 
         governed: whether the session makes decisions. Otherwise no closed request counts as treated or as control.
@@ -128,11 +145,16 @@ class Intake:
         table = self._table
         if len(table.history.rows.slot) < table.history.rows.sent:
             self._endings.count_unknown(report.tokens)
-        ended = self._count_changes(report)
-        self._compare([*ended, *((c.slot, self._think_tokens(c.slot)) for c in report.closed if self._is_cut(c))])
-        if self._journal is not None:
-            self._journal.closed(report.closed, table)
-        for closed in report.closed:
+        ended = yield from self._count_changes(report)
+        for begin in range(0, len(ended), SLICE_ROWS):
+            self._compare(ended[begin : begin + SLICE_ROWS])
+            if begin:
+                yield
+        for count, closed in enumerate(report.closed, 1):
+            if self._is_cut(closed):
+                self._compare([(closed.slot, self._think_tokens(closed.slot))])
+            if self._journal is not None:
+                self._journal.closed(closed, table)
             self._endings.count_answer(closed)
             if governed:
                 self._totals.control_group.update(self._groups.count_closed(closed))
@@ -140,8 +162,10 @@ class Intake:
             self._charges.settle(closed.slot)
             table.close(closed.slot)
             self._ledger.forget(closed.slot)
+            if not count % SLICE_ROWS:
+                yield
 
-    def _count_changes(self, report: agent_pb2.StepReport) -> list[tuple[int, int]]:
+    def _count_changes(self, report: agent_pb2.StepReport) -> Sliced[list[tuple[int, int]]]:
         """Count changes of phase, ends of thinking and preemptions; return slot and thinking tokens of each end."""
         table = self._table
         changes = moments.changes(table)
@@ -150,7 +174,9 @@ class Intake:
                 changes += moments.changes_at_steps(table, kind, slots, self._steps[kind])
                 changes.sort(key=lambda change: change.step)
         ended = []
-        for change in changes:
+        for count, change in enumerate(changes, 1):
+            if not count % (2 * SLICE_ROWS):
+                yield
             slot, kind, reason = change.slot, change.kind, ""
             if kind == "preempted":
                 self._totals.preempted[phase_name(change.phase)] += 1
@@ -286,6 +312,13 @@ def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
     )
     kept.counters.CopyFrom(report.counters)
     return kept
+
+
+def _check(report: agent_pb2.StepReport) -> None:
+    """Raise BadReport if a field of a report has too many entries."""
+    for name in ("opened", "preempted", "resumed", "closed", "outcomes"):
+        if len(getattr(report, name)) > MAX_SLOTS:
+            _check_length(name, getattr(report, name))
 
 
 def _check_length(name: str, told: Sized) -> None:

@@ -16,6 +16,7 @@ from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.common import report_bounds
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, InvalidRequest
+from meridian_control.common.slices import at_once
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.handover.results import Handovers
 from meridian_control.policy.model import Policy
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decision_log.records import Decision
     from meridian_control.session.freeze_state import Freeze
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 # lease if that is sooner, so that the agent knows that the control plane receives its reports.
 ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
 MAX_HELLO_BYTES = 64 << 10
+# About the memory of a decision without an outcome, with the values that its rule saw.
+DECISION_BYTES = 640
 # Bound for the characters of ids, which appear in logs and as labels of metrics.
 MAX_ID_CHARS = 512
 
@@ -115,6 +119,12 @@ class Session:
         self._ack_interval_s = ACK_INTERVAL_S
 
     # ------------------------------------------------------------------------------------------------------------ state
+
+    @property
+    def held_bytes(self) -> int:
+        """About the memory that the session takes."""
+        table, parts = self.table, self._snapshot_parts
+        return table.column_bytes + table.text_bytes + DECISION_BYTES * len(self._ledger.open) + parts.held_bytes
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -214,13 +224,17 @@ class Session:
 
     def on_budget_stages(self, stages: Mapping[str, int]) -> None:
         """Set the stages of thinking budgets by the budget's name; the next report's decisions read them."""
-        self._decider.review_caps |= self._groups.set_stages(stages)
+        at_once(self.taking_budget_stages(stages))
+
+    def taking_budget_stages(self, stages: Mapping[str, int]) -> Sliced[None]:
+        """Do what `on_budget_stages` does, in slices."""
+        self._decider.review_caps |= yield from self._groups.set_stages(stages)
 
     def on_pressure_levels(self, levels: Mapping[str, int]) -> None:
         """Set the levels of pressure entries by name, as a recording has them that began during the stream."""
         self.pressure.resume(levels)
         if self.pressure.entries:
-            self._groups.shorten_again(self.table.slots().tolist())
+            at_once(self._groups.shorten_again(self.table.slots().tolist()))
             self._decider.review_caps = True
 
     def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
@@ -248,22 +262,27 @@ class Session:
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
         """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract;
         every other exception is an error of the control plane itself."""
+        return at_once(self.taking_in(message, now))
+
+    def taking_in(self, message: agent_pb2.ConnectRequest, now: datetime) -> Sliced[Out]:
+        """Do what `on_message` does, in slices. No other event may reach the session before the work is done, but
+        everything may be read at each pause."""
         kind = message.WhichOneof("message")
         if self._journal is not None:
             self._journal.now = now
         self.rest(now)
         try:
             if kind == "snapshot":
-                return self._on_snapshot_part(message.snapshot, now)
+                return (yield from self._on_snapshot_part(message.snapshot, now))
             if kind == "step":
                 self._snapshot_parts.check_complete()
-                return self._on_step(message.step, now)
+                return (yield from self._on_step(message.step, now))
             if kind == "heartbeat":
                 return self._answer(agent_pb2.ConnectResponse(), now, awaited=True)
             if kind == "settings_status":
-                return self._on_settings_status(message.settings_status, now)
+                return (yield from self._on_settings_status(message.settings_status, now))
             if kind == "freeze_status":
-                return self._on_freeze_status(message.freeze_status, now)
+                return (yield from self._on_freeze_status(message.freeze_status, now))
         except BadReport as error:
             raise BadReport(error.violation.message, str(kind)) from error
         raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
@@ -275,20 +294,24 @@ class Session:
 
     def close(self, now: datetime, followed: bool = False) -> None:
         """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
+        at_once(self.closing(now, followed))
+
+    def closing(self, now: datetime, followed: bool = False) -> Sliced[None]:
+        """Do what `close` does, in slices."""
         if self._journal is not None:
             self._journal.now = now
-        self._ledger.close()
+        yield from self._ledger.close()
         self.handovers.close(now, followed)
         if self._journal is not None:
-            self._journal.lost()
+            yield from self._journal.lost()
 
-    def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Out:
+    def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Sliced[Out]:
         if not self.freezing.answered(status):
             return []
         self._decider.review = True
-        return self._decide(now)
+        return (yield from self._decide(now))
 
-    def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Out:
+    def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Sliced[Out]:
         if (taken := self.delivery.answered(status)) is None:
             return []
         revision, policy = taken
@@ -297,30 +320,31 @@ class Session:
         shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
         self.shadow.applied(revision, policy)
-        self._groups.apply(revision, policy, self._clock_ms(now))
+        yield from self._groups.apply(revision, policy, self._clock_ms(now))
         self._decider.review = True
         # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
         under_way = self._ends_under_way()
         self.table.forget_ends()
         self._go_on(under_way)
-        return self._decide(now)
+        return (yield from self._decide(now))
 
-    def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Out:
+    def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
         """Take in a snapshot with its last part. Before that the agent only learns that its messages arrive."""
         if (snapshot := self._snapshot_parts.add(part)) is not None:
-            return self._on_snapshot(snapshot, now)
+            return (yield from self._on_snapshot(snapshot, now))
         return self._answer(agent_pb2.ConnectResponse(), now)
 
-    def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
+    def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
         # A freeze has ended all forced ends, so none is kept after it.
         under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
-        awaited = self._intake.begin_anew(snapshot, self._clock_ms(now))
-        self.handovers.begin_anew(snapshot, now)
+        awaited = yield from self._intake.begin_anew(snapshot, self._clock_ms(now))
+        yield from self.handovers.begin_anew(now)
         self._go_on(under_way)
-        self._ledger.forget_gone()
+        yield from self._ledger.forget_gone()
         self._ledger.step = snapshot.step
-        return self._respond(now, self._ends_of_thinking(reported=False), awaited)
+        response = yield from self._ends_of_thinking(reported=False)
+        return (yield from self._respond(now, response, awaited))
 
     def _ends_under_way(self) -> list[tuple[Decision, int]]:
         """Return the forced ends without an outcome, each with the rule that the table holds for its request."""
@@ -333,42 +357,43 @@ class Session:
             if decision.slot is not None and self._ledger.concerns(decision):
                 self.table.restore_end(decision.slot, reason)
 
-    def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
+    def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[Out]:
         report_bounds.check(report)
         if not report.steps:
-            self._ledger.settle(report.outcomes)
+            yield from self._ledger.settle(report.outcomes)
             return []
         self.gauges, self.reported_at = gauges_of(report), now
         self.agent_state = report.state or self.agent_state
         if self.pressure.entries:
-            self._judge_pressure(now)
-        self._intake.take(report, self._clock_ms(now))
+            yield from self._judge_pressure(now)
+        yield from self._intake.take(report, self._clock_ms(now))
         if self.pressure.entries:
             self.pressure.take(report)
-        self.handovers.take(report, now)
+        yield from self.handovers.take(report, now)
         self._ledger.step = report.step
-        response = self._ends_of_thinking(reported=True)
-        self._intake.finish(report, governed=self._deciding is not None)
+        response = yield from self._ends_of_thinking(reported=True)
+        yield from self._intake.finish(report, governed=self._deciding is not None)
         self._decider.learn(report)
-        return self._respond(now, response, awaited=len(report.probes.slot) > 0)
+        return (yield from self._respond(now, response, awaited=len(report.probes.slot) > 0))
 
-    def _judge_pressure(self, now: datetime) -> None:
+    def _judge_pressure(self, now: datetime) -> Sliced[None]:
         """Change the levels of pressure by the reports so far; the newest report's decisions read them."""
         if self._deciding is None:
             self.pressure.restart(self._clock_ms(now))
         elif slots := self.pressure.judge(self._clock_ms(now), now):
-            self._groups.shorten_again(slots)
+            yield from self._groups.shorten_again(slots)
             self._decider.review_caps = True
 
-    def _decide(self, now: datetime) -> Out:
+    def _decide(self, now: datetime) -> Sliced[Out]:
         """Make decisions from the current state, without a report, and return the responses."""
-        return self._respond(now, self._ends_of_thinking(reported=False))
+        response = yield from self._ends_of_thinking(reported=False)
+        return (yield from self._respond(now, response))
 
-    def _ends_of_thinking(self, reported: bool) -> agent_pb2.ConnectResponse:
+    def _ends_of_thinking(self, reported: bool) -> Sliced[agent_pb2.ConnectResponse]:
         self._ledger.check()
         response = agent_pb2.ConnectResponse()
         if (policy := self._deciding) is not None:
-            self._decider.end_thinking(policy, response.directives, reported)
+            yield from self._decider.end_thinking(policy, response.directives, reported)
         return response
 
     @property
@@ -378,14 +403,14 @@ class Session:
         freezing.void = freezing.void and bool(self.table.live.any())
         return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
 
-    def _respond(self, now: datetime, response: agent_pb2.ConnectResponse, awaited: bool = False) -> Out:
+    def _respond(self, now: datetime, response: agent_pb2.ConnectResponse, awaited: bool = False) -> Sliced[Out]:
         """Add all other decisions to the ends of thinking and return the response, if one is due.
 
         awaited: whether the agent waits for a response.
         """
         directives = response.directives
         if (policy := self._deciding) is not None:
-            self._decider.decide(policy, directives, self._clock_ms(now))
+            yield from self._decider.decide(policy, directives, self._clock_ms(now))
             self.handovers.decide(policy.disagg, directives, self._decider.cost)
         return self._answer(response, now, awaited)
 

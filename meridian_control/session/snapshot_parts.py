@@ -7,12 +7,17 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS
 
+# About how many times its bytes a message takes in memory.
+IN_MEMORY = 4
+
 
 class SnapshotParts:
     """The parts of the snapshot that is arriving on one stream."""
 
     def __init__(self) -> None:
         self._arriving: agent_pb2.Snapshot | None = None
+        # About the memory of the parts.
+        self.held_bytes = 0
 
     def add(self, part: agent_pb2.Snapshot) -> agent_pb2.Snapshot | None:
         """Add a part; return the whole snapshot with its last part, else None. Raises BadReport if the part belongs to
@@ -25,12 +30,13 @@ class SnapshotParts:
         elif part.step != whole.step:
             raise BadReport(f"a part of the snapshot of step {whole.step} must follow; got step {part.step}")
         whole.MergeFrom(part)
+        self.held_bytes += IN_MEMORY * part.ByteSize()
         for name in ("requests", "ended"):
             if (entries := len(getattr(whole, name))) > MAX_SLOTS:
                 raise BadReport(f"{name} must have at most {MAX_SLOTS} entries in all parts; got {entries}")
         if part.continues:
             return None
-        self._arriving, whole.continues = None, False
+        self._arriving, whole.continues, self.held_bytes = None, False, 0
         return whole
 
     def check_complete(self) -> None:

@@ -152,6 +152,9 @@ def _connected(engine: fleet_pb2.Engine) -> Condition:
         return Condition("no markers", f"no token counts as thinking: {engine.unknown_markers}", "warn")
     if engine.missing_facts:
         return Condition("lacks facts", "; ".join(engine.missing_facts), "warn")
+    if engine.agent_state in (agent_pb2.AGENT_STATE_STALE, agent_pb2.AGENT_STATE_DEGRADED):
+        why = "answers reach the agent late: the control plane is overloaded, or too far away"
+        return Condition(state_name(engine.agent_state), why, "warn")
     pressure = pressure_text(engine)
     return Condition(
         state_name(engine.agent_state) if engine.agent_state else "connected", pressure, "warn" if pressure else ""

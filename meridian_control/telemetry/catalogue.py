@@ -36,6 +36,19 @@ REPLICA = (
         "Fewer than the vLLM pods: run `meridianctl engines`, then read the log of the missing pod.",
     ),
     _gauge(
+        "meridian_engine_memory_bytes",
+        (),
+        "About the memory that this replica uses for the requests of its engines.",
+        "Near `--max-engines-mib`: streams will be refused (`memory_exceeded`); add replicas, or find the engine with "
+        "very many requests or long texts by `meridianctl engines`.",
+    ),
+    _histogram(
+        "meridian_event_loop_delay_seconds",
+        (),
+        "How late the event loop does what is due, measured ten times a second. Answers to engines are as late.",
+        "Above 0.05 for minutes: the core is full; add replicas, or find the engine whose messages are large.",
+    ),
+    _gauge(
         "meridian_agents",
         ("state",),
         "Engines by their agent's state, including engines without a stream.",

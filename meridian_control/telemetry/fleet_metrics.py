@@ -63,9 +63,18 @@ CLIENT_FAULTS = (
     "permission_denied",
     "host_only",
     "too_many",
+    "memory_exceeded",
     "recording_too_slow",
 )
-STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
+STREAM_ENDS = (
+    "agent_closed",
+    "disconnected",
+    "going_away",
+    "replaced",
+    "overflow",
+    "invalid_request",
+    "memory_exceeded",
+)
 
 # Names of the hooks in which an agent may fail.
 FAULT_CAUSES = frozenset(enum_names.FAULT_CAUSE_NAMES.values()) - {"unspecified"}
@@ -141,6 +150,7 @@ class FleetCollector(Collector):
             ("meridian_policy_revision", [((), self._fleet.revision)]),
             ("meridian_engines", [((), len(newest))]),
             ("meridian_engines_sharing_name", [((), self._fleet.sharing_name())]),
+            ("meridian_engine_memory_bytes", [((), self._fleet.memory.bytes)]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", _agents(states)),
@@ -152,7 +162,8 @@ class FleetCollector(Collector):
             ("meridian_engine_state", _states(engines, dict(states))),
             *_of(engines),
         ]
-        return [_family(name, rows) for name, rows in values] + _histograms(totals)
+        delays = _histogram("meridian_event_loop_delay_seconds", self._fleet.loop_delay.delays)
+        return [_family(name, rows) for name, rows in values] + [*_histograms(totals), delays]
 
     def _counted(self, totals: Totals) -> Iterator[tuple[str, Rows]]:
         for name, count in (

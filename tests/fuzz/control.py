@@ -173,7 +173,7 @@ class World:
             session = connection.session
             assert len(session.table.info) <= MAX_SLOTS
             assert len(session.open_decisions) <= MAX_OPEN_DECISIONS
-            assert all(info is None or info.ByteSize() <= MAX_OPENED_BYTES for info in session.table.info)
+            assert all(info is None or info.held_bytes <= MAX_OPENED_BYTES for info in session.table.info)
         fleet_pb2.WatchFleetResponse(engines=self.fleet.engines(), requests=self.fleet.requests("")).SerializeToString()
         self.fleet.totals()
 

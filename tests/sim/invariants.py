@@ -169,7 +169,7 @@ class Invariants:
             extensions = (0, own.empty_answer_extension_tokens)
             # Neither a budget nor pressure lowers the cap below the request's own floor.
             allowed = {min(whole + e, max(own.max_think_tokens + e, info.min_think_tokens)) for e in extensions}
-            if info.HasField("max_think_tokens"):
+            if info.max_think_tokens is not None:
                 allowed = {min(info.max_think_tokens, tokens) for tokens in allowed}
             told, reserve = cap.max_think_tokens, cap.answer_reserve_tokens
             assert told in allowed, f"{info.request_id} is capped at {told} tokens; the policy says {sorted(allowed)}"
@@ -217,7 +217,7 @@ class Invariants:
         for slot, info in table.requests():
             if info.request_id in given.free:
                 continue
-            if info.HasField("max_think_tokens") and not table.ended[slot]:
+            if info.max_think_tokens is not None and not table.ended[slot]:
                 thought, key = int(table.think_tokens[slot]), (session.session_id, info.request_id)
                 # The allowance covers thinking during a freeze, of which the control plane was not told.
                 late = 1 + self.hidden_drafts.get(session.hello.engine_id, 0)

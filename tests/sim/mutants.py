@@ -153,7 +153,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "snapshot adds to the table",
         INTAKE,
-        "        self._table.clear()\n",
+        "        table.clear()\n",
         "",
     ),
     Mutant(
@@ -275,7 +275,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cap not clamped by the request's own",
         ENDS,
-        '    return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit',
+        "    return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)",
         "    return limit",
     ),
     Mutant(

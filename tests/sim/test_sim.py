@@ -13,7 +13,7 @@ from tests.needed import VLLM
 
 pytest.importorskip("vllm", reason=VLLM.reason)
 
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.live_request import LiveRequest
 from meridian_control.policy.model import Policy
@@ -51,7 +51,8 @@ def test_seeds_that_failed_once(seed: int) -> None:
 def test_ends_of_operators_are_decided_under_faults_and_are_in_the_recording(seed: int) -> None:
     """The run checks that each decision has one outcome, and that the recording replays byte for byte."""
     world = run(seed)
-    records = [record for recording in world.server.recordings for record in recording._waiting]
+    recordings = world.server.recordings
+    records = [fleet_pb2.TraceRecord.FromString(record) for recording in recordings for record in recording._waiting]
     asked = [record.end_thinking.request_id for record in records if record.HasField("end_thinking")]
     forces = [force for record in records for force in record.down.directives.forces]
     decided = [force for force in forces if force.reason == agent_pb2.FORCE_REASON_OPERATOR]

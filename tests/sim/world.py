@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from meridian.v1 import fleet_pb2
 from meridian.v1.fleet_pb2 import BudgetStage
 
 from meridian_agent.core import guard as guard_module
@@ -382,7 +383,7 @@ class World:
         invariants = Invariants(self.invariants.hidden_drafts)
         for recording in self.server.recordings:
             sessions: dict[str, Replayed] = {}
-            for record in recording._waiting:
+            for record in map(fleet_pb2.TraceRecord.FromString, recording._waiting):
                 if record.up.HasField("hello"):
                     sessions[record.session_id] = Replayed(record, invariants)
                 else:

@@ -137,7 +137,9 @@ class _AgentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AgentState
     AGENT_STATE_READY: _AgentState.ValueType  # 1
     """A stream is open; all decisions are in force."""
     AGENT_STATE_STALE: _AgentState.ValueType  # 2
-    """There is no stream, but the lease has not expired; the last decisions are in force."""
+    """There is no stream, or answers to reports are more than 3 s late; the lease has not expired, so the last decisions
+    are in force.
+    """
     AGENT_STATE_DEGRADED: _AgentState.ValueType  # 3
     """The lease has expired; only caps are in force."""
     AGENT_STATE_OFF: _AgentState.ValueType  # 4
@@ -151,7 +153,9 @@ AGENT_STATE_UNSPECIFIED: AgentState.ValueType  # 0
 AGENT_STATE_READY: AgentState.ValueType  # 1
 """A stream is open; all decisions are in force."""
 AGENT_STATE_STALE: AgentState.ValueType  # 2
-"""There is no stream, but the lease has not expired; the last decisions are in force."""
+"""There is no stream, or answers to reports are more than 3 s late; the lease has not expired, so the last decisions
+are in force.
+"""
 AGENT_STATE_DEGRADED: AgentState.ValueType  # 3
 """The lease has expired; only caps are in force."""
 AGENT_STATE_OFF: AgentState.ValueType  # 4

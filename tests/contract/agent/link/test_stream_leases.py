@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -125,7 +126,9 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
     with LinkedEngine([target], clock=clock) as engine:
         engine.open("a")
         await engine.steps_until(lambda: "step" in servicer.kinds())
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        servicer.say.put_nowait(
+            agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=engine.engine.tracker.newest))
+        )
         await until(lambda: engine.link.lease.unheard_since is None)
         clock.now = 100.0
         assert not engine.link.lapsed(), "no report waits for an answer"
@@ -139,7 +142,9 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
         assert engine.link.lapsed(), "a new stream alone renews no lease"
         assert servicer.kinds().count("hello") == 2, "a new stream has a full lease for its first answer"
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        servicer.say.put_nowait(
+            agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=engine.engine.tracker.newest))
+        )
         await until(lambda: not engine.link.lapsed())
     assert f"stream to {target} ended: nothing heard for 30.1 s" in caplog.text
 
@@ -181,3 +186,43 @@ async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
         assert not engine.link.lapsed()
         await engine.steps_until(lambda: control.names() == ["b"])
         assert (engine.streams, control.fleet.stream_ends) == (1, {})
+
+
+async def test_an_agent_whose_answers_are_late_is_not_ready(scripted: tuple[Scripted, str]) -> None:
+    """An answer to an old report does not make up for the newer ones that wait."""
+    servicer, target = scripted
+    servicer.welcomes = False
+    servicer.reading.set()
+    clock = Clock()
+    welcome = agent_pb2.Welcome(session_id="s", heartbeat_ms=600_000)
+    await servicer.say.put(agent_pb2.ConnectResponse(welcome=welcome))
+
+    def reported() -> list[int]:
+        return [message.step.step for message in servicer.received if message.HasField("step")]
+
+    def sent(number: int) -> bool:
+        return len(reported()) == number
+
+    with LinkedEngine([target], clock=clock) as engine:
+        lease = engine.link.lease
+
+        async def answered(step: int) -> None:
+            await servicer.say.put(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=step)))
+            await until(lambda: engine.link.outbox.unreported.heard_step == step)
+            # The thread of the link notes the answer a moment later.
+            await until(lambda: lease.state == agent_pb2.AGENT_STATE_READY)
+
+        await until(lambda: lease.connected)
+        engine.open("a")
+        for number in range(1, 5):
+            engine.step()
+            await until(partial(sent, number))
+            assert lease.state == agent_pb2.AGENT_STATE_READY
+            clock.now += 1.0
+        first, *_, last = reported()
+        assert lease.state == agent_pb2.AGENT_STATE_STALE
+        # The oldest report that waits after this answer is a second younger.
+        await answered(first)
+        clock.now += 1.0
+        assert lease.state == agent_pb2.AGENT_STATE_STALE
+        await answered(last)

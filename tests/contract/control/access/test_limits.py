@@ -43,7 +43,8 @@ def test_a_rate_fills_up_again() -> None:
 
 
 def test_places() -> None:
-    limiter = Limiter(CallLimits(calls=2, all_calls=3, streams=1, all_streams=1, engines=2), Clock())
+    limits = CallLimits(calls=2, all_calls=3, streams=1, all_streams=1, engines=3, engines_of_caller=2)
+    limiter = Limiter(limits, Clock())
     held = [limiter.place(Kind.CALL, "a"), limiter.place(Kind.CALL, "a")]
     with pytest.raises(TooMany, match="2 calls by one caller are open"):
         limiter.place(Kind.CALL, "a")
@@ -52,8 +53,11 @@ def test_places() -> None:
         limiter.place(Kind.CALL, "c")
     with limiter.place(Kind.STREAM, "a"), pytest.raises(TooMany, match="1 streams are open"):
         limiter.place(Kind.STREAM, "b")
-    with limiter.place(Kind.ENGINE, "a"), limiter.place(Kind.ENGINE, "a"), pytest.raises(TooMany, match="2 engines"):
-        limiter.place(Kind.ENGINE, "b")
+    with limiter.place(Kind.ENGINE, "a"), limiter.place(Kind.ENGINE, "a"), limiter.place(Kind.ENGINE, "b"):
+        with pytest.raises(TooMany, match="2 engines by one caller are open"):
+            limiter.place(Kind.ENGINE, "a")
+        with limiter.seat(), limiter.seat(), limiter.seat(), pytest.raises(TooMany, match="3 engines are open"):
+            limiter.seat()
     held.pop(0).close()
     limiter.place(Kind.CALL, "a").close()
     for place in held:
@@ -141,8 +145,10 @@ async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> N
             one = connect()
             await one.write(agent_pb2.ConnectRequest(hello=hello("agent")))
             assert (await one.read()).HasField("welcome")
+            second = connect()
+            await second.write(agent_pb2.ConnectRequest(hello=hello("agent")))
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await connect().read()
+                await second.read()
             assert (raised.value.code(), raised.value.details()) == (EXHAUSTED, "1 engines are open")
             one.cancel()
             await until(lambda: not secured.fleet.connections)

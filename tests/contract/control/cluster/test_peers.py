@@ -19,6 +19,7 @@ from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.model import Policy
 from tests.contract.proxies import proxy
 from tests.fakes.control import utc_now
+from tests.patient import LONG_S
 from tests.unit.control.handover.engines import disagg
 
 if TYPE_CHECKING:
@@ -76,6 +77,25 @@ async def test_a_connection_that_is_closed_before_the_call_gives_no_answer(
         return await listed(peer)
 
     assert await silent[2].ask(closed) == ({}, ["other"])
+
+
+async def test_a_replica_that_hangs_is_not_waited_for_again(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question waits for the time limit once, and the next ones only for a part of it until the replica answers."""
+    servicer, _, made = silent
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.05)
+
+    async def limited(peer: Peer) -> Any:
+        return await peer.fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=0.05)
+
+    assert await made.ask(limited) == ({}, ["other"])
+    # This question has no time limit of its own.
+    assert await made.ask(listed) == ({}, ["other"])
+    servicer.answers.set()
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", LONG_S)
+    heard, unreachable = await made.ask(listed)
+    assert (list(heard), unreachable) == (["other"], [])
 
 
 async def test_a_caller_that_hangs_up_ends_the_question(silent: tuple[Silent, list[Replica], Peers]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from meridian.v1 import freeze_pb2, freeze_pb2_grpc
+from meridian.v1 import fleet_pb2, freeze_pb2, freeze_pb2_grpc
 
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
@@ -30,8 +30,6 @@ from tests.fakes.linked import LinkedEngine, until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
-
-    from meridian.v1 import fleet_pb2
 
     from meridian_control.cli.console import Client
     from tests.contract.streams import Control
@@ -222,7 +220,7 @@ async def test_a_recording_of_a_frozen_engine_begins_with_that(control: Control)
         await engine.steps_until(engine.caps)
         await freeze(control.target)
         await engine.steps_until(lambda: confirmed(control))
-        recorded = [*control.fleet.record("")._waiting]
+        recorded = [fleet_pb2.TraceRecord.FromString(each) for each in control.fleet.record("")._waiting]
         assert [r.up.WhichOneof("message") or r.down.WhichOneof("message") or "policy" for r in recorded] == [
             "hello",
             "freeze",

@@ -86,7 +86,8 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         assert dict(listed["a"].handovers) == {"handed_over": 1}
         local = await fleet.ListEngines(fleet_pb2.ListEnginesRequest(local_only=True))
         assert [(c.ref, c.engine_id, c.transferred_tokens) for c in local.continued] == [(move.ref, "b", 160)]
-        records = [record for record in recording._waiting if record.engine_id == "a"]
+        waiting = map(fleet_pb2.TraceRecord.FromString, recording._waiting)
+        records = [record for record in waiting if record.engine_id == "a"]
         again = [move for response in replayed(records) for move in response.directives.hand_overs]
         assert [(m.decision_id, m.slot, m.url, m.ref) for m in again] == [(move.decision_id, 0, move.url, move.ref)]
         b.call.cancel()

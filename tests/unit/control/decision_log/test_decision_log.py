@@ -454,14 +454,14 @@ def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
 
 def test_a_life_with_long_texts_counts_more() -> None:
     """The bound of the log is a bound of its memory, whatever clients and agents write into a request's texts."""
-    made = Stream(log=DecisionLog(max_events=150))
+    made = Stream(log=DecisionLog(max_events=100))
     made.apply(policy(scheduler=EARLY))
     for number in range(20):
         made.open(f"r{number}", answer=1, tenant="é" * 1000, effort="é" * 1000)
         made.step(3)
     kept = [*made.log._live.values(), *made.log._over.values()]
-    assert {life.weight for life in kept} == {8}
-    assert made.log.events <= 150
+    assert {life.weight for life in kept} == {5}
+    assert made.log.events <= 100
     assert 10 < len(kept) < 20
 
 
@@ -530,3 +530,19 @@ def test_the_time_is_the_messages() -> None:
     made.open("a")
     made.step(then_ms=7)
     assert life(made).open_time.ToDatetime() == (NOW + timedelta(milliseconds=7)).replace(tzinfo=None)
+
+
+def test_the_log_is_bounded_in_bytes() -> None:
+    """A decision keeps its request's texts in memory, also when the request's life is forgotten."""
+    made = Stream(log=DecisionLog(max_events=40, max_decision_bytes=60_000))
+    made.apply(policy(scheduler=EARLY))
+    for number in range(40):
+        made.open(f"r{number}", answer=1, tenant=f"{number}".ljust(1000, "t"), effort=f"{number}".ljust(1000, "e"))
+        made.step(3)
+        kept = [*made.log._probes, *made.log._decisions]
+        lives = {id(decision.life): decision.life.held_bytes for decision in kept}
+        assert made.log.decision_bytes == sum(decision.size_under(decision.under) for decision in kept) + sum(
+            lives.values()
+        )
+        assert made.log.decision_bytes <= 60_000
+    assert 0 < len(kept) < 40

@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import phases
 from meridian_control.common.errors import BadReport
-from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT, MAX_TEXT_BYTES
 from meridian_control.decisions import token_rows as rows
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, RequestTable
 from meridian_control.decisions.table_columns import COLUMNS, HISTORIES, UNTOLD
@@ -45,11 +45,25 @@ def test_a_request_keeps_no_part_of_the_message_that_began_it() -> None:
     kept = made.open(report.opened[0])
     report.opened[0].model = "another"
     assert made.info[0] is kept
-    assert kept == opened(0, request_id="a", model="m")
-    # A field of a newer version, or of nobody's.
-    unknown = agent_pb2.RequestOpened.FromString(kept.SerializeToString() + b"\xfa\xff\x7f\x03abc")
-    assert unknown.ByteSize() > kept.ByteSize()
-    assert made.open(unknown).ByteSize() == kept.ByteSize()
+    assert (kept.slot, kept.request_id, kept.model) == (0, "a", "m")
+
+
+def test_requests_share_the_texts_that_policy_matches_on() -> None:
+    made = RequestTable(4)
+    texts = {name: f"{name} of one" for name in ("model", "tenant", "slo_class", "effort")}
+    one, other = (made.open(opened(slot, request_id=f"r{slot}", **texts)) for slot in (0, 1))
+    assert all(getattr(one, name) is getattr(other, name) for name in texts)
+
+
+@pytest.mark.parametrize(("text", "kept"), [("a" * MAX_TEXT, MAX_TEXT), ("\U0001f600" * MAX_TEXT, MAX_TEXT_BYTES // 4)])
+def test_a_text_is_kept_up_to_a_number_of_bytes(text: str, kept: int) -> None:
+    made = RequestTable(4)
+    before = made.text_bytes
+    request = made.open(opened(0, request_id="a", tenant=text))
+    assert request.tenant == text[:kept]
+    assert made.text_bytes - before == request.held_bytes >= len(request.tenant.encode())
+    made.close(0)
+    assert made.text_bytes == before
 
 
 def test_requests_join_their_first_step() -> None:

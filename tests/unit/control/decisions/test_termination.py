@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.opened_request import OpenedRequest
 from meridian_control.decisions.probe_timing import probes_due
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
@@ -33,7 +34,7 @@ DERAILED = thinking(
     ("own", "limit", "expected"), [(None, 100, 100), (5, 100, 5), (0, 100, 0), (500, 100, 100), (100, 100, 100)]
 )
 def test_the_cap_is_the_requests_wish_clamped_by_policy(own: int | None, limit: int, expected: int) -> None:
-    opened = agent_pb2.RequestOpened(max_think_tokens=own)
+    opened = OpenedRequest(agent_pb2.RequestOpened(max_think_tokens=own))
     assert cap(SchedulerPolicy(max_think_tokens=limit, min_think_tokens=0), opened) == expected
 
 

@@ -291,7 +291,7 @@ def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     made = stream(budgeted())
     made.open("a", tenant="acme")
     made.step(5)
-    counted = made.session.charges.charged()
+    counted = made.session.charges.hand_on("s").tokens
     assert (counted, made.session.charges.take()) == ({"a": 5}, {"acme": 5})
     again = Session("s2", made.hello, made.now, carried=Carried("s", counted))
     again.on_message(snapshot(30), made.now)
@@ -410,8 +410,7 @@ def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
         tenant = "".join(letter for bit, letter in enumerate(letters) if number >> bit & 1)
         opened = agent_pb2.RequestOpened(slot=9, request_id=f"r{number}", tenant=tenant)
         table.close(9)
-        table.open(opened, 0.0)
-        made.session._groups.assign(9, opened)
+        made.session._groups.assign(9, table.open(opened, 0.0))
         assert charges.names(9) == tuple(tenant)
         assert len(charges._sets) <= SETS_ROOM
     table.close(9)
