@@ -155,7 +155,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         snapshots = Rate(*SNAPSHOTS, time.monotonic())
         try:
             async for request in requests:
-                if request.HasField("snapshot"):
+                if request.HasField("snapshot") and not request.snapshot.continues:
                     while wait_s := snapshots.wait_s(time.monotonic()):
                         await asyncio.sleep(wait_s)
                 if connection.busy:
