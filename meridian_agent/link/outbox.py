@@ -230,6 +230,9 @@ class Outbox:
                 continue
             held, sent_s = None, self._lease.clock()
             if item is None:
+                # The process may be gone before the end of this side has arrived.
+                goodbye = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(last=True))
+                yield from [goodbye] * (self.heartbeat_s > 0)
                 return
             if isinstance(item, agent_pb2.ConnectRequest):
                 # The control plane's answer to this message names the newest report, which may be old, so no round trip

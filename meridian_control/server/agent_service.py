@@ -101,7 +101,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 # The agent's side ends also if the connection breaks; gRPC cancels the call soon after that.
                 await asyncio.sleep(BREAKS_S)
         except (asyncio.CancelledError, GeneratorExit):
-            reason = "disconnected"
+            reason = "agent_closed" if connection.session.shuts_down else "disconnected"
             raise
         finally:
             reader.cancel()

@@ -90,6 +90,8 @@ class Session:
         self.delivery = Delivery(hello, self.totals)
         self.freezing = FreezeState(hello.freeze)
         self.agent_state = hello.state
+        # Whether the agent has said that its engine shuts down.
+        self.shuts_down = False
         self.gauges: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
@@ -278,6 +280,7 @@ class Session:
                 self._snapshot_parts.check_complete()
                 return (yield from self._on_step(message.step, now))
             if kind == "heartbeat":
+                self.shuts_down = message.heartbeat.last
                 return self._answer(agent_pb2.ConnectResponse(), now, awaited=True)
             if kind == "settings_status":
                 return (yield from self._on_settings_status(message.settings_status, now))

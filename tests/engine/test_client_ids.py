@@ -8,6 +8,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
@@ -76,7 +77,13 @@ def explained(control: Control, request_id: str, ends: int = 1) -> fleet_pb2.Exp
         with control.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             asked = fleet_pb2.ExplainRequestRequest(request_id=request_id)
-            found = stub.ExplainRequest(asked, timeout=RPC_S)
+            try:
+                found = stub.ExplainRequest(asked, timeout=RPC_S)
+            except grpc.RpcError as error:
+                # The engine may not have reported the request yet.
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return None
+                raise
         lives = [found.life, *found.siblings]
         return found if len(lives) == ends and all(life.HasField("close_time") for life in lives) else None
 

@@ -1768,12 +1768,19 @@ class Heartbeat(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.bool
+    """Whether the engine shuts down: the agent's last message, after which it ends its side of the stream. Also sent if
+    heartbeat_ms is long; not sent to a control plane that asks for no heartbeats.
+    """
     def __init__(
         self,
+        *,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

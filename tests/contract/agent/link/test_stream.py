@@ -313,7 +313,7 @@ async def test_an_error_of_the_servers_own_ends_the_stream_as_such(
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
         await until(control.connected)
         (connection,) = control.fleet.connections
-        monkeypatch.setattr(connection.session, "on_message", {}.__getitem__)
+        monkeypatch.setattr(connection.session, "taking_in", {}.__getitem__)
         await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
         code, _ = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
@@ -327,6 +327,18 @@ async def test_a_client_that_closes_its_side(control: Control) -> None:
         await call.done_writing()
         await to_the_end(call)
         assert await call.code() is grpc.StatusCode.OK
+    assert control.fleet.stream_ends == {"agent_closed": 1}
+
+
+async def test_an_engine_that_says_that_it_shuts_down_has_left_even_if_its_connection_breaks(control: Control) -> None:
+    async with call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        await until(control.connected)
+        (connection,) = control.fleet.connections
+        await call.write(agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(last=True)))
+        await until(lambda: connection.session.shuts_down)
+        call.cancel()
+        await until(lambda: control.fleet.stream_ends)
     assert control.fleet.stream_ends == {"agent_closed": 1}
 
 
