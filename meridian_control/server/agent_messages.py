@@ -1,65 +1,80 @@
-"""Parses the messages of agents, unless they have more entries than any engine can report.
+"""Parses the messages of agents, unless a message makes more work than any engine needs.
 
-An entry of two bytes takes hundreds in memory once it is parsed, so a message within gRPC's bound could take more
-memory than the process may have. The entries of a large message are therefore counted first. All functions are pure.
+protobuf parses a message in one piece, and all other engines wait meanwhile. Requests make up nearly all of a large
+message of an agent, so their number is bounded, and so are the bytes of everything else. All functions are pure.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.message_bounds import fields
 from meridian_control.common.opened_request import MAX_SLOTS
 
-# Messages of at most this many bytes are not counted, because they can have few entries.
+# Messages of at most this many bytes make little work.
 SMALL_BYTES = 64 << 10
+# Largest number of bytes of an entry, which has a few texts and numbers; and of what a message has beside entries. An
+# agent's reports have at most REPORT_BYTES with their entries, and any other message is smaller.
+ENTRY_BYTES, REPORT_BYTES, OTHER_BYTES = 64 << 10, 1 << 20, 256 << 10
+# Largest number of tags in a message, beside entries.
+MAX_TAGS = 4096
 # Fields of a message whose entries are counted.
 COUNTED = {"snapshot": ("requests", "ended"), "step": ("opened", "closed", "outcomes")}
-
-# Columns of a report that have one row for a request. A small message cannot have too many.
+# Columns of a report that have one row for a request.
 COLUMNS = ("probes", "loops", "repeats", "continued", "joined")
 
 
-def _envelope() -> Any:
-    """Return a type that reads a ConnectRequest, but leaves the entries of COUNTED as bytes."""
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="meridian/counted.proto", package="meridian.counted")
-    whole = file.message_type.add(name="ConnectRequest")
+def _numbers() -> dict[int, tuple[str, dict[int, str]]]:
+    """Return the names of COUNTED by their field numbers."""
+    found = {}
     for part, names in COUNTED.items():
         field: Any = agent_pb2.ConnectRequest.DESCRIPTOR.fields_by_name[part]
-        whole.field.add(
-            name=part,
-            number=field.number,
-            type=kinds.TYPE_MESSAGE,
-            label=kinds.LABEL_OPTIONAL,
-            type_name=f".meridian.counted.{part}",
-        )
-        message = file.message_type.add(name=part)
-        for name in names:
-            number = field.message_type.fields_by_name[name].number
-            message.field.add(name=name, number=number, type=kinds.TYPE_BYTES, label=kinds.LABEL_REPEATED)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("meridian.counted.ConnectRequest"))
+        inner = field.message_type.fields_by_name
+        found[field.number] = part, {inner[name].number: name for name in names}
+    return found
 
 
-ENVELOPE = _envelope()
+NUMBERS = _numbers()
 
 
 def parse(given: bytes) -> agent_pb2.ConnectRequest:
-    """Return the message. Raises InvalidRequest if it has too many entries, and DecodeError if it cannot be parsed."""
+    """Return the message. Raises InvalidRequest if it has too much of something, and DecodeError if it cannot be
+    parsed."""
     if len(given) > SMALL_BYTES:
-        counted = ENVELOPE.FromString(given)
-        for part, names in COUNTED.items():
-            for name in names:
-                if (entries := len(getattr(getattr(counted, part), name))) > MAX_SLOTS:
-                    raise InvalidRequest(f"{part}.{name}", f"must have at most {MAX_SLOTS} entries; got {entries}")
+        _check(given)
     message = agent_pb2.ConnectRequest.FromString(given)
     if len(given) > SMALL_BYTES and message.HasField("step"):
         for part in COLUMNS:
             if (rows := len(getattr(message.step, part).slot)) > MAX_SLOTS:
                 raise InvalidRequest(f"step.{part}", f"must have at most {MAX_SLOTS} rows; got {rows}")
     return message
+
+
+def _check(given: bytes) -> None:
+    """Raise InvalidRequest if the message has too many entries, or too much beside them."""
+    entries, tags, rest, most = Counter[str](), 0, 0, OTHER_BYTES
+    for number, begin, end in fields(given, 0, len(given), MAX_TAGS + 1):
+        tags += 1
+        if number not in NUMBERS:
+            rest += end - begin
+        else:
+            part, names = NUMBERS[number]
+            most = REPORT_BYTES
+            for inner, start, stop in fields(given, begin, end, len(given)):
+                if (name := names.get(inner)) is None:
+                    rest += stop - start
+                    tags += 1
+                elif stop - start > ENTRY_BYTES:
+                    raise InvalidRequest(f"{part}.{name}", f"must have at most {ENTRY_BYTES} bytes in an entry")
+                else:
+                    entries[name] += 1
+                    if entries[name] > MAX_SLOTS:
+                        raise InvalidRequest(f"{part}.{name}", f"must have at most {MAX_SLOTS} entries")
+                if tags > MAX_TAGS:
+                    break
+        if rest > most or tags > MAX_TAGS:
+            raise InvalidRequest("message", f"must have at most {most} bytes and {MAX_TAGS} fields beside its requests")
