@@ -7,6 +7,7 @@ newest connection reports it. The module runs on the control plane's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from meridian_control.cluster.peers import Peer, Peers
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.fleet.recording import Recording
+
+logger = logging.getLogger(__name__)
 
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 # Seconds between two requests for the answering engines of the other replicas.
@@ -152,10 +155,14 @@ class WholeFleet:
         """Return the counts of each replica by its id, and the ids of the replicas that did not answer."""
 
         async def ask(peer: Peer) -> fleet_pb2.GetSavingsResponse:
-            return await peer.fleet.GetSavings(fleet_pb2.GetSavingsRequest(local_only=True), timeout=CALL_TIMEOUT_S)
+            told = await peer.fleet.GetSavings(fleet_pb2.GetSavingsRequest(local_only=True), timeout=CALL_TIMEOUT_S)
+            # Raises an error for counts of which no estimate can be made, so that they are left out of the sums.
+            savings.merged([mine, told])
+            return told
 
+        mine = self.local_savings()
         heard, unreachable = await self.peers.ask(ask) if self.peers is not None else ({}, [])
-        return {self.replica_id: self.local_savings()} | heard, unreachable
+        return {self.replica_id: mine} | heard, unreachable
 
     async def savings(self, local_only: bool = False) -> fleet_pb2.GetSavingsResponse:
         """Return the counts of all replicas, added up, with estimates."""
@@ -230,16 +237,27 @@ class WholeFleet:
 
         The other replicas are asked while the policy in force, or the candidate of a rollout, decides handovers.
         """
-        fleet = self.fleet
+        complaint = ""
         while True:
-            if self.peers is not None and any(policy.disagg.enabled for policy in fleet.policies):
-                heard, _ = await self.peers.ask(_listed)
-                now = fleet.clock()
-                fleet.pool.hear({name: list(answer.engines) for name, answer in heard.items()}, now)
-                for told in (told for answer in heard.values() for told in answer.continued):
-                    fleet.handovers.heard(told, now)
-            fleet.share_pool()
+            try:
+                await self._share_pool_once()
+                complaint = ""
+            except Exception as error:
+                # What other replicas answer must not end this one, whatever is wrong with it.
+                if complaint != str(error):
+                    complaint = str(error)
+                    logger.exception("the answering engines cannot be shared")
             await asyncio.sleep(SHARE_S)
+
+    async def _share_pool_once(self) -> None:
+        fleet = self.fleet
+        if self.peers is not None and any(policy.disagg.enabled for policy in fleet.policies):
+            heard, _ = await self.peers.ask(_listed)
+            now = fleet.clock()
+            fleet.pool.hear({name: list(answer.engines) for name, answer in heard.items()}, now)
+            for told in (told for answer in heard.values() for told in answer.continued):
+                fleet.handovers.heard(told, now)
+        fleet.share_pool()
 
 
 def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
@@ -279,6 +297,8 @@ async def _listed(peer: Peer) -> fleet_pb2.ListEnginesResponse:
     request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE)
     answer = page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
     while page.next_page_token:
+        if not page.engines:
+            raise ValueError("an empty page has a next one")
         request.page_token = page.next_page_token
         page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
         answer.engines.extend(page.engines)
@@ -294,4 +314,6 @@ async def _requests(peer: Peer, engine_id: str) -> list[fleet_pb2.LiveRequest]:
         found.extend(page.requests)
         if not page.next_page_token:
             return found
+        if not page.requests:
+            raise ValueError("an empty page has a next one")
         request.page_token = page.next_page_token

@@ -127,10 +127,12 @@ class HarmGuard:
             try:
                 await self.look()
                 complaint = ""
-            except MeridianError as error:
+            except Exception as error:
+                # What other replicas answer must not end this one, whatever is wrong with it.
                 if complaint != str(error):
                     complaint = str(error)
-                    logger.warning("the harm of shortened thinking is not watched: %s", complaint)
+                    cause = None if isinstance(error, MeridianError) else error
+                    logger.warning("the harm of shortened thinking is not watched: %s", complaint, exc_info=cause)
 
     async def look(self) -> None:
         """Look at the counts of all replicas, and withdraw what does harm.

@@ -2,9 +2,10 @@
 
 The module owns the channels between replicas. Replicas ask each other on demand instead of publishing their state, so
 that data that changes in every step stays out of the database and answers are as fresh as on the engine's own replica.
-An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S; a replica that has
-not answered once has a tenth of that time until it answers again. The module runs on the control
-plane's event loop.
+An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S, however many calls
+the question takes; a replica that has not answered once has a tenth of that time until it answers again. A replica
+whose answer cannot be read or used counts as one that does not answer. The module runs on the control plane's event
+loop.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_control.access import tls_look
 from meridian_control.access.reloading_file import Reloaded
+from meridian_control.cluster.peer_answers import reading
 from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from meridian_control.access.client_credentials import ClientCredentials
     from meridian_control.cluster.membership import Replica
@@ -60,11 +62,11 @@ class Peer:
 
     @property
     def fleet(self) -> fleet_pb2_grpc.FleetServiceAsyncStub:
-        return fleet_pb2_grpc.FleetServiceStub(self.channel)
+        return fleet_pb2_grpc.FleetServiceStub(reading(self.channel))
 
     @property
     def policy(self) -> policy_pb2_grpc.PolicyServiceAsyncStub:
-        return policy_pb2_grpc.PolicyServiceStub(self.channel)
+        return policy_pb2_grpc.PolicyServiceStub(reading(self.channel))
 
 
 class Peers:
@@ -80,6 +82,7 @@ class Peers:
         # Ids of replicas for which a missing answer, or a missing recording, has already been logged.
         self._silent: set[str] = set()
         self._not_recording: set[str] = set()
+        # Tasks that close channels, and that find out why a replica does not answer.
         self._closing: set[asyncio.Task[None]] = set()
 
     def _peers(self) -> list[Peer]:
@@ -88,16 +91,14 @@ class Peers:
         renewed = (tls := self._tls.get()) is not self._shown
         self._shown = tls
         for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
-            closing = asyncio.create_task(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._beside(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
         for replica_id in live.keys() - self._known.keys():
             self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
         return [self._known[replica_id] for replica_id in sorted(live)]
 
     async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
-        """Return the answers by replica id, and the ids of the replicas without an answer. `call` must have a time
-        limit."""
+        """Return the answers by replica id, and the ids of the replicas without an answer. `call` may raise any
+        exception for an answer that it cannot use."""
         peers = self._peers()
         answers = await asyncio.gather(*(self._asked(peer, call) for peer in peers))
         heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
@@ -138,25 +139,38 @@ class Peers:
     async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
         replica_id = peer.replica.replica_id
         # Every question would otherwise wait for the time limit while a replica hangs.
-        patience_s = CALL_TIMEOUT_S * SILENT_SHARE if replica_id in self._silent else None
+        patience_s = CALL_TIMEOUT_S * (SILENT_SHARE if replica_id in self._silent else 1)
         try:
             async with asyncio.timeout(patience_s):
                 answer = await _answered(peer, call)
         except (grpc.aio.AioRpcError, ReplicaUnavailable, TimeoutError) as error:
             if replica_id not in self._silent:
-                # Noted first, because other calls may fail during a look.
                 self._silent.add(replica_id)
-                logger.warning("replica %s did not answer: %s", replica_id, await self._why(peer, error))
+                # The question does not wait for the look, which may take seconds.
+                self._beside(self._complain(peer, error))
             return []
         self._silent.discard(replica_id)
         return [answer]
 
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that nobody waits for before `close`."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _complain(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> None:
+        logger.warning("replica %s did not answer: %s", peer.replica.replica_id, await self._why(peer, error))
+
     async def _why(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> str:
         """Return why a replica did not answer, also if it is a cause in TLS that gRPC does not name."""
-        if not isinstance(error, grpc.aio.AioRpcError):
+        if isinstance(error, ReplicaUnavailable):
             return str(error)
-        told, cause = f"{error.code()}: {error.details()}", ""
-        if error.code() in MAY_BE_TLS:
+        code = grpc.StatusCode.DEADLINE_EXCEEDED
+        told, cause = f"{code}: no answer within {CALL_TIMEOUT_S:g} s", ""
+        if isinstance(error, grpc.aio.AioRpcError):
+            code = error.code()
+            told = f"{code}: {error.details()}"
+        if code in MAY_BE_TLS:
             cause = await asyncio.to_thread(tls_look.trouble, peer.replica.address, self._credentials, NAMES)
         return f"{cause} ({told})" if cause else told
 
@@ -221,8 +235,9 @@ class Peers:
 
 
 async def _answered(peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
-    """Return the answer to a call. Raises AioRpcError, and ReplicaUnavailable if the channel is closed meanwhile: the
-    replica has ended, or the credentials have changed. gRPC cancels the calls of a closed channel."""
+    """Return the answer to a call. Raises AioRpcError, and ReplicaUnavailable if the answer cannot be used, or if the
+    channel is closed meanwhile: the replica has ended, or the credentials have changed. gRPC cancels the calls of a
+    closed channel."""
     try:
         return await call(peer)
     except asyncio.CancelledError:
@@ -230,6 +245,12 @@ async def _answered(peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> An
             raise
     except grpc.aio.UsageError:
         pass
+    except (grpc.aio.AioRpcError, TimeoutError):
+        raise
+    except Exception as error:
+        # What another replica sends must not end this one, whatever is wrong with it.
+        why = f"its answer cannot be used: {type(error).__name__}: {error}"
+        raise ReplicaUnavailable([peer.replica.replica_id], why) from error
     raise ReplicaUnavailable([peer.replica.replica_id], "the connection to it was closed") from None
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 # Time for which the engines of a replica that does not answer count as they were.
 KEEP = timedelta(seconds=5)
+# Largest number that a message holds; what other replicas say may add up to more.
+MOST = 2**32 - 1
 
 Promises = list[tuple[str, str, fleet_pb2.PromisedRequests]]
 
@@ -84,7 +86,7 @@ def _for(
         copied.CopyFrom(engine)
         for thinking, answering, promised in promises:
             if answering == engine.engine_id and thinking != session.hello.engine_id:
-                copied.promised.requests += promised.requests
-                copied.promised.blocks += promised.blocks
+                copied.promised.requests = min(MOST, copied.promised.requests + promised.requests)
+                copied.promised.blocks = min(MOST, copied.promised.blocks + promised.blocks)
         made.append(copied)
     return made

@@ -126,10 +126,12 @@ class Rollouts:
             try:
                 await self.tick()
                 complaint = ""
-            except MeridianError as error:
+            except Exception as error:
+                # What other replicas answer must not end this one, whatever is wrong with it.
                 if complaint != str(error):
                     complaint = str(error)
-                    logger.warning("rollouts do not proceed: %s", complaint)
+                    cause = None if isinstance(error, MeridianError) else error
+                    logger.warning("rollouts do not proceed: %s", complaint, exc_info=cause)
 
     async def tick(self) -> None:
         """Sample the fleet and advance the active rollout, if this replica leads.
