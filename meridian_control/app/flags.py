@@ -56,7 +56,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let every caller that reaches --listen change everything, and allow any address for --page-listen",
     )
-    p.add_argument("--max-engines", type=int, default=CallLimits.engines, help="largest number of connected engines")
+    p.add_argument(
+        "--max-engines",
+        type=int,
+        default=CallLimits.engines,
+        help="largest number of engines connected to this replica",
+    )
     p.add_argument(
         "--heartbeat",
         type=float,
@@ -68,15 +73,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--max-engines-per-caller",
         type=int,
-        help="largest number of engines of one principal, or of one host without authentication; default: half of "
-        "--max-engines",
+        help="largest number of engines of one principal, or of one host without authentication, connected to this "
+        "replica; default: half of --max-engines",
     )
     for name, default, whose in (
         ("--max-stream-mib", MemoryLimits.stream, "one engine"),
         ("--max-caller-mib", MemoryLimits.caller, "one caller's engines"),
         ("--max-engines-mib", MemoryLimits.all, "all engines"),
     ):
-        told = f"most memory in MiB for the requests of {whose}; default: %(default)s"
+        told = f"most memory in MiB for the requests of {whose} on this replica; default: %(default)s"
         p.add_argument(name, type=int, default=default >> 20, help=told)
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")

@@ -91,15 +91,17 @@ class WholeFleet:
             engines = await self.local_engines()
             return fleet_pb2.WatchFleetResponse(engines=engines, requests=await self.fleet.requests_in_turns(engine_id))
 
-        async def ask(peer: Peer) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.LiveRequest]]:
-            return await asyncio.gather(_engines(peer), _requests(peer, engine_id))
+        async def ask(peer: Peer) -> list[fleet_pb2.LiveRequest]:
+            return await _requests(peer, engine_id)
 
-        heard, unreachable = await self.peers.ask(ask)
-        heard[self.replica_id] = await self.local_engines(), await self.fleet.requests_in_turns(engine_id)
-        engines = once(engine for engines, _ in heard.values() for engine in engines)
+        # A replica with very many requests may be late with them, and its engines are shown nevertheless.
+        (heard, silent), (found, late) = await asyncio.gather(self.peers.ask(_engines), self.peers.ask(ask, "requests"))
+        unreachable = sorted({*silent, *late})
+        engines = await self._with(heard)
         where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
+        found[self.replica_id] = await self.fleet.requests_in_turns(engine_id)
         requests = [
-            live for replica_id, (_, found) in heard.items() for live in found if (live.engine_id, replica_id) in where
+            live for replica_id, lives in found.items() for live in lives if (live.engine_id, replica_id) in where
         ]
         requests.sort(key=lambda live: (live.engine_id, live.request_id))
         return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)

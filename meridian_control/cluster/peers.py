@@ -79,8 +79,9 @@ class Peers:
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()
         self._known: dict[str, Peer] = {}
-        # Ids of replicas for which a missing answer, or a missing recording, has already been logged.
-        self._silent: set[str] = set()
+        # Ids of replicas for which a missing answer, or a missing recording, has already been logged; answers with the
+        # part of a replica's data that was asked for, empty for any.
+        self._silent: set[tuple[str, str]] = set()
         self._not_recording: set[str] = set()
         # Tasks that close channels, and that find out why a replica does not answer.
         self._closing: set[asyncio.Task[None]] = set()
@@ -96,11 +97,16 @@ class Peers:
             self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
         return [self._known[replica_id] for replica_id in sorted(live)]
 
-    async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
+    async def ask(
+        self, call: Callable[[Peer], Awaitable[Answer]], part: str = ""
+    ) -> tuple[dict[str, Answer], list[str]]:
         """Return the answers by replica id, and the ids of the replicas without an answer. `call` may raise any
-        exception for an answer that it cannot use."""
+        exception for an answer that it cannot use.
+
+        part: name of data with which a replica may be late although it answers other questions in time.
+        """
         peers = self._peers()
-        answers = await asyncio.gather(*(self._asked(peer, call) for peer in peers))
+        answers = await asyncio.gather(*(self._asked(peer, call, part) for peer in peers))
         heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
         return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
 
@@ -136,20 +142,21 @@ class Peers:
                     raise ReplicaUnavailable([replica_id], f"{error.code().name}: {error.details()}") from None
         raise ReplicaUnavailable([replica_id], "it is not among the live replicas")
 
-    async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
+    async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]], part: str) -> list[Answer]:
         replica_id = peer.replica.replica_id
         # Every question would otherwise wait for the time limit while a replica hangs.
-        patience_s = CALL_TIMEOUT_S * (SILENT_SHARE if replica_id in self._silent else 1)
+        was_silent = bool(self._silent & {(replica_id, ""), (replica_id, part)})
+        patience_s = CALL_TIMEOUT_S * (SILENT_SHARE if was_silent else 1)
         try:
             async with asyncio.timeout(patience_s):
                 answer = await _answered(peer, call)
         except (grpc.aio.AioRpcError, ReplicaUnavailable, TimeoutError) as error:
-            if replica_id not in self._silent:
-                self._silent.add(replica_id)
+            if not self._silent & {(replica_id, ""), (replica_id, part)}:
+                self._silent.add((replica_id, part))
                 # The question does not wait for the look, which may take seconds.
                 self._beside(self._complain(peer, error))
             return []
-        self._silent.discard(replica_id)
+        self._silent -= {(replica_id, ""), (replica_id, part)}
         return [answer]
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:

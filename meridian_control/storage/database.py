@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import asyncpg  # type: ignore[import-untyped]
 from sqlalchemy import event, func, select, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
 
@@ -223,4 +224,12 @@ def _unavailable() -> Iterator[None]:
         OSError,
         ImportError,
     ) as error:
-        raise StoreUnavailable(f"policy store: {getattr(error, 'orig', None) or error}") from error
+        raise StoreUnavailable(f"policy store: {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """Return what a driver's error says. An error about time has no text of its own."""
+    cause: BaseException = getattr(error, "orig", None) or error
+    if isinstance(cause, (TimeoutError, PoolTimeout)) or isinstance(cause.__cause__, TimeoutError):
+        return f"no answer within {postgres.CALL_TIMEOUT_S:g} s; the database is slow, or its tables are locked"
+    return str(cause)

@@ -21,6 +21,7 @@ CHANNEL = "meridian_policy"
 NOTIFY = f"SELECT pg_notify('{CHANNEL}', '')"
 # Name in pg_stat_activity of the connection that receives notifications.
 FOLLOWER = "meridian-control listens"
+# Seconds for which a connection, a statement, or a free connection of the pool is waited for.
 CALL_TIMEOUT_S = 10.0
 # Seconds without a notification after which readers query anyway; the query also shows whether the server still runs.
 POLL_S = 10.0
@@ -34,7 +35,12 @@ def create_engine(url: str) -> AsyncEngine:
         return await asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S)
 
     return create_async_engine(
-        "postgresql+asyncpg://", async_creator=connect, pool_pre_ping=True, pool_size=POOL_SIZE, hide_parameters=True
+        "postgresql+asyncpg://",
+        async_creator=connect,
+        pool_pre_ping=True,
+        pool_size=POOL_SIZE,
+        pool_timeout=CALL_TIMEOUT_S,
+        hide_parameters=True,
     )
 
 

@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -393,6 +393,38 @@ async def test_unreadable_revision_can_be_replaced(path: Path, file: str) -> Non
         ):
             await store.current()
         assert (await append(store, etag=stored.etag)).revision == 2
+
+
+@pytest.mark.parametrize("blocked", ["tables", "pool"])
+async def test_a_database_that_does_not_answer_is_named(
+    postgres_address: str, monkeypatch: pytest.MonkeyPatch, blocked: str
+) -> None:
+    """A change fails with a reason, is not stored, and succeeds once the database answers."""
+    async with opened(postgres_address) as store, AsyncExitStack() as held:
+        first, pool = await append(store), store.database._engine.pool
+        other = await asyncpg.connect(postgres_address)
+        locked = other.transaction()
+        await locked.start()
+        with monkeypatch.context() as patch:
+            if blocked == "tables":
+                await other.execute("LOCK TABLE policy_revisions IN ACCESS EXCLUSIVE MODE")
+                # A new connection has the shorter limit.
+                await store.database._engine.dispose()
+                patch.setattr(postgres_module, "CALL_TIMEOUT_S", 1.0)
+            else:
+                assert pool._timeout == postgres_module.CALL_TIMEOUT_S
+                patch.setattr(pool, "_timeout", 0.1)
+                for _ in range(pool.size() + pool._max_overflow):
+                    await held.enter_async_context(store.database.reading())
+            with pytest.raises(StoreUnavailable, match=r"policy store: no answer within .* s; the database is slow"):
+                await append(store)
+        await held.aclose()
+        await locked.rollback()
+        await other.close()
+        await store.database._engine.dispose()
+        second = await append(store)
+        assert [r.revision for r in await store.history(9)] == [second.revision, first.revision]
+        assert second.revision == first.revision + 1
 
 
 @pytest.mark.parametrize(
