@@ -71,13 +71,15 @@ class Hostile(grpc.GenericRpcHandler):
         self.answers: dict[str, bytes] = {}
         self.asked: Counter[str] = Counter()
         self.page_s = 0.0
+        # Methods that are never answered.
+        self.late: set[str] = set()
 
     def service(self, details: Any) -> Any:
         method = details.method.rpartition("/")[2]
 
         async def answer(_request: bytes, _context: Any) -> bytes:
             self.asked[method] += 1
-            await asyncio.sleep(self.page_s)
+            await asyncio.sleep(600 if method in self.late else self.page_s)
             return self.answers.get(method, b"\xff\xff\xff\xff")
 
         return grpc.unary_unary_rpc_method_handler(answer)
@@ -170,6 +172,25 @@ async def test_an_answer_does_not_wait_for_the_reason_why_a_replica_is_silent(
     assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
     await looked.wait()
     found.set()
+    await made.close()
+
+
+async def test_engines_are_shown_although_their_requests_are_late(
+    hostile: tuple[Hostile, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica with very many requests may take longer for them than anybody waits."""
+    handler, address = hostile
+    engine = fleet_pb2.Engine(engine_id="there", state=CONNECTED, replica=NAME)
+    handler.answers = {"ListEngines": fleet_pb2.ListEnginesResponse(engines=[engine]).SerializeToString()}
+    handler.late = {"ListRequests"}
+    for module in (peers, cluster_fleet):
+        monkeypatch.setattr(module, "CALL_TIMEOUT_S", 4.0)
+    made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
+    whole = WholeFleet(Fleet(utc_now), "asking", made, lambda: True)
+    assert await whole.engines() == ([engine], [])
+    for _ in range(2):
+        state = await asyncio.wait_for(whole.state(), 60)
+        assert ([e.engine_id for e in state.engines], list(state.unreachable_replicas)) == (["there"], [NAME])
     await made.close()
 
 
