@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import pytest
@@ -401,7 +402,8 @@ async def test_a_database_that_does_not_answer_is_named(
 ) -> None:
     """A change fails with a reason, is not stored, and succeeds once the database answers."""
     async with opened(postgres_address) as store, AsyncExitStack() as held:
-        first, pool = await append(store), store.database._engine.pool
+        first = await append(store)
+        pool: Any = store.database._engine.pool
         other = await asyncpg.connect(postgres_address)
         locked = other.transaction()
         await locked.start()
