@@ -8,9 +8,11 @@ Other replicas believe what an answer says, but nothing that it says may end or 
 from __future__ import annotations
 
 from functools import cache
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from meridian.v1 import fleet_pb2
 
 from meridian_control.common.message_bounds import fields
 from meridian_control.common.opened_request import MAX_SLOTS
@@ -55,7 +57,7 @@ def read(given: bytes, parse: Callable[[bytes], Message]) -> Message:
     if len(given) > SMALL_BYTES and sum(1 for _ in fields(given, 0, len(given), MAX_SLOTS + 1)) > MAX_SLOTS:
         raise ValueError(f"more than {MAX_SLOTS} entries")
     message = parse(given)
-    _check_times(message)
+    _check(message)
     return message
 
 
@@ -73,8 +75,12 @@ def _has_times(descriptor: Descriptor, above: tuple[str, ...]) -> bool:
     )
 
 
-def _check_times(message: Any) -> None:
-    """Raise ValueError if a time is out of range."""
+def _check(message: Any) -> None:
+    """Raise ValueError if a time is out of range, or a number of an engine is none."""
+    if isinstance(message, fleet_pb2.Engine):
+        for field, value in message.ListFields():
+            if isinstance(value, float) and not isfinite(value):
+                raise ValueError(f"{field.name} of an engine is {value}")
     if isinstance(message, Timestamp):
         try:
             message.ToDatetime()
@@ -85,6 +91,6 @@ def _check_times(message: Any) -> None:
         if field.is_repeated:
             entries = getattr(message, field.name)
             for entry in entries.values() if field.message_type.GetOptions().map_entry else entries:
-                _check_times(entry)
+                _check(entry)
         elif message.HasField(field.name):
-            _check_times(getattr(message, field.name))
+            _check(getattr(message, field.name))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import re
 import traceback
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,15 +50,12 @@ def _document_escape(character: str) -> str:
 
 
 def printable_tree(value: Any) -> Any:
-    """Return plain data, as JSON holds it, with every text in it printable, and without the numbers that JSON cannot
-    hold."""
+    """Return plain data, as JSON holds it, with every text in it printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
         return {printable(str(key)): printable_tree(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [printable_tree(part) for part in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+    return [printable_tree(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 class PlainFormatter(logging.Formatter):
