@@ -2171,7 +2171,7 @@ class RequestEvent(_message.Message):
     """Answer tokens of the request when the control plane received the event."""
     detail: _builtins.str
     """For think_end: natural, hard_cap, answer_reserve or a force's reason. For closed: stop, length, abort, error,
-    handed_over or unknown.
+    repetition, handed_over or unknown.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
