@@ -314,6 +314,7 @@ def test_a_probe_under_way_keeps_no_unreachable_block(
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
     prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size
     probed, freeing = [], agent.blocks.freeing
+    stops_next(scheduler, name)
 
     def watched(scheduler: Any, request: Any, live: Any, probes: Any) -> None:
         probed.extend(probes)
