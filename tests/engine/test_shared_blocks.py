@@ -47,6 +47,7 @@ def test_what_a_live_request_shares_is_left_alone(
     # The control plane decides which of the request's blocks no later turn can reach.
     run.until(lambda: ending.tier is not None, settled=settled)
     told = ending.tier
+    run.until(lambda: len(run.tokens["first"]) > 5 * size, settled=settled)
     stops_next(scheduler, ending.info.request_id)
     run.until(lambda: "first" in run.finished, settled=settled)
     assert agent.blocks.reclaimed > reclaimed, told
