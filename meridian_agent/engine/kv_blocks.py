@@ -67,7 +67,10 @@ class KvBlocks:
             return f"an output of over {LONGEST_TOKENS} tokens"
         if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             return "several KV cache groups"
-        return self._later_turns.refusal(live, request.output_token_ids)
+        if str(request.get_finished_reason()) != "stop":
+            return "the answer was cut: a later request may go on with it"
+        structured = request.structured_output_request is not None
+        return self._later_turns.refusal(live, request.output_token_ids, structured=structured)
 
     def evict(self, scheduler: Any, request: Any, reachable_tokens: int, probes: Iterable[str] = ()) -> int:
         """Unhash, in each KV cache group, the blocks after this many tokens that no other request shares; return the

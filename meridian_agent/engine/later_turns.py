@@ -109,9 +109,9 @@ class LaterTurns:
                 settings = self._waiting.get()
                 self._templates[settings] = self._read(settings)
 
-    def refusal(self, live: LiveRequest, output: Any) -> str:
+    def refusal(self, live: LiveRequest, output: Any, *, structured: bool = False) -> str:
         """Return why the blocks of a finished request are kept; empty if no later turn repeats its thinking, as far as
-        is known. output: the tokens that it has generated."""
+        is known. output: the tokens that it has generated. structured: a grammar has constrained the answer."""
         if not live.info.chat_template:
             return "it is not known whether a later turn repeats the thinking"
         if (template := self._templates.get(live.info.chat_template)) is None:
@@ -120,8 +120,9 @@ class LaterTurns:
             return "the chat template keeps the thinking"
         if _kind(live.info) in self._repeating or len(self._repeating) > MAX_KINDS:
             return "a later turn has repeated the thinking of such a request"
-        if template.tool_call is not None and template.tool_call in output:
-            return "a tool call: the next turn repeats its thinking"
+        # With the tool choice `required`, or a named tool, the call is JSON text without the template's token.
+        if template.tool_call is not None and (structured or template.tool_call in output):
+            return f"{'perhaps ' * structured}a tool call: the next turn repeats its thinking"
         return ""
 
     def gave_up(self, live: LiveRequest, first: Any) -> None:

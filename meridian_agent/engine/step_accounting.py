@@ -47,6 +47,7 @@ FINISH_REASON = {
     "abort": agent_pb2.FINISH_REASON_ABORT,
     front_end_aborts.GONE: agent_pb2.FINISH_REASON_ABORT,
     "error": agent_pb2.FINISH_REASON_ERROR,
+    "repetition": agent_pb2.FINISH_REASON_REPETITION,
 }
 
 

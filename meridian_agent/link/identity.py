@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent import __version__
+from meridian_agent.core.plain_log import UNPRINTABLE
 from meridian_agent.core.request_info import MAX_TEXT, clean
 from meridian_agent.link.environment import complain, read
 
@@ -32,6 +33,8 @@ def targets() -> list[str]:
 
 def is_address(text: str) -> bool:
     """Return whether gRPC can connect to an address: host:port, or an address with a scheme that gRPC knows."""
+    if UNPRINTABLE.search(text):
+        return False
     if text.startswith(SCHEMES):
         return True
     host, _, port = text.rpartition(":")

@@ -119,6 +119,7 @@ ENGINE: Table = {
         "__init__(request_id=_, prompt_token_ids=_, sampling_params=_, pooling_params=_, client_index=_,"
         " arrival_time=_, lora_request=_, cache_salt=_, priority=_)",
         "update_block_hashes()",
+        "get_finished_reason()",
         "is_finished()",
         "_block_hasher",
         "all_token_ids",

@@ -9,7 +9,8 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from meridian_control.access.audit_log import AuditLog
 from meridian_control.access.client_credentials import ClientCredentials
@@ -17,6 +18,7 @@ from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.interceptor import Gate
 from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
+from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.budgets.store import BudgetStore
 from meridian_control.cluster.cluster_fleet import WholeFleet
@@ -47,7 +49,7 @@ from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AsyncExitStack
     from pathlib import Path
 
@@ -88,20 +90,21 @@ class Parts:
         await self.freezes.look()
         await self.budgets.share()
 
-    def jobs(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the tasks that run beside the server."""
-        more = [self.replicas.run()] if self.replicas is not None else []
-        more += [self.directory.watch()] if self.directory is not None else []
+    def jobs(self) -> list[Job]:
+        """Return the jobs that run beside the server."""
+        fleet = self.whole.fleet
+        more = [Job("the membership of replicas", self.replicas.run, True)] if self.replicas is not None else []
+        more += [Job("the policy directory", self.directory.watch)] if self.directory is not None else []
         return [
-            self.store.follow(self.whole.fleet.set_policy),
-            self.freezes.follow(),
-            self.rollouts.follow(),
-            self.rollouts.drive(),
-            self.whole.share_pool(),
-            self.guard.run(),
-            self.budgets.run(),
-            self.whole.fleet.loop_delay.run(),
-            restore_idle(self.whole.fleet.connections, self.whole.fleet.clock),
+            Job("other replicas' policies", partial(self.store.follow, fleet.set_policy), True),
+            Job("other replicas' freezes", self.freezes.follow, True),
+            Job("other replicas' rollouts", self.rollouts.follow, True),
+            Job("rollouts", self.rollouts.drive),
+            Job("handovers", self.whole.share_pool),
+            Job("the watch over harm", self.guard.run),
+            Job("thinking budgets", self.budgets.run),
+            Job("the delay of the event loop", fleet.loop_delay.run),
+            Job("pressure on idle engines", partial(restore_idle, fleet.connections, fleet.clock)),
             *more,
         ]
 

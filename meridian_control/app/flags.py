@@ -16,6 +16,7 @@ from meridian_control.cluster.membership import own_host
 from meridian_control.common import logs
 from meridian_control.common.addresses import is_loopback, split_address
 from meridian_control.common.environment import choice, read
+from meridian_control.common.http_listener import host_name
 from meridian_control.fleet.fleet import HEARTBEAT_S
 from meridian_control.fleet.memory import MemoryLimits
 
@@ -88,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--allow-host",
         action="append",
+        type=host_name,
         default=[],
         metavar="NAME",
         help="further host name under which /metrics and the status page may be asked, such as a proxy's; repeatable",

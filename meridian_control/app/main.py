@@ -8,6 +8,7 @@ import math
 import signal
 import sys
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
@@ -16,6 +17,7 @@ from meridian_control import __version__
 from meridian_control.access.handshakes import Handshakes
 from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
+from meridian_control.app.background import Job, keep_running
 from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
 from meridian_control.common import logs
 from meridian_control.common.environment import BadVariable
@@ -115,7 +117,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         logger.info("meridian-control %s listening on %s", __version__, _where(args, address, bound))
         if notice := access_notice(args):
             logger.warning("%s", notice)
-        await until_signal([*parts.jobs(), garbage.collect(trims=parts.whole.fleet.memory.trims)])
+        jobs = [*parts.jobs(), Job("garbage", partial(garbage.collect, trims=parts.whole.fleet.memory.trims))]
+        await until_signal([keep_running(job) for job in jobs])
         logger.info("shutting down: draining the streams")
 
 
@@ -145,7 +148,7 @@ async def save(budgets: BudgetSharing) -> None:
 
 
 async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run the jobs until SIGTERM or SIGINT; a job that fails ends all jobs."""
+    """Run the jobs until SIGTERM or SIGINT; an error of one ends all jobs."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -164,7 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     logs.begin(args)
     try:
-        with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
+        with (
+            decision_file(args.decision_log, serves=args.listen) as settled,
+            traces(args.otlp_endpoint, args.trace_ratio) as ended,
+        ):
             asyncio.run(serve(args, DecisionLog(settled, ended)))
     except (MeridianError, OSError, ValueError) as error:
         # The cause is nearly always a flag or a file; the traceback shows whether it is an error of this program.

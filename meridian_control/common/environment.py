@@ -19,14 +19,18 @@ class BadVariable(ValueError):
 
 
 def read(name: str) -> str:
-    """Return the variable's value without blanks around it; empty if the variable is unset."""
-    return os.environ.get(name, "").strip()
+    """Return the variable's value without blanks around it; empty if the variable is unset. Raises BadVariable if the
+    value is not UTF-8, because neither gRPC nor the store takes such text."""
+    said = os.environ.get(name, "").strip()
+    if any("\ud800" <= character <= "\udfff" for character in said):
+        raise BadVariable(name, said, "UTF-8")
+    return said
 
 
 def config_home() -> Path | None:
     """Return the folder of the user's configuration files, None if the user has no home folder."""
     # A relative path in XDG_CONFIG_HOME is not valid.
-    if (said := Path(read("XDG_CONFIG_HOME"))).is_absolute():
+    if (said := Path(os.environ.get("XDG_CONFIG_HOME", ""))).is_absolute():
         return said
     home = os.path.expanduser("~")
     return Path(home) / ".config" if os.path.isabs(home) else None

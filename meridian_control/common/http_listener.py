@@ -8,6 +8,7 @@ application. All code runs on the event loop.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ipaddress
 import os
@@ -31,6 +32,18 @@ MAX_CONNECTIONS = 256
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | re.ASCII)
 
 
+def host_name(text: str) -> str:
+    """Return the name in a flag that adds one. Raises ArgumentTypeError for a name that no Host header can have without
+    its port."""
+    said = text.strip()
+    if _is_address(said):
+        return said.lower()
+    found = _HOST.fullmatch(said)
+    if (name := _name(said)) is None or (found and found[2]) or "*" in name:
+        raise argparse.ArgumentTypeError(f"must be one host name or address, without scheme, port or *; got {text!r}")
+    return name
+
+
 class Hosts:
     """The names under which a listener may be asked.
 
@@ -41,7 +54,7 @@ class Hosts:
 
     def __init__(self, listen: str, further: Iterable[str] = ()) -> None:
         self._loopback = is_loopback(listen)
-        self._further = frozenset(name.lower().rstrip(".") for name in further)
+        self._further = frozenset(map(host_name, further))
 
     def allows(self, host: str) -> bool:
         """Return whether a request with this Host header is answered."""

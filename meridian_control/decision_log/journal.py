@@ -36,6 +36,7 @@ FINISH_NAMES = {
     # An agent of 0.3.0 knows no more, nor does one whose front end has no hook or passes no marks on.
     agent_pb2.FINISH_REASON_ABORT: "aborted by the front end: a stop string, a disconnect or a pause",
     agent_pb2.FINISH_REASON_ERROR: "error",
+    agent_pb2.FINISH_REASON_REPETITION: "repetition",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from queue import Full, Queue
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
 
+from meridian_control.common.file_lock import FileInUseError, FileLock
 from meridian_control.decision_log.messages import decision_message
 
 if TYPE_CHECKING:
@@ -31,14 +33,42 @@ WAITING = 10_000
 
 
 @contextmanager
-def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[Decision], None] | None]:
+def decision_file(
+    path: Path | None, max_bytes: int = MAX_BYTES, *, serves: str = ""
+) -> Iterator[Callable[[Decision], None] | None]:
     """Open the file and yield the function that takes settled decisions, None without a path.
 
-    Decisions that wait are written before the file is closed. Raises OSError if the file cannot be opened.
+    Decisions that wait are written before the file is closed. serves: the address of the control plane that writes the
+    file. Raises OSError if the file cannot be opened, and ValueError if another control plane writes it.
     """
     if path is None:
         yield None
         return
+    with _kept(path, serves), _writing(path, max_bytes) as take:
+        yield take
+
+
+@contextmanager
+def _kept(path: Path, serves: str) -> Iterator[None]:
+    """Keep the file for this process, because two processes would rotate it against each other. The lock is on a file
+    beside it, which is not renamed. A device or a pipe is not rotated and needs no lock."""
+    if path.exists() and not path.is_file():
+        yield
+        return
+    try:
+        lock = FileLock(f"{os.path.realpath(path)}.lock", serves)
+    except FileInUseError as error:
+        raise ValueError(
+            f"--decision-log: {path} is in use by {error}; name another file for each control plane"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _writing(path: Path, max_bytes: int) -> Iterator[Callable[[Decision], None]]:
     waiting: Queue[Any] = Queue(WAITING)
     file = _File(path, maxBytes=max_bytes, backupCount=OLD_FILES, encoding="utf-8")
     file.setFormatter(_Lines())

@@ -31,7 +31,11 @@ WAIT = timedelta(seconds=60)
 KEEP, MAX_CONTINUED = timedelta(seconds=120), 4096
 LIVE, GONE = fleet_pb2.CONTINUED_STATE_LIVE, fleet_pb2.CONTINUED_STATE_GONE
 COMPLETE = fleet_pb2.CONTINUED_STATE_FINISHED
-FINISH_REASONS = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
+FINISH_REASONS = (
+    agent_pb2.FINISH_REASON_STOP,
+    agent_pb2.FINISH_REASON_LENGTH,
+    agent_pb2.FINISH_REASON_REPETITION,
+)
 
 # Engine id, incarnation and request id.
 Key = tuple[str, str, str]

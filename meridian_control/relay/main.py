@@ -16,6 +16,7 @@ from meridian_control import __version__
 from meridian_control.common import logs
 from meridian_control.common.addresses import flag_address
 from meridian_control.common.environment import BadVariable, choice
+from meridian_control.common.http_listener import host_name
 from meridian_control.common.line_limit import LineLimit
 from meridian_control.common.metrics_listener import MetricsListener
 from meridian_control.common.plain_text import printable
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--allow-host",
         action="append",
+        type=host_name,
         default=[],
         metavar="NAME",
         help="further host name under which the relay and /metrics may be asked; repeatable",

@@ -18,7 +18,7 @@ from meridian_control.common.histogram import Histogram, answer_histogram
 from meridian_control.decisions.table_columns import NATURAL_END
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
 from meridian_control.policy.shortening_kinds import Kind, kinds_of, not_measured
-from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
+from meridian_control.session.think_ends import CUT, EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -71,7 +71,7 @@ class Ends:
     def closed(self, answer_tokens: int, thought_again: bool, reason: agent_pb2.FinishReason.ValueType) -> None:
         self.ends += 1
         self.aborts += reason == agent_pb2.FINISH_REASON_ABORT
-        self.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
+        self.lengths += reason in CUT
         self.reentries += thought_again
         if not thought_again:
             self.answer_tokens.add_one(answer_tokens)
@@ -164,7 +164,7 @@ class Experiment(Judged):
         thought_again = _thought_again(table, slot)
         arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
-        arm.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
+        arm.lengths += reason in CUT
         if request is not None:
             told = self._compare(request, think_tokens, has_answer)
             natural = request.stopped and table.first_end[slot] == NATURAL_END

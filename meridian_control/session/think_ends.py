@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.counters import Totals
 
-FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
+# Reasons with which vLLM ends an answer before the model has, because it is too long or repeats itself.
+CUT = (agent_pb2.FINISH_REASON_LENGTH, agent_pb2.FINISH_REASON_REPETITION)
+FINISHED = (agent_pb2.FINISH_REASON_STOP, *CUT)
 # An answer is empty if it has at most this many tokens, because the token that ends the text may count as one.
 EMPTY_ANSWER = 1
 # An answer is long if it has more than LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after

@@ -22,9 +22,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.util import await_only
 
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.common.file_lock import FileInUseError, FileLock
 from meridian_control.storage import postgres
 from meridian_control.storage.migrations import migrate
-from meridian_control.storage.store_lock import StoreLock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -52,7 +52,7 @@ class Database:
         self._listening: asyncio.Task[None] | None = None
         self._followers: set[asyncio.Event] = set()
         # The lock on a SQLite file that this process serves.
-        self._lock: StoreLock | None = None
+        self._lock: FileLock | None = None
 
     @classmethod
     async def open(cls, url: str, serves: str = "") -> Self:
@@ -73,7 +73,7 @@ class Database:
                 with closing(sqlite3.connect(database._engine.url.database or ":memory:", uri=True)) as tried:
                     file = tried.execute("PRAGMA database_list").fetchone()[2]
                 if file and serves:
-                    database._lock = StoreLock(file, serves)
+                    database._lock = _locked(file, serves)
                 event.listen(database._engine.sync_engine, "connect", _make_durable)
             try:
                 async with database._engine.begin() as connection:
@@ -233,3 +233,15 @@ def _told(error: BaseException) -> str:
     if isinstance(cause, (TimeoutError, PoolTimeout)) or isinstance(cause.__cause__, TimeoutError):
         return f"no answer within {postgres.CALL_TIMEOUT_S:g} s; the database is slow, or its tables are locked"
     return str(cause)
+
+
+def _locked(file: str, serves: str) -> FileLock:
+    """Lock a SQLite file itself, so that neither another path to the file nor the removal of any other file gets around
+    the lock. Two control planes on one file would not see each other's changes. Raises StoreUnavailable."""
+    try:
+        return FileLock(file, serves)
+    except FileInUseError as error:
+        raise StoreUnavailable(
+            f"policy store: {file} is in use by {error}; a SQLite file is for one control plane. Stop that one first, "
+            "or use postgresql://… for several replicas"
+        ) from None

@@ -200,5 +200,6 @@ def test_engines_and_control_plane_speak_of_the_same_things() -> None:
         text = example.read_text()
         assert f"value: {address}\n" in text, example.name
         assert 'meridian/agent: "true"' in text, example.name
+        assert text.count("- --shutdown-timeout=20\n") == text.count("- --reasoning-parser=") > 0, example.name
         assert "secretName: meridian-agent-tls" in text
     assert "meridian-agent-tls" in secrets

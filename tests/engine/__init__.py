@@ -38,6 +38,12 @@ def cases() -> list[dict[str, Any]]:
     return [{"prompt": p, "template": modes[i % len(modes)]} for i, p in enumerate(prompts)]
 
 
+def stops_next(scheduler: Any, name: str) -> None:
+    """Let a request end with its next token, as if the model had ended the turn. name: its id in the scheduler."""
+    params = scheduler.requests[name].sampling_params
+    params.stop_token_ids = list(range(scheduler.vllm_config.model_config.get_vocab_size()))
+
+
 def prompt_ids(llm: Any, case: dict[str, Any]) -> list[int]:
     """Return the token ids of a case as the chat template renders it."""
     turns = [{"role": "user", "content": case["prompt"]}]

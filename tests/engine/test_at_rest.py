@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
 
 from tests.engine import Run, cases, chat
 from tests.engine.policies import NEUTRAL
@@ -55,6 +56,19 @@ def test_a_request_that_ends_at_a_stop_string_is_reported(
     control.thaw()
     confirmed(control, False)
     assert scheduler.current_step == last
+
+
+def test_an_answer_that_repeats_a_pattern_is_told_as_one(llm: Any, control: Control) -> None:
+    word = llm.get_tokenizer().convert_tokens_to_ids(".")
+    repeats = RepetitionDetectionParams(max_pattern_size=1, min_count=3)
+    params = SamplingParams(temperature=0.0, max_tokens=40, logit_bias={word: 100.0}, repetition_detection=repeats)
+    run = Run(llm)
+    run.add("repeats", opened(), params)
+    run.until()
+    assert run.tokens["repeats"] == [word] * 3
+    control.settled()
+    closed = control.explain("repeats").events[-1]
+    assert (closed.kind, closed.detail) == ("closed", "repetition")
 
 
 def test_settings_and_freezes_are_confirmed_without_a_step(

@@ -200,6 +200,22 @@ def test_token_ids_that_are_sent_back_find_their_blocks(governed: Server, stock:
     assert governed.reclaimed() == before
 
 
+@pytest.mark.parametrize(("index", "most"), [(3, 100), (5, 150)])
+def test_a_cut_answer_may_be_continued(governed: Server, stock: Server, index: int, most: int) -> None:
+    """A client goes on with an answer that has reached `max_tokens` while it thought."""
+    before, found = governed.reclaimed(), []
+    for server in (governed, stock):
+        said = [{"role": "user", "content": PROMPTS[index]}]
+        (choice,) = server.post("/chat/completions", messages=said, max_tokens=most)["choices"]
+        assert choice["finish_reason"] == "length"
+        begun = {"role": "assistant", "content": f"<think>{choice['message']['reasoning']}"}
+        goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+        usage = server.post("/chat/completions", messages=[*said, begun], max_tokens=30, **goes_on)["usage"]
+        found.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert found[0] == found[1] > 2 * BLOCK
+    assert governed.reclaimed() == before
+
+
 def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock: Server) -> None:
     """A client that sends a chat, and then the tokens of its answer, loses its hits once. The engine says so."""
     tenant = {"vllm_xargs": {"meridian_tenant": "sends 'all' back"}}

@@ -9,7 +9,7 @@ import pytest
 from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.data import maze
-from tests.engine import STRIPPED, Run, cases, chat, paced, prompt_ids
+from tests.engine import STRIPPED, Run, cases, chat, paced, prompt_ids, stops_next
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.processes import wait_for
@@ -287,6 +287,7 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
     prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size
     assert prompt_blocks >= 1
+    stops_next(scheduler, name)
     run.until()
     full = blocks[: (len(prompt_ids(llm, opened())) + 119) // agent.block_size]
     kept = cached(scheduler, full)
@@ -313,6 +314,7 @@ def test_a_probe_under_way_keeps_no_unreachable_block(
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
     prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size
     probed, freeing = [], agent.blocks.freeing
+    stops_next(scheduler, name)
 
     def watched(scheduler: Any, request: Any, live: Any, probes: Any) -> None:
         probed.extend(probes)

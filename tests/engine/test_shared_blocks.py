@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.engine import STRIPPED, Run, prompt_ids
+from tests.engine import STRIPPED, Run, prompt_ids, stops_next
 from tests.engine.test_decisions import endless, opened
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def test_what_a_live_request_shares_is_left_alone(
     # The control plane decides which of the request's blocks no later turn can reach.
     run.until(lambda: ending.tier is not None, settled=settled)
     told = ending.tier
+    run.until(lambda: len(run.tokens["first"]) > 5 * size, settled=settled)
+    stops_next(scheduler, ending.info.request_id)
     run.until(lambda: "first" in run.finished, settled=settled)
     assert agent.blocks.reclaimed > reclaimed, told
     assert {pool[block].ref_cnt for block in past_the_prompt} == {1}

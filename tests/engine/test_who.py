@@ -107,7 +107,10 @@ def test_no_end_is_forced_into_an_answer_that_a_grammar_constrains(
     control.apply(NEUTRAL)
     whole, free = chat(llm, [opened(0)] * 2, params)
     assert whole.index(agent.tracker.markers.end[0]) == 30
-    control.apply({"scheduler": {"max_think_tokens": 9}, "entropy": {"enabled": False}})
+    # An answer that its largest number of tokens has cut keeps its blocks, which counts as refused, too.
+    control.apply(
+        {"scheduler": {"max_think_tokens": 9}, "entropy": {"enabled": False}, "kv_memory": {"enabled": False}}
+    )
     before = dict(control.settled().outcomes)
     capped, ended = chat(llm, [opened(0)] * 2, params)
     assert capped == whole
@@ -152,7 +155,7 @@ def test_a_full_engine_computes_probes_as_rows(llm: Any, agent: Any, control: Co
     chosen, params = [opened(i % 6) for i in range(8)], endless(agent, max_tokens=60, extra_args=STRIPPED)
     control.apply(NEUTRAL)
     reference = chat(llm, chosen, params)
-    control.apply(DENSE)
+    control.apply({**DENSE, "kv_memory": {"enabled": False}})
     with records(agent) as seen:
         assert paced(llm, chosen, params, settled) == reference
     assert [detail for record, *_ in seen for _, outcome, _, detail in record.outcomes if outcome == 6] == []

@@ -305,7 +305,8 @@ def test_a_tier_of_a_sessions_input_ends_with_the_input(made: Callable[..., Engi
         (1, refused, why),
         (2, refused, why),
     ]
-    assert [(number, outcome) for number, outcome, *_ in told[2:]] == [(3, agent_pb2.OUTCOME_APPLIED)]
+    cut = "the answer was cut: a later request may go on with it"
+    assert [(number, outcome, detail) for number, outcome, _, detail in told[2:]] == [(3, refused, cut)]
     assert (tracker.unfreed, tracker.by_id) == ({}, {})
 
 

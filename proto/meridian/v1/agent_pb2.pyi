@@ -208,6 +208,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """An error in the engine ended the request."""
+    FINISH_REASON_REPETITION: _FinishReason.ValueType  # 5
+    """vLLM ended the request because its last tokens repeat a pattern (`repetition_detection`)."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Reason why a request ended."""
@@ -224,6 +226,8 @@ the reason may also be a stop string, which only the front end sees.
 """
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """An error in the engine ended the request."""
+FINISH_REASON_REPETITION: FinishReason.ValueType  # 5
+"""vLLM ended the request because its last tokens repeat a pattern (`repetition_detection`)."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _TokenFlag:

@@ -2171,7 +2171,7 @@ class RequestEvent(_message.Message):
     """Answer tokens of the request when the control plane received the event."""
     detail: _builtins.str
     """For think_end: natural, hard_cap, answer_reserve or a force's reason. For closed: stop, length, abort, error,
-    handed_over or unknown.
+    repetition, handed_over or unknown.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
@@ -2972,7 +2972,7 @@ class EndCounts(_message.Message):
     long_answers: _builtins.int
     """Number of these answers that are unusually long; absent while `Savings.long_answer_tokens` is absent."""
     lengths: _builtins.int
-    """Number of requests that finished by their length after the end."""
+    """Number of requests that finished by their length, or because they repeated a pattern, after the end."""
     @_builtins.property
     def answer_tokens(self) -> Global___Histogram:
         """Answer tokens of the requests that did not think again, by the time they were closed."""
@@ -3095,7 +3095,7 @@ class ArmCounts(_message.Message):
     aborts: _builtins.int
     """Number of requests that their clients aborted."""
     lengths: _builtins.int
-    """Number of requests that finished by their length."""
+    """Number of requests that finished by their length, or because they repeated a pattern."""
     def __init__(
         self,
         *,

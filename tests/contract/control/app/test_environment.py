@@ -109,6 +109,7 @@ def test_empty_variables_are_unset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
+        ("MERIDIAN_SERVER", "\udcff:1", r"MERIDIAN_SERVER must be UTF-8; got '\udcff:1'"),
         ("MERIDIAN_SERVER", "control", "MERIDIAN_SERVER must be an address host:port; got 'control'"),
         ("MERIDIAN_SERVER", "http://c:1", "MERIDIAN_SERVER must be an address host:port; got 'http://c:1'"),
         ("MERIDIAN_PROXY", "proxy:3128", "MERIDIAN_PROXY must be a URL http://host:port; got 'proxy:3128'"),

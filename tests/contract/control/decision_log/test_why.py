@@ -247,7 +247,8 @@ def test_the_file_is_rotated_by_size_and_old_ones_go(tmp_path: Path) -> None:
         for made in decisions:
             write(made)
     found = sorted(tmp_path.iterdir())
-    assert [p.name for p in found] == ["d.jsonl", *(f"d.jsonl.{n}" for n in range(1, files.OLD_FILES + 1))]
+    old = [f"d.jsonl.{n}" for n in range(1, files.OLD_FILES + 1)]
+    assert [p.name for p in found] == ["d.jsonl", *old, "d.jsonl.lock"]
     assert all(p.stat().st_size <= 4000 for p in found)
     assert json.loads(path.read_text().splitlines()[-1])["decision_id"] == str(decisions[-1].decision_id)
 

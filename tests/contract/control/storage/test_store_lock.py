@@ -57,6 +57,34 @@ async def test_the_second_control_plane_fails_and_names_the_first(processes: tup
     assert sorted(path.name for path in one.folder.iterdir() if path.name.startswith("m.db.")) == []
 
 
+@pytest.mark.parametrize("way", ["the same path", "a symbolic link"])
+async def test_a_decision_log_is_for_one_control_plane(tmp_path: Path, way: str) -> None:
+    """The file that is written is renamed when it is full, so the lock is beside it."""
+    log, folders = tmp_path / "d.jsonl", [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    named = log if way == "the same path" else tmp_path / "link.jsonl"
+    if named != log:
+        log.touch()
+        named.symlink_to(log)
+    one, two = (
+        Process(folder, "--decision-log", str(path)) for folder, path in zip(folders, (log, named), strict=True)
+    )
+    try:
+        await one.started()
+        assert one.popen is not None
+        told = await refused(two)
+        assert f"--decision-log: {named} is in use by process {one.popen.pid}" in told
+        assert f"which serves {one.target}" in told
+        one.signal(signal.SIGKILL)
+        await one.ended()
+        await two.started()
+        assert await two.terminate() == 0
+    finally:
+        one.kill()
+        two.kill()
+
+
 async def test_a_killed_control_plane_holds_nothing(processes: tuple[Process, Process]) -> None:
     one, two = processes
     await one.started()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
-from tests.engine import STRIPPED
+from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.policies import CONVERGED, DENSE
@@ -246,6 +246,8 @@ def kept(engine: Engine) -> None:
     run = engine.run({connectors.HELD: Ask(prompt, engine.endless(max_tokens=4 * block, extra_args=STRIPPED))})
     run.until(lambda: len(run.tokens[connectors.HELD]) == 3 * block, settled=engine.settled)
     (name,) = engine.agent.tracker.by_id
+    run.until(lambda: len(run.tokens[connectors.HELD]) == 4 * block - 1, settled=engine.settled)
+    stops_next(engine.scheduler, name)
     run.until(settled=engine.settled)
     assert name in engine.agent.tracker.unfreed
     (held,) = engine.scheduler.kv_cache_manager.get_block_ids(name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.core.phases import FLAG_FORCED, Phase
 from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
-from tests.engine import STRIPPED
+from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED
@@ -338,6 +338,7 @@ def reclaim(engine: Engine) -> None:
         run.until(lambda run=run: len(run.tokens["r"]) == 60, settled=engine.settled)
         (name,) = engine.agent.tracker.by_id
         (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+        stops_next(engine.scheduler, name)
         run.until()
         full = [pool.blocks[b].block_hash is not None for b in blocks[: (len(ask.prompt) + 60) // 32]]
         of_prompt = len(ask.prompt) // 32

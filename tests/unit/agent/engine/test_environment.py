@@ -105,7 +105,10 @@ def test_an_address(said: str) -> None:
     assert is_address(said)
 
 
-@pytest.mark.parametrize("said", ["h", "h:", ":1", "h:0", "h:65536", "::1:5", "http://h:1", "a b:1", "h:x", "u@h:1"])
+@pytest.mark.parametrize(
+    "said",
+    ["h", "h:", ":1", "h:0", "h:65536", "::1:5", "http://h:1", "a b:1", "h:x", "u@h:1", "\udcff:1", "unix:/a\nb"],
+)
 def test_no_address(said: str) -> None:
     assert not is_address(said)
 

@@ -48,6 +48,14 @@ def test_what_is_not_known_is_kept(settings: str, output: list[int], refusal: st
     assert told.turns.refusal(told.live("a", settings), output) == refusal
 
 
+def test_a_structured_answer_may_be_a_tool_call() -> None:
+    """vLLM writes the call of a named or required tool as JSON text, without the template's token."""
+    told = Told()
+    live = told.live("a")
+    assert "perhaps a tool call" in told.turns.refusal(live, [1], structured=True)
+    assert told.turns.refusal(live, [1]) == ""
+
+
 def test_settings_of_a_request_are_rendered_once_and_not_without_end() -> None:
     told = Told()
     told.read.clear()

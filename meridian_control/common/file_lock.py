@@ -1,9 +1,8 @@
-"""Keeps a SQLite file for one control plane, because two of them would not see each other's changes.
+"""Keeps a file for one control plane, because two of them would undo each other's changes to it.
 
-The lock is on the database file itself, so that neither another path to the file nor the removal of any other file
-gets around it. The operating system releases the lock when the process ends, however it ends. A file beside the
-database names the holder. Programs that only read the database need no lock. Only Linux has locks of this kind, so
-on other systems the file is not kept.
+The operating system releases the lock when the process ends, however it ends. A file beside the locked one names the
+holder. Programs that only read the file need no lock. Only Linux has locks of this kind, so on other systems the file
+is not kept.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meridian_control.common.errors import StoreUnavailable
-
 # The byte of the file that is locked. SQLite locks bytes from 2^30 on (https://www.sqlite.org/lockingv3.html).
 LOCKED_BYTE = 1 << 62
 HOLDER_SUFFIX = ".holder"
 
 
-class StoreLock:
-    """The lock on a database file, from the constructor to `release`.
+class FileInUseError(Exception):
+    """Another control plane holds the lock; the message describes that control plane."""
 
-    address: the address at which the holder serves. Raises StoreUnavailable if another control plane holds the lock,
-    and OSError if the file cannot be locked.
+
+class FileLock:
+    """The lock on a file, from the constructor to `release`. The file is made if it does not exist.
+
+    address: the address at which the holder serves. Raises FileInUseError, and OSError if the file cannot be locked.
     """
 
-    def __init__(self, database: str, address: str) -> None:
-        # A symbolic link names the same database as the file that the link leads to.
-        self._holder = Path(os.path.realpath(database) + HOLDER_SUFFIX)
-        self._file = os.open(database, os.O_RDWR | os.O_CREAT, 0o644)
+    def __init__(self, file: str, address: str) -> None:
+        # A symbolic link names the same file as the path that the link leads to.
+        self._holder = Path(os.path.realpath(file) + HOLDER_SUFFIX)
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         # An open-file-description lock, because SQLite would release an ordinary one when it closes a connection.
         if sys.platform != "linux":
             return
@@ -45,10 +45,7 @@ class StoreLock:
             os.close(self._file)
             if not isinstance(error, BlockingIOError | PermissionError):
                 raise
-            raise StoreUnavailable(
-                f"policy store: {database} is in use by {self._described()}; a SQLite file is for one control plane. "
-                "Stop that one first, or use postgresql://… for several replicas"
-            ) from None
+            raise FileInUseError(self._described()) from None
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -66,6 +63,6 @@ class StoreLock:
             return "another control plane"
 
     def release(self) -> None:
-        """Release the lock, after all connections to the database are closed."""
+        """Release the lock, after all other uses of the file have ended."""
         self._holder.unlink(missing_ok=True)
         os.close(self._file)
