@@ -207,14 +207,15 @@ class Engine:
         assert not wrong, wrong[:5]
 
     def check_probes(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
-        """Check EAT to 1e-5 nats against Transformers, and that each probe costs one token as a row of its request and
-        two tokens as a request of its own."""
+        """Check EAT to 1e-5 nats against Transformers, and that each probe costs the tokens of the end marker, and
+        one more as a request of its own."""
         wrong = [] if ON_GPU else offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, self.ending)
         assert not wrong, wrong[:5]
         costs = {cost for *_, cost, _, _ in seen.probes}
         # If drafts are made, vLLM computes rows for them after a probe, too.
-        most = 2 + self.scheduler.num_spec_tokens
-        least = 2 if self.scheduler._agent.facts.no_probe_rows else 1
+        marker = len(self.ending)
+        most = marker + 1 + self.scheduler.num_spec_tokens
+        least = marker + 1 if self.scheduler._agent.facts.no_probe_rows else marker
         assert all(least <= cost <= most for cost in costs), costs
         assert least in costs or not costs, costs
 

@@ -44,9 +44,8 @@ def answer_reserve(engine: Engine) -> None:
     prompts = [engine.prompt(i) for i in range(3)]
     # A prompt that leaves only `most` tokens of the context.
     words = [engine.token(word) for word in ("walk", "is", "where")]
-    prompts.append(
-        [*(words * engine.scheduler.max_model_len)[: engine.scheduler.max_model_len - most - 1], engine.start]
-    )
+    before_it = engine.scheduler.max_model_len - most - len(engine.opening)
+    prompts.append([*(words * before_it)[:before_it], *engine.opening])
     free = engine.tokens([Ask(prompt, {**sampling, "max_tokens": most}) for prompt in prompts])
     engine.control.apply({"scheduler": {"answer_reserve_tokens": reserve}})
     limits = [most, most, most, 1000]
