@@ -182,7 +182,7 @@ def beside_its_own_end(engine: Engine) -> None:
     for name, said in run.tokens.items():
         assert said.count(engine.end) == 1, name
         assert said[: ends[name]] == stock.tokens[: ends[name]]
-        assert ends[name] < natural or said == stock.tokens
+        assert ends[name] < natural or said == stock.tokens, (name, ends[name], natural, said, stock.tokens)
     assert set(ends.values()) > {natural}, "some forces came before the model's own end, some too late"
 
 
