@@ -27,8 +27,8 @@ THINKING = (
 )
 # Where thinking may end at the earliest: after more tokens than stand before the first full stop that ends nothing.
 FLOOR = 4
-# A rank that every token has.
-ANY_RANK = 200_000
+# A rank that every token of the largest vocabulary has.
+ANY_RANK = 201_088
 # A decision arrives with the report of the token after a sentence end, and acts within two more steps.
 LATE_TOKENS = 3
 
