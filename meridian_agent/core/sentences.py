@@ -44,7 +44,20 @@ CERTAIN, ENDED, ENDED_PARAGRAPH, LIKELY, DIVIDES = 1, 2, 4, 8, 128
 ABBREVIATIONS = (
     "Mr Mrs Ms Dr Prof St Jr Sr Rev Gen Lt Col Capt Hon Gov Sen Rep Mt Messrs vs etc cf viz approx resp ca al et incl "
     "excl Inc Ltd Corp dept univ Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec Ph bzw usw ggf evtl vgl Vgl Hr Fr "
-    "bspw inkl exkl zzgl Str Nr Sra Srta Mme Mlle"
+    "bspw inkl exkl zzgl Str Nr Sra Srta Dra EE UU Mme Mlle"
+)
+# Words before which an upper-case letter or a German ordinal and its full stop end a sentence; before any other word
+# they may be an initial (`J. Smith`) or an ordinal (`am 3. Mai`). These words begin many sentences, and no name.
+STARTERS = (
+    "The This That These Those There Then Thus Therefore They Their It Its He She We You Your If In Is So But And Or "
+    "For Now Not No Next Let Wait Hmm Hence However Here How What When Where Which Who Why While With Also After "
+    "Although As At Because Both By Since To Yes My On One Our Option Okay OK First Second Finally "
+    "Es Er Sie Wir Ich Und Aber Oder Also Dann Damit Daher Dies Diese Dieser Dieses Nun Nein Ja Jetzt Wenn Weil "
+    "Il Elle Nous Donc Mais Ensuite Et El Ella Por Pero Entonces Los Las Les"
+)
+# German words before ordinals, which nouns with a capital follow (`im 19. Jahrhundert`).
+ARTICLES = (
+    "der die das dem den des am im vom zum zur beim ab bis seit dieser dieses diesem diesen jeder jedes jedem jeden"
 )
 BEFORE_NUMBERS = "No no Nos Fig fig Figs Eq eq Eqs Sec sec Ch ch Vol vol p pp Art Abb Tab Thm Prop"
 
@@ -56,6 +69,7 @@ def _characters(spans: str) -> frozenset[str]:
 
 
 KNOWN_WORDS = frozenset(ABBREVIATIONS.split()), frozenset(BEFORE_NUMBERS.split())
+KNOWN_STARTERS, KNOWN_ARTICLES = frozenset(STARTERS.split()), frozenset(ARTICLES.split())
 STOPS, CONTINUES = _characters(FULL_STOPS) | {"…", "‥"}, _characters(CONTINUATIONS)
 MARKS = _characters(TERMINATORS)
 LINE_ENDS = frozenset("\n\r\x85\u2028\u2029")
@@ -89,15 +103,21 @@ class Symbol(IntEnum):
     LOWER_ABBREVIATION = auto()
     BEFORE_NUMBER = auto()
     LOWER_BEFORE_NUMBER = auto()
+    # A word that begins many sentences; a German article; and one with a capital, which begins sentences.
+    STARTER = auto()
+    LOWER_ARTICLE = auto()
+    ARTICLE = auto()
     BULLET = auto()
+    # A mathematical sign, with which no sentence begins; `>`, `|` and `+` are BULLET.
+    OPERATOR = auto()
     OTHER = auto()
     # A special token of the vocabulary, such as a marker.
     SPECIAL = auto()
 
 
 S = Symbol
-LOWERS = {S.LOWER, S.LOWER_LETTER, S.LOWER_ABBREVIATION, S.LOWER_BEFORE_NUMBER}
-WORDS = {S.UPPER, S.UPPER_LETTER, S.ABBREVIATION, S.BEFORE_NUMBER} | LOWERS
+LOWERS = {S.LOWER, S.LOWER_LETTER, S.LOWER_ABBREVIATION, S.LOWER_BEFORE_NUMBER, S.LOWER_ARTICLE}
+WORDS = {S.UPPER, S.UPPER_LETTER, S.ABBREVIATION, S.BEFORE_NUMBER, S.STARTER, S.ARTICLE} | LOWERS
 
 
 class Place(IntEnum):
@@ -114,21 +134,31 @@ class Place(IntEnum):
     ABBREVIATION = auto()
     BEFORE_NUMBER = auto()
     LOWER_LETTER = auto()
-    # An upper-case letter, or a letter after another one and its full stop: the next full stop ends no sentence.
     UPPER_LETTER = auto()
+    # A letter after another one and its full stop (`e.g.`), or an upper-case letter with which a line or a sentence
+    # begins, such as an item of a list: the next full stop ends no sentence.
+    SHORT_LETTER = auto()
+    # A German article, the same with a space, and the number after it.
+    ARTICLE = auto()
+    BEFORE_ORDINAL = auto()
+    ORDINAL = auto()
     # After a full stop that ends no sentence.
     SHORTENED = auto()
     # From here on a sentence may have ended: after a terminator, `!` or `?`, a full stop, that of a number, that of a
-    # word which a number follows, or that of a single letter; and the same with spaces.
+    # word which a number follows, that of a single letter, or that of an upper-case letter or a German ordinal; and the
+    # same with spaces.
     AFTER_TERMINATOR = auto()
     AFTER_MARK = auto()
     AFTER_STOP = auto()
     AFTER_NUMBER = auto()
     AFTER_BEFORE_NUMBER = auto()
     AFTER_LETTER = auto()
+    AFTER_INITIAL = auto()
     SPACED = auto()
+    SPACED_MARK = auto()
     SPACED_STOP = auto()
     SPACED_LETTER = auto()
+    SPACED_INITIAL = auto()
     SPACED_BEFORE_NUMBER = auto()
     AFTER_LINE = auto()
     AFTER_PARAGRAPH = auto()
@@ -138,23 +168,26 @@ P = Place
 PENDING = frozenset(range(P.AFTER_TERMINATOR, len(Place)))
 # The places at which a sentence has ended whatever follows, because no number and no abbreviation goes on there.
 SURE = {P.AFTER_TERMINATOR, P.SPACED, P.AFTER_LINE, P.AFTER_PARAGRAPH}
-PROBABLE = {*SURE, P.AFTER_MARK, P.AFTER_STOP, P.SPACED_STOP}
+PROBABLE = {*SURE, P.AFTER_MARK, P.AFTER_STOP, P.SPACED_MARK, P.SPACED_STOP}
 # The places within a number or an abbreviation. A single letter is more often a word than the beginning of one.
 DIVIDED = {
     *(P.START_NUMBER, P.ITEM, P.NUMBER, P.AFTER_NUMBER, P.ABBREVIATION, P.SHORTENED, P.AFTER_LETTER),
-    *(P.BEFORE_NUMBER, P.AFTER_BEFORE_NUMBER, P.SPACED_BEFORE_NUMBER),
+    *(P.BEFORE_NUMBER, P.AFTER_BEFORE_NUMBER, P.SPACED_BEFORE_NUMBER, P.ORDINAL, P.AFTER_INITIAL, P.SPACED_INITIAL),
 }
 WITH_SPACES = {
     P.AFTER_TERMINATOR: P.SPACED,
-    P.AFTER_MARK: P.SPACED,
+    P.AFTER_MARK: P.SPACED_MARK,
     P.AFTER_STOP: P.SPACED_STOP,
     P.AFTER_NUMBER: P.SPACED_STOP,
     P.AFTER_LETTER: P.SPACED_LETTER,
+    P.AFTER_INITIAL: P.SPACED_INITIAL,
     P.AFTER_BEFORE_NUMBER: P.SPACED_BEFORE_NUMBER,
 }
 AFTER_STOP_OF = {
     P.ABBREVIATION: P.SHORTENED,
-    P.UPPER_LETTER: P.SHORTENED,
+    P.SHORT_LETTER: P.SHORTENED,
+    P.UPPER_LETTER: P.AFTER_INITIAL,
+    P.ORDINAL: P.AFTER_INITIAL,
     P.BEFORE_NUMBER: P.AFTER_BEFORE_NUMBER,
     P.NUMBER: P.AFTER_NUMBER,
     P.LOWER_LETTER: P.AFTER_LETTER,
@@ -169,17 +202,17 @@ FIRST_WORDS = {
     S.LOWER_ABBREVIATION: P.ABBREVIATION,
     S.BEFORE_NUMBER: P.BEFORE_NUMBER,
     S.LOWER_BEFORE_NUMBER: P.BEFORE_NUMBER,
+    S.ARTICLE: P.ARTICLE,
+    S.LOWER_ARTICLE: P.ARTICLE,
 }
 # What goes on with an abbreviation after its full stop and a space.
-SHORTENS = {
-    P.SPACED_BEFORE_NUMBER: {S.NUMBER, S.OPENER, S.CLOSER},
-    P.SPACED_LETTER: {S.UPPER_LETTER},
-}
+SHORTENS = {P.SPACED_BEFORE_NUMBER: {S.NUMBER, S.OPENER, S.CLOSER}}
 # The places at which the text goes on with the same word or number.
-IN_WORD = {P.WORD, P.ABBREVIATION, P.BEFORE_NUMBER, P.LOWER_LETTER, P.UPPER_LETTER}
+IN_WORD = {P.WORD, P.ABBREVIATION, P.BEFORE_NUMBER, P.LOWER_LETTER, P.UPPER_LETTER, P.SHORT_LETTER, P.ARTICLE}
+NUMBERS = {P.NUMBER, P.START_NUMBER, P.ORDINAL}
 
 
-def _inside(place: Place, symbol: Symbol) -> Place:  # noqa: PLR0911
+def _inside(place: Place, symbol: Symbol) -> Place:  # noqa: PLR0911, PLR0912
     """Return the place after a symbol at a place where no end of a sentence is pending."""
     at_start = place in (P.START, P.ITEM)
     if symbol is S.LINE_END:
@@ -193,15 +226,21 @@ def _inside(place: Place, symbol: Symbol) -> Place:  # noqa: PLR0911
     if symbol is S.NUMBER:
         if place in IN_WORD:
             return P.WORD
+        if place in (P.BEFORE_ORDINAL, P.ORDINAL):
+            return P.ORDINAL
         return P.START_NUMBER if at_start or place is P.START_NUMBER else P.NUMBER
     if symbol in WORDS:
-        if place in IN_WORD or place in (P.NUMBER, P.START_NUMBER, P.ITEM):
+        if place in IN_WORD or place in NUMBERS or place is P.ITEM:
             return P.WORD
         if place is P.SHORTENED:
-            return P.UPPER_LETTER
+            return P.SHORT_LETTER
+        if at_start and symbol is S.UPPER_LETTER:
+            return P.SHORT_LETTER
         return FIRST_WORDS.get(symbol, P.WORD)
     if symbol is S.LETTERS:
         return P.WORD
+    if symbol is S.SPACE and place in (P.ARTICLE, P.BEFORE_ORDINAL):
+        return P.BEFORE_ORDINAL
     if at_start and symbol in (S.SPACE, S.CLOSER, S.OPENER, S.BULLET, S.CONTINUES):
         return P.START
     return P.START_NUMBER if place is P.START_NUMBER and symbol is S.CLOSER else P.INSIDE
@@ -238,14 +277,20 @@ def _after_end(place: Place, symbol: Symbol) -> tuple[Fate, Place]:  # noqa: PLR
         # Scripts without spaces between sentences also begin with a quote; and German quotes end with an opening one.
         return ended if symbol is S.OPENER and place is P.AFTER_TERMINATOR else (Fate.INCLUDES, place)
     goes_on = Fate.GOES_ON, _inside(P.INSIDE, symbol)
+    if place is P.SPACED_INITIAL:
+        return ended if symbol in (S.STARTER, S.ARTICLE) else goes_on
     if spaced:
-        stop = place is not P.SPACED
+        if place is not P.SPACED and symbol in (S.OPERATOR, S.BULLET):  # `n! = 6`
+            return goes_on
+        stop = place not in (P.SPACED, P.SPACED_MARK)
         # SB8; an abbreviation and the number after it; and one of several letters with spaces between them.
+        if place is P.SPACED_LETTER and symbol is S.UPPER_LETTER:
+            return Fate.GOES_ON, P.SHORT_LETTER
         return goes_on if stop and (symbol in LOWERS or symbol in SHORTENS.get(place, ())) else ended
     if place is P.AFTER_TERMINATOR or symbol is S.LETTERS:  # SB11
         return ended
-    if place is P.AFTER_LETTER and symbol in WORDS:
-        return Fate.GOES_ON, P.UPPER_LETTER
+    if place in (P.AFTER_LETTER, P.AFTER_INITIAL) and symbol in (S.LOWER_LETTER, S.UPPER_LETTER):
+        return Fate.GOES_ON, P.SHORT_LETTER if place is P.AFTER_LETTER else P.UPPER_LETTER
     # SB6, SB7, SB8. Neither a number, a word nor a sign follows the end of a sentence without a space.
     return goes_on
 
@@ -317,10 +362,12 @@ def _character(c: str) -> Symbol | None:  # noqa: PLR0911
         return S.SPACE
     if category in ("Mn", "Mc", "Me", "Cf"):
         return None
-    return S.BULLET if c in BULLETS else S.NUMBER if category in ("Nd", "Nl", "No") else S.OTHER
+    if c in BULLETS:
+        return S.BULLET
+    return S.NUMBER if category in ("Nd", "Nl", "No") else S.OPERATOR if category == "Sm" else S.OTHER
 
 
-def _word(piece: str) -> Symbol:
+def _word(piece: str) -> Symbol:  # noqa: PLR0911
     """Return the symbol of a run of letters."""
     first, (abbreviations, before_numbers) = piece[0], KNOWN_WORDS
     lower = first.islower()
@@ -330,6 +377,12 @@ def _word(piece: str) -> Symbol:
         return S.LOWER_BEFORE_NUMBER if lower else S.BEFORE_NUMBER
     if piece in abbreviations:
         return S.LOWER_ABBREVIATION if lower else S.ABBREVIATION
+    if piece in KNOWN_ARTICLES:
+        return S.LOWER_ARTICLE
+    if piece.lower() in KNOWN_ARTICLES and piece.istitle():
+        return S.ARTICLE
+    if piece in KNOWN_STARTERS:
+        return S.STARTER
     if len(piece) == 1 and piece != "I":
         return S.LOWER_LETTER if lower else S.UPPER_LETTER
     return S.LOWER if lower else S.UPPER

@@ -12,6 +12,7 @@ from tests.processes import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -21,22 +22,27 @@ if TYPE_CHECKING:
 BATCH = 16
 
 
-def load() -> Logprobs:
-    """Return a function from sequences of token ids to the log-probabilities after the newest token of each, which are
+def load(folder: Path = MODEL) -> Logprobs:
+    """Load the model of a folder.
+
+    Return a function from sequences of token ids to the log-probabilities after the newest token of each, which are
     [sequences, vocabulary] in float64; with `everywhere=True` from one sequence to those after each token, which are
-    [tokens, vocabulary]."""
+    [tokens, vocabulary].
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def batch(sequences: Sequence[list[int]], everywhere: bool) -> torch.Tensor:
         # Padding comes last, so no token attends to it.
         longest = max(map(len, sequences))
         padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in sequences])
-        logits = model(padded).logits
+        hidden = model.model(padded).last_hidden_state
         newest = [(row, len(tokens) - 1) for row, tokens in enumerate(sequences)]
-        return logits[0] if everywhere else torch.stack([logits[row, at] for row, at in newest])
+        chosen = hidden[0] if everywhere else torch.stack([hidden[row, at] for row, at in newest])
+        logits: torch.Tensor = model.lm_head(chosen)
+        return logits
 
     def logprobs(*sequences: list[int], everywhere: bool = False) -> NDArray[np.float64]:
         with torch.no_grad():

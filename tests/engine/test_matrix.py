@@ -35,8 +35,8 @@ CHOSEN = {
     "example": ("ExampleConnector", "steps of nothing", "blocks that a connector keeps"),
     "nixl-and-example": ("MultiConnector",),
     "priority": ("priority policy",),
-    "qwen3-vocabulary": ("real vocabularies",),
-    "gptoss-vocabulary": ("real vocabularies",),
+    "qwen3-vocabulary": ("caps", "answer reserve", "closing text", "real vocabularies"),
+    "gptoss-vocabulary": ("caps", "closing text", "real vocabularies"),
 }
 PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f.name.startswith(names)]
 

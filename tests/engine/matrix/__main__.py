@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.matrix import connectors, features_of, results
+from tests.engine.matrix import connectors, features_of, grown, results
 from tests.engine.matrix.builds import BUILDS, version_here
 from tests.processes import ENGINE_ENV, Control, Process
 
@@ -30,7 +30,12 @@ def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict
     control = Control(folder)
     try:
         command = [sys.executable, "-m", "tests.engine.matrix.child", build, control.target, *features]
-        env = {**ENGINE_ENV, **BUILDS[build].environment(), connectors.FOLDER: str(folder / f"{build}-connector")}
+        env = {
+            **ENGINE_ENV,
+            **BUILDS[build].environment(),
+            connectors.FOLDER: str(folder / f"{build}-connector"),
+            grown.FOLDER: str(folder / f"{build}-model"),
+        }
         process = Process(command, folder / f"{build}.log", env)
         try:
             ended = False

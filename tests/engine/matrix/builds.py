@@ -14,6 +14,7 @@ from typing import Any
 
 from tests import needed
 from tests.engine import ENGINE_ARGS
+from tests.engine.matrix import grown
 from tests.engine.matrix.connectors import PATH, RECORDED
 from tests.processes import MARKED, MODEL, ROOT, free_port
 
@@ -54,11 +55,15 @@ class Build:
     # Whether the build needs no stock engine beside it, because its output is scripted, or is compared with its own
     # output under another policy.
     alone: bool = False
+    # The real vocabulary, and the rows of its model; empty and 0 for the model's own.
+    vocabulary: str = ""
+    size: int = 0
 
     def engine_args(self) -> dict[str, Any]:
         # Two engines share a GPU, so each gets a part of its memory.
         there = {"async_scheduling": self.asynchronous, "gpu_memory_utilization": 0.25} if ON_GPU else {}
-        return {**ENGINE_ARGS, "max_logprobs": -1, **there, **self.args}
+        model = {"model": os.environ[grown.FOLDER]} if self.vocabulary else {}
+        return {**ENGINE_ARGS, "max_logprobs": -1, **there, **model, **self.args}
 
     def environment(self) -> dict[str, str]:
         interpreter = INTERPRETER if self.v2 and not ON_GPU else {}
@@ -66,7 +71,7 @@ class Build:
 
     def lacks(self) -> str:
         """Return what this Python lacks for the build and how to get it, or an empty string."""
-        if self.name.endswith("-vocabulary") and not needed.VOCABULARIES.found():
+        if self.vocabulary and not needed.VOCABULARIES.found():
             return needed.VOCABULARIES.reason
         return needed.NIXL.reason if NIXL.items() <= self.env.items() and not needed.NIXL.found() else ""
 
@@ -89,18 +94,13 @@ def _marked(
     return Build(name, shown, args, asynchronous=asynchronous, v2=v2, alone=True)
 
 
-def _vocabulary(name: str, size: int, parser: str, *, asynchronous: bool = False) -> Build:
-    """Return a build with a real tokenizer, and a small model without weights whose vocabulary has this size."""
+def _vocabulary(name: str, shown: str, size: int, parser: str, *, asynchronous: bool = False) -> Build:
+    """Return a build with a real tokenizer, and the maze model grown to this size (`grown`)."""
     args = {
-        "model": str(MARKED),
-        "hf_overrides": {"vocab_size": size},
         "tokenizer": str(needed.vocabulary_folder() / name),
-        "served_model_name": "marked",
         "reasoning_parser": parser,
-        "load_format": "dummy",
     }
-    shown = "async" if asynchronous else "V1"
-    return Build(f"{name}-vocabulary", shown, args, asynchronous=asynchronous, alone=True)
+    return Build(f"{name}-vocabulary", shown, args, asynchronous=asynchronous, vocabulary=name, size=size)
 
 
 RANKS, BOUND = {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -183,8 +183,8 @@ BUILDS = {
         _marked("marked-v2-async", "V2 async", v2=True, asynchronous=True),
         _marked("marked-ngram", "V1, drafts", speculative_config=NGRAM),
         _marked("marked-v2-ngram", "V2, drafts", v2=True, speculative_config=NGRAM),
-        _vocabulary("qwen3", 151_936, "qwen3"),
-        _vocabulary("gptoss", 201_088, "openai_gptoss", asynchronous=True),
+        _vocabulary("qwen3", "V1, Qwen3's vocabulary", 151_936, "qwen3"),
+        _vocabulary("gptoss", "async, gpt-oss's vocabulary", 201_088, "openai_gptoss", asynchronous=True),
         Build("priority", "V1", PRIORITY, alone=True),
         Build("priority-async", "async", PRIORITY, asynchronous=True, alone=True),
         Build("windows-v1", "V1", WINDOWS),

@@ -11,13 +11,15 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.matrix import features_of
+from tests.engine.matrix import features_of, grown
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.builds import BUILDS, prepare, version_here
 from tests.engine.matrix.stock import Stock, StockFailed
 from tests.engine.pacing import watch
+from tests.needed import vocabulary_folder
 from tests.processes import Control
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ def main() -> None:
         print("\n" + json.dumps({**said, "vllm": version_here(), "seconds": round(seconds, 1)}), flush=True)
 
     try:
+        if build.vocabulary:
+            grown.write(Path(os.environ[grown.FOLDER]), vocabulary_folder() / build.vocabulary, build.size)
         # Both engines start at the same time. A build that is `alone` needs a stock engine only if a feature fails.
         if not build.alone:
             from vllm import LLM  # noqa: F401

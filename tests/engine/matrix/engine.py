@@ -8,15 +8,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, Phase
-from tests.engine import Run, cases, offline, prompt_ids
+from tests import needed
+from tests.engine import Run, cases, offline
+from tests.engine.matrix import grown
 from tests.engine.matrix.asks import Ask, generate
 from tests.engine.matrix.builds import ON_GPU
 from tests.engine.pacing import Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import probes, records, rows
+from tests.processes import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,8 +44,12 @@ class Engine:
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.agent = self.scheduler._agent
         self.settled = control.caught_up = Settled(self.scheduler, control)
+        # The tokens of the markers. start, end: the first token of each.
+        self.ending: list[int] = list(self.agent.tracker.markers.ending)
         self.end: int = self.agent.tracker.markers.end[0]
         self.start: int = self.agent.tracker.markers.starts[0][0]
+        self.words = grown.words_of(needed.vocabulary_folder() / build.vocabulary) if build.vocabulary else None
+        self.opening: list[int] = self.words.opening if self.words else [self.start]
         # Triton's interpreter generates some 70 tokens a second; drafts on a CPU are not fast either.
         self.slow = (build.v2 and not ON_GPU) or self.scheduler.num_spec_tokens > 0
 
@@ -68,17 +76,32 @@ class Engine:
     @functools.cached_property
     def logprobs(self) -> offline.Logprobs:
         """Return the independent computation of log-probabilities, by Transformers."""
-        return offline.load()
+        return offline.load(Path(self.build.engine_args()["model"]))
 
     def prompt(self, index: int = 0, template: dict[str, Any] | None = None) -> list[int]:
         """Return one of the shared cases as the chat template renders it, by default with thinking opened."""
         return self.chat(cases()[index]["prompt"], OPEN if template is None else template)
 
     def token(self, word: str) -> int:
+        """Return the token of one of the maze model's words."""
+        if self.words:
+            return self.words.ids[word]
         return int(self.llm.get_tokenizer().convert_tokens_to_ids(word))
 
     def chat(self, text: str, template: dict[str, Any] | None = None) -> list[int]:
-        return prompt_ids(self.llm, {"prompt": text, "template": OPEN if template is None else template})
+        return self.render([{"role": "user", "content": text}], OPEN if template is None else template)
+
+    def render(self, turns: list[dict[str, str]], template: dict[str, Any]) -> list[int]:
+        """Return a chat as the maze model's template renders it, in the form that the vocabulary's family has."""
+        tokenizer = self.maze if self.words else self.llm.get_tokenizer()
+        ids = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **template))
+        return self.words.prompt(tokenizer.convert_ids_to_tokens(ids)) if self.words else ids
+
+    @functools.cached_property
+    def maze(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(MODEL)
 
     def endless(self, **params: Any) -> dict[str, Any]:
         """Return greedy sampling that never ends thinking by itself, without touching what a forced token needs."""
@@ -124,21 +147,29 @@ class Engine:
     def check_phases(self, prompt: list[int], tokens: list[int], seen: Observed, template_closes: bool = False) -> None:
         """Check that every token's phase and flags are those of its place before or after the markers.
 
-        The engine may have generated more tokens than it returned, if the front end stopped a request.
+        The engine may have generated more tokens than it returned, if the front end stopped a request, at a stop string
+        or for a client.
         """
-        assert len(seen.rows) == len(tokens) or (seen.closed == ABORT and len(seen.rows) > len(tokens))
-        phase = opening_phase(prompt, self.start, self.end, template_closes)
+        assert len(seen.rows) == len(tokens) or (seen.closed != LENGTH and len(seen.rows) > len(tokens))
+        phase = opening_phase(prompt, self.opening, self.ending, template_closes)
         assert seen.opened == phase
-        for token, (reported, flags, *_) in zip(tokens, seen.rows, strict=False):
-            ends = token == self.end and phase is Phase.THINK
-            if token == self.start:
+        # A prompt may end with a part of a marker.
+        whole, past = [*prompt, *tokens], len(prompt) + 1
+        starts, ends = ({at + len(m) - past for at in places_of(m, whole)} for m in (self.opening, self.ending))
+        # Which phase the first tokens of a marker have is checked in `markers`.
+        within = {
+            at - n for m, last in ((self.opening, starts), (self.ending, ends)) for at in last for n in range(len(m))
+        }
+        for at, (_, (reported, flags, *_)) in enumerate(zip(tokens, seen.rows, strict=False)):
+            over = at in ends and phase is Phase.THINK
+            if at in starts:
                 phase = Phase.THINK
             elif phase is Phase.PROMPT:
                 phase = Phase.OUTPUT
-            assert reported == phase
-            assert bool(flags & FLAG_END) == ends
-            assert bool(flags & FLAG_MARKER) == (token in {self.start, self.end})
-            if token == self.end:
+            assert reported == phase or (at in within and at not in starts | ends)
+            assert bool(flags & FLAG_END) == over
+            assert bool(flags & FLAG_MARKER) == (at in starts or at in ends)
+            if at in ends:
                 phase = Phase.OUTPUT
 
     @contextlib.contextmanager
@@ -176,14 +207,15 @@ class Engine:
         assert not wrong, wrong[:5]
 
     def check_probes(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
-        """Check EAT to 1e-5 nats against Transformers, and that each probe costs one token as a row of its request and
-        two tokens as a request of its own."""
-        wrong = [] if ON_GPU else offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, [self.end])
+        """Check EAT to 1e-5 nats against Transformers, and that each probe costs the tokens of the end marker, and
+        one more as a request of its own."""
+        wrong = [] if ON_GPU else offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, self.ending)
         assert not wrong, wrong[:5]
         costs = {cost for *_, cost, _, _ in seen.probes}
         # If drafts are made, vLLM computes rows for them after a probe, too.
-        most = 2 + self.scheduler.num_spec_tokens
-        least = 2 if self.scheduler._agent.facts.no_probe_rows else 1
+        marker = len(self.ending)
+        most = marker + 1 + self.scheduler.num_spec_tokens
+        least = marker + 1 if self.scheduler._agent.facts.no_probe_rows else marker
         assert all(least <= cost <= most for cost in costs), costs
         assert least in costs or not costs, costs
 
@@ -229,10 +261,15 @@ def observed(seen: list[Any]) -> list[Observed]:
     return list(found.values())
 
 
-def opening_phase(prompt: list[int], start: int, end: int, template_closes: bool) -> Phase:
+def places_of(marker: list[int], tokens: list[int]) -> list[int]:
+    """Return where a marker begins in a text."""
+    return [at for at in range(len(tokens) - len(marker) + 1) if tokens[at : at + len(marker)] == marker]
+
+
+def opening_phase(prompt: list[int], opening: list[int], ending: list[int], template_closes: bool) -> Phase:
     """Return the phase that a prompt's last marker gives; an end counts only if the template closes thinking with
     it."""
-    last = next((token for token in reversed(prompt) if token in {start, end}), None)
-    if last == start:
+    starts, ends = places_of(opening, prompt), places_of(ending, prompt)
+    if starts and starts[-1] > max(ends, default=-1):
         return Phase.THINK
-    return Phase.OUTPUT if last == end and template_closes else Phase.PROMPT
+    return Phase.OUTPUT if template_closes else Phase.PROMPT

@@ -15,7 +15,7 @@ from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED
 from tests.engine.matrix.features.forces import GREEDY, SHORT, force
-from tests.engine.matrix.features.signals import DRAFTS
+from tests.engine.matrix.features.signals import ALL, DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.queueing import compared
 from tests.fakes.sentences import ends_of, flags_of
@@ -32,7 +32,10 @@ TIGHT = ("tight", "tight-async", "tight-v2", "tight-v2-async")
 
 
 @feature(
-    "asynchronous scheduling waits for a step's tokens in steps that carry a force, in no other", "async", "v2-async"
+    "asynchronous scheduling waits for a step's tokens in steps that carry a force, in no other",
+    "async",
+    "v2-async",
+    "gptoss-vocabulary",
 )
 def overlap(engine: Engine) -> None:
     """Steps with probes do not wait; with a cap, the steps that write an end marker wait, also one of several
@@ -48,7 +51,9 @@ def overlap(engine: Engine) -> None:
         Ask(ask.prompt, ask.params | {"extra_args": {"meridian_max_think_tokens": 5 * i + 3}})
         for i, ask in enumerate(asks)
     ]
-    for text, tokens in (("", 1), ("Wait . ", 3)):
+    for text in ("", "Wait . "):
+        written = engine.llm.get_tokenizer().encode(text, add_special_tokens=False)
+        tokens = len(written) + len(engine.ending)
         engine.control.apply({"scheduler": {"max_think_tokens": 20}, "model": {"maze": {"closing_text": text}}})
         with counted(engine) as forced:
             engine.ask(capped)
@@ -326,7 +331,7 @@ def victims(engine: Engine) -> None:
     assert found[True][1] == found[False][1]
 
 
-@feature("blocks past the prompt are reused first", "v1", "async", "v2", "v2-async")
+@feature("blocks past the prompt are reused first", *ALL)
 def reclaim(engine: Engine) -> None:
     """The prompt's blocks stay cached, those of thinking and answer lose their hash, unless the policy is off."""
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -348,7 +353,7 @@ def reclaim(engine: Engine) -> None:
         engine.control.settled()
 
 
-@feature("aborts in each phase, and with an end half written", "v1", "async", "v2", "v2-async")
+@feature("aborts in each phase, and with an end half written", *ALL)
 def aborts(engine: Engine) -> None:
     engine.control.apply({**DENSE, "model": {"maze": {"closing_text": "Wait . Wait . "}}})
     params = engine.endless(max_tokens=40)

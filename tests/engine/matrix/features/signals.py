@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from tests.engine.matrix.engine import Engine
 
-ALL = ("v1", "async", "v2", "v2-async")
+VOCABULARIES = ("qwen3-vocabulary", "gptoss-vocabulary")
+ALL = ("v1", "async", "v2", "v2-async", *VOCABULARIES)
 DRAFTS = ("ngram", "v2-ngram", "v2-async-ngram")
 EVERYWHERE = (*ALL, *DRAFTS)
 RANKS = ("tp2", "tp2-v2-async")
@@ -52,7 +53,8 @@ def sampled(engine: Engine) -> None:
 
 @feature("log-probabilities as stock's, entropy that of all of them", *EVERYWHERE)
 def logprobs(engine: Engine) -> None:
-    params = {"temperature": 0.0, "max_tokens": 20 if engine.slow else 80, "logprobs": -1}
+    most = 4 if engine.words else 20 if engine.slow else 80
+    params = {"temperature": 0.0, "max_tokens": most, "logprobs": -1}
     asks = [Ask(engine.prompt(i), params) for i in range(2)]
     answers, seen = engine.observe(asks)
     for (answer,), (stock,), said in zip(answers, engine.stock.ask(asks), seen, strict=True):

@@ -11,13 +11,13 @@ from meridian_agent.core.phases import FLAG_END, FLAG_FORCED, FLAG_MARKER, FLAG_
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.features.markers import FINAL, NEXT, follow_script, take_script
+from tests.engine.matrix.features.signals import VOCABULARIES
 from tests.engine.policies import NEUTRAL
 from tests.fakes.sentences import ends_of, flags_of
 
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine, Observed
 
-BUILDS = ("qwen3-vocabulary", "gptoss-vocabulary")
 END = "‖"
 # A sentence ends before each END. No judgement by the last character of a token finds these ends.
 THINKING = (
@@ -27,13 +27,13 @@ THINKING = (
 )
 # Where thinking may end at the earliest: after more tokens than stand before the first full stop that ends nothing.
 FLOOR = 4
-# A rank that every token has.
-ANY_RANK = 200_000
+# A rank that every token of the largest vocabulary has.
+ANY_RANK = 201_088
 # A decision arrives with the report of the token after a sentence end, and acts within two more steps.
 LATE_TOKENS = 3
 
 
-@feature("real vocabularies: phases, sentence ends, caps, soft close and probes at sentence ends", *BUILDS)
+@feature("real vocabularies: phases, sentence ends, caps, soft close and probes at sentence ends", *VOCABULARIES)
 def vocabularies(engine: Engine) -> None:
     tokenizer, markers = engine.llm.get_tokenizer(), engine.agent.tracker.markers
     assert markers.known

@@ -83,6 +83,29 @@ def marked(pieces: Sequence[str]) -> str:
         "**|1|.|**| Add|",
         " z|.| B|.| Haus|",
         " Eq|.| (|2|)|",
+        # A letter and a German ordinal end a sentence only before a word that begins many, so no name and no date ends.
+        " is| B|.‖ The|",
+        " plan| B|.‖ Then|",
+        " of| the| U|.S|.‖ It|",
+        " is| B|.|\n‖",
+        " z|.| B|.| Die|",
+        " z|.B|.| Die|",
+        " by| J|.| Smith|",
+        " J|.| R|.| Smith|",
+        "\n|B|.| The|",
+        " am| |3|.| Mai|",
+        " im| |1|9|.| Jahrhundert|",
+        " Am| |3|.| Mai|",
+        " ist| der| |3|.‖ Er|",
+        " I| am| |30|.‖ He|",
+        " am| |3|.|5| mm|",
+        " der| A|.| Mann|",
+        " in| |2019|.‖ Germany|",
+        # A factorial, and the end of an address.
+        " n|!| =| |6|",
+        " n|!| >| |2|",
+        " n|!‖ So|",
+        " c|.org|.‖ At|",
         # What follows shows whether the sentence goes on.
         " Hmm|...| so|",
         " Hmm|...‖ So|",
@@ -308,6 +331,49 @@ Also, ich muss das Ergebnis prüfen.‖ Das sind z. B. 1.000 Euro, d.h. ca. 5 % 
 We have $x = 1.5$ and $y = 2.$‖ Then \(x + y = 3.5.\)‖ Hence $$z > 0.$$‖ By Eq. (2), $f(x) = x^2.$‖ Let
  $\mathbf{v} = 0$.‖ So $n = 4$.‖
 """,
+    "mathematics": r"""
+Let $\epsilon = 1.5e-3$ and $N \ge 10^6$.‖ Then $$\sum_{i=1}^{n} a_i = 2.75.$$‖ Since \(p \mid q\), we get \(p = 7\).‖
+ By Thm. 4.2, $f'(x) \to 0$.‖ So the error is at most 2.5e-4.‖ The answer is B.‖ Then check C.‖ Therefore x! = 120.‖ Is
+ $n! > 2^n$?‖ Yes.‖ Note that e.g. $5! = 120$, i.e. more.‖ Thus \boxed{42}.‖ Done!‖
+""",
+    "web and names": """
+See https://example.com/a.b/c?d=1.2&e=f! for details.‖ Visit www.foo.org.‖ The version is v1.2.3, not 1.2.4-rc.1.‖ J. R.
+ R. Tolkien met C. S. Lewis in Oxford.‖ Mail me at a.b@c.org.‖ At 3 p.m. we left, at 5 a.m. we came.‖ Fig. 3 and
+ Eq. (7) show it, cf. Sec. 2.‖ The U.S. economy grew.‖ He lives in the U.S.‖ She does not.‖ Mr. and Mrs. Brown paid
+ $1,299.99.‖ Wait... what?‖ Hmm…‖ Okay.‖ Plan B.‖ So we go.‖ In 2019.‖ That was it.‖ It was No. 5 of 10.‖
+""",
+    "German dates": """
+Am 3. Mai 2020 begann es.‖ Im 19. Jahrhundert war das anders.‖ Der 2. Weltkrieg endete am 8. Mai 1945.‖ Die Antwort ist
+ B.‖ Dann prüfen wir C.‖ Das kostet 3,50 Euro.‖ Es waren 12.‖ Das ist viel.‖ „Kommst du?“, fragte er.‖ »Ja.«‖ Gut.‖
+""",
+    "French": """
+Il a dit : « Oui.‖ » Puis il est parti.‖ M. Dupont habite ici.‖ Pourquoi ?‖ Parce que c’est 3,14 !‖ Mme Durand, p. ex.,
+ viendra.‖ D'accord.‖
+""",
+    "Spanish": """
+¿Cuánto es 2,5?‖ ¡Es mucho!‖ El Sr. López llegó a las 3 p. m. con la Dra. Ruiz.‖ Luego salió.‖ EE. UU. es grande.‖
+""",
+    "Chinese quotes": """
+老师问：「你懂了吗？」‖他点点头。‖『当然。』‖圆周率约为3.14159，也就是π。‖第1.步不对！‖Wait，再算一次……‖所以选B。‖接下来看C。‖（见图3。）‖嗯……‖好的！！‖
+""",
+    "Japanese quotes": """
+「そうですか。」‖と彼女は言った。‖3.5は正しい？‖いや、違う！‖Aが答えだ。‖よし…‖次へ進もう。‖『なるほど！』‖と思った。‖
+""",
+    "more Hindi": """
+यह प्रश्न कठिन है।‖ राम ने कहा, "चलो।"‖ क्या उत्तर 2.5 है?‖ हाँ।‖ डॉ. शर्मा आए।‖ ठीक॥‖ अब x = 7।‖
+""",
+    "more Arabic": """
+نبدأ بالحل.‖ كم الناتج؟‖ الناتج 2.5، أليس كذلك؟‖ نعم!‖ قال: «حسناً.»‖ ثم انتهى.‖
+""",
+    "Korean": """
+먼저 값을 구한다.‖ 답은 3.14인가?‖ 아니다!‖ "좋아."‖ 그러면 42이다.‖
+""",
+    "Russian": """
+Найдём значение, т.е. корень.‖ Это 2,5?‖ Нет!‖ А. С. Пушкин писал это в 1830 г. в Болдине.‖ Итак, ответ 42.‖
+""",
+    "emoji": """
+Great!‖ 🎉 That works.‖ 👍 Next step: 3.5 🙂.‖ OK!‖ Now 🚀 go.‖
+""",
 }
 TEXT = {name: text.replace("\n", "") for name, text in TEXT.items()} | {
     "Markdown": """**Step one.**‖ Read the text.
@@ -321,6 +387,25 @@ TEXT = {name: text.replace("\n", "") for name, text in TEXT.items()} | {
 
 ‖> He wrote it.‖ Then he left.
 ‖""",
+    "Thai": """เราต้องหาค่าก่อน แล้วจึงคำนวณ
+‖คำตอบคือ 3.14 ครับ
+‖""",
+    "Windows": "First line.\r\n‖Second line is 3.5\r\n\r\n‖- Item one.\r\n‖- Item two\r\n‖Done.‖",
+    "lists": """1. First, compute 2.5.
+‖2) Then add e.g. 3.
+‖a) Check.
+‖B. The second option.
+‖* Bullet with `a.b()`.
+‖   - Nested, i.e. deep!
+‖### 3. Heading
+‖| a | 1.5 |
+‖""",
+    "fenced code": """```python
+‖x = obj.method(1.0)  # no. 3
+‖if x != 1e-5: return x.y
+‖```
+It prints "3.0".‖ Then `foo.bar` fails.‖ Why?‖
+""",
     "code": """def area(r):
 ‖    return 3.14 * r ** 2
 
