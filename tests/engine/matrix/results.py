@@ -29,7 +29,7 @@ BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!--
 KEPT = ("build", "feature", "result", "detail")
 PASSED, FAILED, UNSUPPORTED, NOT_RUN = "passed", "failed", "not supported", "not run"
 # Results whose reason is given under the table, with their words in the table.
-SHOWN = {FAILED: "**failed**", UNSUPPORTED: "vLLM cannot"}
+SHOWN = {FAILED: "**failed**", UNSUPPORTED: "cannot"}
 
 # The feature that is looked up in a version's sources (tests/vllm_sources.py), without an engine.
 SOURCES = ("sources", "every hook that is used, with its parameters")
@@ -104,7 +104,8 @@ def table(found: Mapping[str, Saved]) -> str:
 
 
 def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[str, int]) -> str:
-    """Return a cell, with passed versions first; a feature is for at most one build of a column."""
+    """Return a cell, with passed versions first, and without those that were not run if any was; a feature is for at
+    most one build of a column."""
     builds = [build for build in chosen.builds if BUILDS[build].shown == column]
     if not builds:
         return "–"
@@ -116,6 +117,9 @@ def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[
         if line["result"] in SHOWN:
             said += f" [{reasons.setdefault(_reason(line), len(reasons) + 1)}]"
         came.setdefault(said, []).append(version)
+    came.pop(NOT_RUN, None)
+    if not came:
+        return NOT_RUN
     passed = came.pop(PASSED, [])
     parts = ["all" if len(passed) == len(run) else _list(passed, list(run))] if passed else []
     parts += [f"{said}: {_list(at, list(run))}" for said, at in came.items()]

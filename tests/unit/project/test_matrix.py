@@ -37,14 +37,16 @@ def test_a_cell_tells_what_failed_from_what_was_not_run_what_vllm_cannot_and_wha
         ("async", caps): line("failed", "it is late"),
         ("ngram", caps): line("not supported", "it breaks"),
     }
-    made = results.table({"0.9.0": sources, "0.8.0": sources | newest, "0.7.0": sources | older})
+    some = newest | {("v2", caps): line("passed")}
+    made = results.table({"0.9.0": sources, "0.8.0": sources | some, "0.7.0": sources | older})
     head, rows = made.split("\n")[2], {row.split(" | ")[0][2:]: row for row in made.split("\n") if row.startswith("| ")}
     cells = {name: dict(zip(head.split(" | "), row.split(" | "), strict=True)) for name, row in rows.items()}
     assert made.startswith("The sources of vLLM 0.9.0, 0.8.0, 0.7.0 contain every hook")
     assert cells[caps]["V1"] == "all"
     assert cells[caps]["async"] == "0.8; **failed** [1]: 0.7"
-    assert cells[caps]["V2"] == "not run: 0.8, 0.7"
-    assert cells[caps]["V1, drafts"] == "0.8; vLLM cannot [2]: 0.7"
+    assert cells[caps]["V2"] == "0.8"
+    assert cells[drafts]["V1, drafts"] == "not run"
+    assert cells[caps]["V1, drafts"] == "0.8; cannot [2]: 0.7"
     assert cells[drafts]["V1"] == "–"
     assert made.endswith("[1] it is late.  \n[2] it breaks.\n")
 
