@@ -294,15 +294,15 @@ def _shown(texts: Sequence[str]) -> str:
 
 
 def _missing(made: dict[str, Any], newest: dict[str, Any]) -> str:
-    told = []
+    names: dict[str, list[str]] = {}
     for name, row in made["parsers"].items():
         if "reason" in row:
-            told.append(f"`{name}`: {row['reason']}")
+            names.setdefault(f": {row['reason']}", []).append(name)
         elif (other := newest["parsers"].get(name)) is None:
-            told.append(f"`{name}` is gone later")
+            names.setdefault(" not there later", []).append(name)
         elif any(row.get(key) != other.get(key) for key in ("starts", "ends", "forced", "own_ends")):
-            told.append(f"`{name}` from {_shown(row['starts'])} to {_shown(row['ends'])}")
-    return "; ".join(told) or "none"
+            names.setdefault(f" from {_shown(row['starts'])} to {_shown(row['ends'])}", []).append(name)
+    return "; ".join(_shown(those) + told for told, those in names.items()) or "none"
 
 
 def written() -> str:

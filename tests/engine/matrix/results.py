@@ -88,17 +88,19 @@ def saved() -> dict[str, Saved]:
 
 
 def table(found: Mapping[str, Saved]) -> str:
-    """Return the table. Rows are features, columns engines; a cell has the versions that passed there and other
-    results."""
+    """Return the table. Columns are engines; a row has the features with the same results, and a cell the versions that
+    passed there and other results."""
     run = {version: lines for version, lines in found.items() if lines.keys() - {SOURCES}}
     columns = list(dict.fromkeys(build.shown for build in BUILDS.values()))
     read = [version for version, lines in found.items() if lines.get(SOURCES, {}).get("result") == PASSED]
     lines = [f"The sources of vLLM {', '.join(read)} contain every hook that the agent uses, with its parameters.", ""]
     lines += [f"| feature | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     reasons: dict[str, int] = {}
+    rows: dict[str, list[str]] = {}
     for chosen in features.all_of_them().values():
         cells = [_cell(chosen, column, run, reasons) for column in columns]
-        lines.append(f"| {chosen.name} | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(cells), []).append(chosen.name)
+    lines += [f"| {'<br>'.join(names)} | {cells} |" for cells, names in rows.items()]
     lines += ["", *(f"[{number}] {reason}.  " for reason, number in reasons.items())]
     return "\n".join(lines).rstrip() + "\n"
 
