@@ -274,15 +274,15 @@ def section(tables: list[dict[str, Any]]) -> str:
     """Return the summary for the agent's page: the newest vLLM's results, and the differences of other versions."""
     newest = tables[-1]
     lines = [
-        "| parser | thinking begins | a forced end writes | also an end | vLLM agrees by |",
-        "|---|---|---|---|---|",
+        "| parser | thinking begins | a forced end writes | also an end |",
+        "|---|---|---|---|",
     ]
     resolved = {name: told for name, told in newest["parsers"].items() if "reason" not in told}
     for name, told in resolved.items():
         forced = [told["forced"], *(end for end in told.get("own_ends", {}).values() if end != told["forced"])]
         other = [end for end in told["ends"] if end.strip() not in {text.strip() for text in forced}]
         cells = (_shown([told["starts"][-1], *told.get("own_ends", ())]), _shown(forced), _shown(other))
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {told['vllm_agrees_by']} |")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     counts = [f"| {made['vllm']} | {len(made['parsers'])} | {_missing(made, newest)} |" for made in tables]
     heading = ["", "| vLLM | registered | not resolved, or otherwise than on the newest |", "|---|---|---|"]
     return "\n".join([*lines, *heading, *counts]) + "\n"
