@@ -278,11 +278,13 @@ def section(tables: list[dict[str, Any]]) -> str:
         "|---|---|---|---|",
     ]
     resolved = {name: told for name, told in newest["parsers"].items() if "reason" not in told}
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, told in resolved.items():
         forced = [told["forced"], *(end for end in told.get("own_ends", {}).values() if end != told["forced"])]
         other = [end for end in told["ends"] if end.strip() not in {text.strip() for text in forced}]
         cells = (_shown([told["starts"][-1], *told.get("own_ends", ())]), _shown(forced), _shown(other))
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        rows.setdefault(cells, []).append(name)
+    lines += [f"| {_shown(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
     counts = [f"| {made['vllm']} | {len(made['parsers'])} | {_missing(made, newest)} |" for made in tables]
     heading = ["", "| vLLM | registered | not resolved, or otherwise than on the newest |", "|---|---|---|"]
     return "\n".join([*lines, *heading, *counts]) + "\n"
