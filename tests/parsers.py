@@ -274,15 +274,17 @@ def section(tables: list[dict[str, Any]]) -> str:
     """Return the summary for the agent's page: the newest vLLM's results, and the differences of other versions."""
     newest = tables[-1]
     lines = [
-        "| parser | thinking begins | a forced end writes | also an end | vLLM agrees by |",
-        "|---|---|---|---|---|",
+        "| parser | thinking begins | a forced end writes | also an end |",
+        "|---|---|---|---|",
     ]
     resolved = {name: told for name, told in newest["parsers"].items() if "reason" not in told}
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, told in resolved.items():
         forced = [told["forced"], *(end for end in told.get("own_ends", {}).values() if end != told["forced"])]
         other = [end for end in told["ends"] if end.strip() not in {text.strip() for text in forced}]
         cells = (_shown([told["starts"][-1], *told.get("own_ends", ())]), _shown(forced), _shown(other))
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {told['vllm_agrees_by']} |")
+        rows.setdefault(cells, []).append(name)
+    lines += [f"| {_shown(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
     counts = [f"| {made['vllm']} | {len(made['parsers'])} | {_missing(made, newest)} |" for made in tables]
     heading = ["", "| vLLM | registered | not resolved, or otherwise than on the newest |", "|---|---|---|"]
     return "\n".join([*lines, *heading, *counts]) + "\n"
@@ -294,15 +296,15 @@ def _shown(texts: Sequence[str]) -> str:
 
 
 def _missing(made: dict[str, Any], newest: dict[str, Any]) -> str:
-    told = []
+    names: dict[str, list[str]] = {}
     for name, row in made["parsers"].items():
         if "reason" in row:
-            told.append(f"`{name}`: {row['reason']}")
+            names.setdefault(f": {row['reason']}", []).append(name)
         elif (other := newest["parsers"].get(name)) is None:
-            told.append(f"`{name}` is gone later")
+            names.setdefault(" not there later", []).append(name)
         elif any(row.get(key) != other.get(key) for key in ("starts", "ends", "forced", "own_ends")):
-            told.append(f"`{name}` from {_shown(row['starts'])} to {_shown(row['ends'])}")
-    return "; ".join(told) or "none"
+            names.setdefault(f" from {_shown(row['starts'])} to {_shown(row['ends'])}", []).append(name)
+    return "; ".join(_shown(those) + told for told, those in names.items()) or "none"
 
 
 def written() -> str:

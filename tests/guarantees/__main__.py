@@ -1,8 +1,8 @@
 """Break each guarantee on purpose: `python -m tests.guarantees [NAME]... [--engine | --no-engine] [--write]`.
 
 Each mutation is a patch in a copy of the tree, in which its test must fail; before that, all chosen tests must pass in
-the tree as it is. `--write` puts the results into the table of the README beside this file. The exit status is 1 if a
-test does not fail under its mutation, or fails without it.
+the tree as it is. `--write` puts the results into results.csv beside this file. The exit status is 1 if a test does not
+fail under its mutation, or fails without it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--engine", action="store_true", help="only mutations whose test starts a vLLM engine")
     which.add_argument("--no-engine", action="store_true", help="only mutations whose test starts no vLLM engine")
-    parser.add_argument("--write", action="store_true", help="put the results into the README's table")
+    parser.add_argument("--write", action="store_true", help="put the results into results.csv")
     arguments = parser.parse_args()
     chosen = [
         broken

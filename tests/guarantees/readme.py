@@ -1,16 +1,17 @@
-"""Read the list of guarantees in README.md, and read and write the table of mutations beside this file."""
+"""Read the list of guarantees in README.md, and read and write the results of the mutations in results.csv."""
 
 from __future__ import annotations
 
+import csv
 import re
+from pathlib import Path
 
-from tests.guarantees.broken import BROKEN, item_of
+from tests.guarantees.broken import BROKEN
 from tests.sim.mutations import ROOT
 
-LIST, TABLE = ROOT / "README.md", ROOT / "tests" / "guarantees" / "README.md"
+LIST, RESULTS = ROOT / "README.md", Path(__file__).with_name("results.csv")
 SECTION = "## Guarantees\n"
-BEGIN, END = "<!-- guarantees: begin -->\n", "<!-- guarantees: end -->\n"
-HEAD = "| guarantee | broken by | test that fails | result |\n|---|---|---|---|\n"
+HEAD = ["broken by", "test that fails", "result"]
 NOT_RUN = "not run yet"
 
 
@@ -27,23 +28,14 @@ def promises() -> list[tuple[str, list[str]]]:
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of the present table."""
-    table = TABLE.read_text().partition(BEGIN)[2].partition(END)[0]
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
-
-
-def expected(results: dict[str, str]) -> str:
-    """Return the table with these results, by mutation."""
-    lines = []
-    for broken in BROKEN:
-        begins, name = item_of(broken.guarantee, items())[: len(broken.guarantee)], broken.mutant.name
-        result = results.get(name, NOT_RUN).replace("|", "/")
-        lines.append(f"| {begins} … | {name} | `{broken.test.removeprefix('tests/')}` | {result} |\n")
-    return f"{HEAD}{''.join(lines)}"
+    """Return the kept results: mutation, test and result."""
+    with RESULTS.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))[1:]
 
 
 def write(results: dict[str, str]) -> None:
-    """Write the table anew; rows whose mutation is not in `results` keep their result."""
-    kept = {row[1]: row[3] for row in rows() if len(row) > 3}
-    before, _, rest = TABLE.read_text().partition(BEGIN)
-    TABLE.write_text(f"{before}{BEGIN}{expected(kept | results)}{END}{rest.partition(END)[2]}")
+    """Write the results anew; a mutation that is not in `results` keeps its result."""
+    kept = {name: result for name, _, result in rows()} | results
+    made = [[b.mutant.name, b.test.removeprefix("tests/"), kept.get(b.mutant.name, NOT_RUN)] for b in BROKEN]
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([HEAD, *made])

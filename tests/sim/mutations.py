@@ -1,13 +1,14 @@
 """Break the product on purpose, and count the seeds until the simulator notices: `python -m tests.sim.mutations`.
 
-Each mutation is a patch of one source file in a copy of the tree. `--write` puts the results into the table of
-tests/sim/README.md. `--in NAME COMMAND…` instead runs a command in such a copy, for example a soak. The exit status is
-1 if a mutation survives or no longer fits the source.
+Each mutation is a patch of one source file in a copy of the tree. `--write` puts the results into mutations.csv. `--in
+NAME COMMAND…` instead runs a command in such a copy, for example a soak. The exit status is 1 if a mutation survives or
+no longer fits the source.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import shutil
 import subprocess
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("meridian_agent", "meridian_control", "kernels")
-README = ROOT / "tests" / "sim" / "README.md"
-BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
-HEAD = "| mutation | seeds | message of the check |\n|---|---|---|\n"
+RESULTS = ROOT / "tests" / "sim" / "mutations.csv"
+HEAD = ("mutation", "seeds", "message of the check")
 SAID = 110
 
 
@@ -99,14 +99,13 @@ def verdict(done: int, reason: str) -> str:
 
 
 def write(found: dict[str, tuple[int, str]]) -> None:
-    """Write the README's table with new rows for these mutations; the other rows stay."""
-    before, _, rest = README.read_text().partition(BEGIN)
-    table, _, after = rest.partition(END)
-    rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines()[2:]}
-    for name, (done, reason) in found.items():
-        rows[name] = f"| {name} | {verdict(done, reason)} | {reason.replace('|', '/')} |"
-    kept = "".join(f"{rows[mutant.name]}\n" for mutant in MUTANTS if mutant.name in rows)
-    README.write_text(f"{before}{BEGIN}{HEAD}{kept}{END}{after}")
+    """Write new rows for these mutations into the file of results; the other rows stay."""
+    with RESULTS.open(newline="", encoding="utf-8") as file:
+        rows = {row[0]: row for row in list(csv.reader(file))[1:]}
+    rows |= {name: [name, verdict(done, reason), reason] for name, (done, reason) in found.items()}
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        kept = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
+        csv.writer(file, lineterminator="\n").writerows([HEAD, *kept])
 
 
 def main() -> int:
@@ -115,7 +114,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:3000", help="FIRST:END")
     parser.add_argument("--seconds", type=float, default=600.0, help="longest time for each mutation, in seconds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="put the results into the README's table")
+    parser.add_argument("--write", action="store_true", help="put the results into mutations.csv")
     parser.add_argument("--in", dest="inside", nargs=argparse.REMAINDER, help="run COMMAND… in the tree of NAME")
     arguments = parser.parse_args()
     if arguments.inside:

@@ -29,7 +29,7 @@ BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!--
 KEPT = ("build", "feature", "result", "detail")
 PASSED, FAILED, UNSUPPORTED, NOT_RUN = "passed", "failed", "not supported", "not run"
 # Results whose reason is given under the table, with their words in the table.
-SHOWN = {FAILED: "**failed**", UNSUPPORTED: "vLLM cannot"}
+SHOWN = {FAILED: "**failed**", UNSUPPORTED: "cannot"}
 
 # The feature that is looked up in a version's sources (tests/vllm_sources.py), without an engine.
 SOURCES = ("sources", "every hook that is used, with its parameters")
@@ -90,23 +90,26 @@ def saved() -> dict[str, Saved]:
 
 
 def table(found: Mapping[str, Saved]) -> str:
-    """Return the table. Rows are features, columns engines; a cell has the versions that passed there and other
-    results."""
+    """Return the table. Columns are engines; a row has the features with the same results, and a cell the versions that
+    passed there and other results."""
     run = {version: lines for version, lines in found.items() if lines.keys() - {SOURCES}}
     columns = list(dict.fromkeys(build.shown for build in BUILDS.values()))
     read = [version for version, lines in found.items() if lines.get(SOURCES, {}).get("result") == PASSED]
     lines = [f"The sources of vLLM {', '.join(read)} contain every hook that the agent uses, with its parameters.", ""]
     lines += [f"| feature | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     reasons: dict[str, int] = {}
+    rows: dict[str, list[str]] = {}
     for chosen in features.all_of_them().values():
         cells = [_cell(chosen, column, run, reasons) for column in columns]
-        lines.append(f"| {chosen.name} | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(cells), []).append(chosen.name)
+    lines += [f"| {'<br>'.join(names)} | {cells} |" for cells, names in rows.items()]
     lines += ["", *(f"[{number}] {reason}.  " for reason, number in reasons.items())]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[str, int]) -> str:
-    """Return a cell, with passed versions first; a feature is for at most one build of a column."""
+    """Return a cell, with passed versions first, and without those that were not run if any was; a feature is for at
+    most one build of a column."""
     builds = [build for build in chosen.builds if BUILDS[build].shown == column]
     if not builds:
         return "–"
@@ -118,6 +121,9 @@ def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[
         if line["result"] in SHOWN:
             said += f" [{reasons.setdefault(_reason(line), len(reasons) + 1)}]"
         came.setdefault(said, []).append(version)
+    came.pop(NOT_RUN, None)
+    if not came:
+        return NOT_RUN
     passed = came.pop(PASSED, [])
     parts = ["all" if len(passed) == len(run) else _list(passed, list(run))] if passed else []
     parts += [f"{said}: {_list(at, list(run))}" for said, at in came.items()]

@@ -27,9 +27,8 @@ def test_a_mutation_fits_the_source_and_its_test_is_there(broken: Broken) -> Non
     assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text() if name else (ROOT / path).exists()
 
 
-def test_the_table_is_that_of_the_mutations() -> None:
-    """The page lists all mutations with the results of their last runs; no test passed with its mutation."""
-    told = [(row[1], row[2], row[3]) for row in rows()]
-    named = [(broken.mutant.name, f"`{broken.test.removeprefix('tests/')}`") for broken in BROKEN]
-    assert [(name, test) for name, test, _ in told] == named
-    assert {result for *_, result in told} <= {"fails", NOT_RUN}
+def test_the_results_are_those_of_the_mutations() -> None:
+    """All mutations are listed with the results of their last runs; no test passed with its mutation."""
+    named = [(broken.mutant.name, broken.test.removeprefix("tests/")) for broken in BROKEN]
+    assert [(name, test) for name, test, _ in rows()] == named
+    assert {result for *_, result in rows()} <= {"fails", NOT_RUN}
