@@ -96,9 +96,7 @@ def signal_reference(signal: str) -> Any:
         (),
         strict=False,
         max_length=MAX_BINS,
-        description=f"Distribution of {signal} on the requests of the calibration: of each request, the value at the "
-        "first sentence end from the floor on. If live requests leave it, the control plane puts the section into "
-        "shadow; empty switches this off.",
+        description=f"As eat_reference, for {signal} at the first sentence end from the floor on.",
         json_schema_extra=advice("Remove it if you change the floor by hand."),
     )
 
