@@ -96,7 +96,9 @@ def signal_reference(signal: str) -> Any:
         (),
         strict=False,
         max_length=MAX_BINS,
-        description=f"As eat_reference, for {signal} at the first sentence end from the floor on.",
+        description=f"Distribution of {signal} on the requests of the calibration: of each request, the value at the "
+        "first sentence end from the floor on. If live requests leave it, the control plane puts the section into "
+        "shadow; empty switches this off.",
         json_schema_extra=advice("Remove it if you change the floor by hand."),
     )
 

@@ -243,8 +243,9 @@ class EntropyPolicy(Section):
     eat_probe_max_margin_nats: float = Field(
         0.0,
         ge=0,
-        description="Gate: as eat_probe_max_rank, for the end marker's margin, in nats. With both, both gates must be "
-        "open.",
+        description="Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is "
+        "at most this value, and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates "
+        "must be open.",
         json_schema_extra=advice("Set it, above margin_threshold_nats, to save probes where thinking cannot end yet."),
     )
     eat_hold_ms: int = Field(
@@ -268,8 +269,8 @@ class EntropyPolicy(Section):
     margin_threshold_nats: float = Field(
         0.0,
         ge=0,
-        description="Margin rule: thinking ends at a sentence end where the end marker's margin is at most this many "
-        "nats; 0 switches the rule off.",
+        description="Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability "
+        "of the likeliest token minus that of the end marker, is at most this many nats; 0 switches the rule off.",
         json_schema_extra=advice("Take it from `meridianctl calibrate`."),
     )
     rpdi_threshold: float = Field(
@@ -290,8 +291,9 @@ class EntropyPolicy(Section):
         0.02,
         ge=0,
         le=0.5,
-        description="Share of requests, a fraction, in the control group, which nothing in the policy shortens. A hash "
-        "of the request id chooses them. 0 switches the control group off, and no harm is measured.",
+        description="Share of requests, a fraction, in the control group, which nothing in the policy shortens: "
+        "neither entropy rules, soft close, loop rules, budgets and pressure nor a cap below the default. A hash of "
+        "the request id chooses them. 0 switches the control group off, and no harm is measured.",
         json_schema_extra=advice(
             "Raise it to measure savings and harm sooner; set it to 0 if every request must be shortened."
         ),
@@ -300,8 +302,9 @@ class EntropyPolicy(Section):
         0.01,
         gt=0,
         le=1,
-        description="Largest share of requests, a fraction, whose answer one kind of shortening may change. If the "
-        "control group shows more harm, the control plane withdraws this kind. 1 switches this off.",
+        description="Largest share of requests, a fraction, whose answer one kind of shortening may change: the "
+        "entropy rules, soft close, caps, loop rules, a budget or a pressure entry. If the control group shows more "
+        "harm, the control plane withdraws this kind. 1 switches this off.",
         json_schema_extra=advice(
             "Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers."
         ),

@@ -35,7 +35,7 @@ SectionLease = Annotated[
     AfterValidator(_lease),
     Field(
         description="Milliseconds for which this section's decisions, its caps included, stay in force without a "
-        "stream; 0 means that only fallback.lease_ms counts.",
+        "stream, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.",
         json_schema_extra=advice(
             "Set it for an experiment that must end with the control plane.", range="0, or 100 to 86,400,000"
         ),
