@@ -52,7 +52,7 @@ HEAD = """# Policy fields
 with `*` for the requests or engines that it matches ([how](policy.md#who-gets-what)). EAT is the entropy after
 `</think>`, RPDI the reasoning path deviation index; the [glossary](../../proto/glossary.md) explains all terms.
 """
-COLUMNS = f"| field | type | default | range | what it does | when to change it |\n{'|---' * 6}|\n"
+COLUMNS = f"| field | type, default; range | what it does | when to change it |\n{'|---' * 4}|\n"
 # Texts of a field with more characters than this are not repeated for the same field of another section.
 LONG = 120
 BOUNDS = (("exclusiveMinimum", "above"), ("minimum", "from"), ("exclusiveMaximum", "below"), ("maximum", "to"))
@@ -77,7 +77,8 @@ def _row(section: str, field: str, of: dict[str, Any], first: dict[tuple[str, ..
     texts = of["description"], of["advice"]
     if len(" ".join(texts)) > LONG and first.setdefault((field, *texts), section) != section:
         texts = f"As `{first[field, *texts]}.{field}`.", ""
-    cells = (f"`{field}`{mark}", _type(of), f"`{spelled(of['default'])}`", _range(of), *texts)
+    values = "; ".join(filter(None, (f"{_type(of)}, `{spelled(of['default'])}`", _range(of))))
+    cells = f"`{field}`{mark}", values, *texts
     return f"| {' | '.join(cells)} |\n"
 
 
