@@ -48,29 +48,37 @@ SECTIONS: dict[str, type[Section]] = {
 }
 HEAD = """# Policy fields
 
-`python -m tests.policy_reference --write` makes this page from the schema of each section, and a test holds
-it against that. An `[[override]]` may set the fields marked with `*` for the requests or engines that it matches
-([how](policy.md#who-gets-what)). The [glossary](../../proto/glossary.md) explains the terms.
+`python -m tests.policy_reference --write` makes this page from the schema. An `[[override]]` may set the fields marked
+with `*` for the requests or engines that it matches ([how](policy.md#who-gets-what)). EAT is the entropy after
+`</think>`, RPDI the reasoning path deviation index; the [glossary](../../proto/glossary.md) explains all terms.
 """
-COLUMNS = f"| field | type | default | range | what it does | when to change it |\n{'|---' * 6}|\n"
+COLUMNS = f"| field | type, default; range | what it does | when to change it |\n{'|---' * 4}|\n"
+# Texts of a field with more characters than this are not repeated for the same field of another section.
+LONG = 120
 BOUNDS = (("exclusiveMinimum", "above"), ("minimum", "from"), ("exclusiveMaximum", "below"), ("maximum", "to"))
 
 
 def reference() -> str:
     """Return the page with one table for each section, in the order of the schema."""
-    return HEAD + "".join(_section(name, kind) for name, kind in SECTIONS.items())
+    first: dict[tuple[str, ...], str] = {}
+    return HEAD + "".join(_section(name, kind, first) for name, kind in SECTIONS.items())
 
 
-def _section(name: str, kind: type[Section]) -> str:
+def _section(name: str, kind: type[Section], first: dict[tuple[str, ...], str]) -> str:
     said = " ".join((kind.__doc__ or "").split())
     fields = kind.model_json_schema()["properties"]
-    rows = "".join(_row(name, field, of) for field, of in fields.items())
+    rows = "".join(_row(name, field, of, first) for field, of in fields.items())
     return f"\n## {name}\n{said}\n\n{COLUMNS}{rows}"
 
 
-def _row(section: str, field: str, of: dict[str, Any]) -> str:
+def _row(section: str, field: str, of: dict[str, Any], first: dict[tuple[str, ...], str]) -> str:
+    """Return the row of a field. first: the field that had each pair of texts first; a later one refers to it."""
     mark = "*" if field in IN_OVERRIDES.get(section, ()) else ""
-    cells = (f"`{field}`{mark}", _type(of), f"`{spelled(of['default'])}`", _range(of), of["description"], of["advice"])
+    texts = of["description"], of["advice"]
+    if len(" ".join(texts)) > LONG and first.setdefault((field, *texts), section) != section:
+        texts = f"As `{first[field, *texts]}.{field}`.", ""
+    values = "; ".join(filter(None, (f"{_type(of)}, `{spelled(of['default'])}`", _range(of))))
+    cells = f"`{field}`{mark}", values, *texts
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -57,8 +57,8 @@ REPLICA = (
     _gauge(
         "meridian_engines_sharing_name",
         (),
-        "Engines connected to this replica that have the name of another engine connected to it. `meridian_engines` "
-        "counts a name once, and the series of an engine are those of its newest stream.",
+        "Engines connected to this replica under the name of another. `meridian_engines` counts a name once, and its "
+        "series are those of the newest stream.",
         "Not 0 for longer than a minute: two engines run under one name. Give each a `MERIDIAN_ENGINE_ID` of its own.",
     ),
     _gauge(
@@ -128,8 +128,8 @@ DECISIONS = (
     _counter(
         "meridian_handovers_total",
         ("result",),
-        "Requests that were to be handed over to another engine, by result: handed_over, recomputed, "
-        "finished_on_thinking_engine or client_gone.",
+        "Requests that were to be handed over, by result: handed_over, recomputed, finished_on_thinking_engine or "
+        "client_gone.",
         "`recomputed`: the KV blocks cannot be read; look at the answering engines' logs. `client_gone` grows: the "
         "relay does not reach the answering engines.",
     ),
@@ -177,23 +177,21 @@ THINKING = (
     _counter(
         "meridian_tokens_saved_against_cap_total",
         ("reason",),
-        "Thinking tokens between a rule's end and the request's cap: an upper bound of the saving, not an estimate.",
-        "Use it as an upper bound only, because most requests would have ended before their cap.",
+        "Thinking tokens between a rule's end and the request's cap: an upper bound of the saving.",
+        "No estimate: most requests would have ended before their cap.",
     ),
     _counter(
         "meridian_tokens_saved_shadow_estimate_total",
         ("section", "reason"),
-        "Thinking tokens after the place where a rule in shadow would have ended thinking, counted once thinking has "
-        "ended; reason `any` counts from the first rule of the section that would have ended it.",
-        "An estimate of what the rule would save if enforced. If it is large and calibration found few harmful stops, "
-        "take the rule out of shadow.",
+        "Thinking tokens after the place where a rule in shadow would have ended thinking: an estimate of its saving. "
+        "Reason `any` counts from the first rule of the section.",
+        "Large, and calibration found few harmful stops: take the rule out of shadow.",
     ),
     _counter(
         "meridian_shadow_think_tokens_total",
         ("section",),
         "All thinking tokens of the requests that the shadow estimate covers.",
-        "Divide the estimate's `any` by this value for the share that would be saved; 0: no section is enabled and in "
-        "shadow.",
+        "Divide the estimate's `any` by this value for the share that would be saved.",
     ),
     _counter(
         "meridian_answers_total",
@@ -215,8 +213,8 @@ STREAMS = (
     _counter(
         "meridian_unknown_efforts_total",
         (),
-        "Requests with an effort that no override names and that is not a level of the APIs: none, minimal, low, "
-        "medium, high, xhigh, max. They get the values of requests without an effort.",
+        "Requests with an effort that no override names and that is not a level of the APIs (none, minimal, low, "
+        "medium, high, xhigh, max). They count as without an effort.",
         "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
     ),
     _counter(

@@ -34,10 +34,9 @@ CONTROL_GROUP = (
     _counter(
         "meridian_compared_ends_total",
         (*KIND, "end", "event"),
-        "Requests by kind of shortening (for budgets and pressure also by name), by the first end of their thinking "
-        "and by event. Ends: forced (by the kind, in treated requests) and natural (by the model, in the control group "
-        "after the kind would have ended the thinking). Events: ended (every such request), reentry, empty (an answer "
-        "of at most one token), abort (by the client), length (finished by its length).",
+        "Requests by kind of shortening (budgets and pressure also by name), by the first end of their thinking, and "
+        "by event. Ends: forced (by the kind) and natural (in the control group, after the kind would have ended the "
+        "thinking). Events: ended (every such request), reentry, empty, abort, length.",
         "More `reentry`, `empty` or `abort` per `ended` after `forced`: see the alert MeridianForcedEndsSpill.",
     ),
     _counter(
@@ -50,8 +49,8 @@ CONTROL_GROUP = (
     _counter(
         "meridian_control_group_verdicts_total",
         (*KIND, "verdict"),
-        "Finished requests of the control group, by each kind that could have shortened them, and by what the "
-        "kind would have done to their answer: harmless, harmful, or unjudged (no probe near the place of the end).",
+        "Finished requests of the control group, by each kind that could have shortened them, and by what it would "
+        "have done to their answer: harmless, harmful, or unjudged (no probe near).",
         "Mostly `unjudged`: harm is not measured; the engines have no room for probes, or cannot probe.",
     ),
     _gauge(
@@ -64,44 +63,40 @@ CONTROL_GROUP = (
     _gauge(
         "meridian_harm_ratio",
         (*KIND, "bound"),
-        "Share of the judged requests of the control group whose answer a kind of shortening in force would have "
-        "changed, by value and one-sided exact 95 % bounds low and high. Absent while harm is not measured.",
+        "Share of the judged requests whose answer a kind in force would have changed, by value and one-sided exact "
+        "95 % bounds low and high. Absent while harm is not measured.",
         "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
     ),
     _gauge(
         "meridian_long_answer_difference_ratio",
         ("bound",),
-        "Share of the forced ends whose answer is unusually long minus the same share of the natural ends, by value, "
-        "low and high end of the 99 % interval. An answer is unusually long if it is longer than 95 % of the answers "
-        "after natural ends. Absent until both sides have 30 ends.",
+        "Share of the forced ends whose answer is longer than 95 % of those after natural ends, minus the same share "
+        "of the natural ends, by value, low and high end of the 99 % interval. Absent until both sides have 30 ends.",
         "`low` above 0: the model goes on thinking in the answer; see `closing_text`, `meridianctl policy families`.",
     ),
     _gauge(
         "meridian_spill_difference_ratio",
         ("bound",),
-        "Share of the forced ends after which the request thinks again or the answer is unusually long, minus the same "
-        "share of the natural ends, by value, low and high end of the 99 % interval.",
+        "As meridian_long_answer_difference_ratio, for ends after which requests think again or answer at length.",
         "`low` above 0.05: MeridianForcedEndsSpill fires; set the model's `closing_text`, or calibrate again.",
     ),
     _gauge(
         "meridian_harm_evidence_ratio",
         KIND,
-        "Evidence that the harm of a kind of shortening exceeds `entropy.max_loss`; at 1 the control plane withdraws "
-        "the kind, unless it is the policy's cap.",
+        "Evidence that the harm of a kind exceeds `entropy.max_loss`; at 1 it is withdrawn, unless it is the cap.",
         "Near 1: raise the floor or the cap in question; 1 for a cap: see the alert MeridianShorteningHarms.",
     ),
     _gauge(
         "meridian_drift_evidence_ratio",
         (),
-        "Evidence that a signal of live requests has left the distribution of the calibration; at 1 the control plane "
-        "puts the rules into shadow. Absent if the policy describes no signal.",
+        "Evidence that a signal of live requests has left the calibrated distribution; at 1 the control plane puts the "
+        "rules into shadow. Absent if the policy describes no signal.",
         "Near 1: the model, its chat template or the workload has changed; compare the bins in `meridianctl savings`.",
     ),
     _gauge(
         "meridian_entropy_withdrawn",
         (),
-        "1 while the policy in force is the one by which the control plane itself withdrew the entropy rules or "
-        "another kind of shortening.",
+        "1 while the policy in force is one by which the control plane itself withdrew a kind of shortening.",
         "1: `meridianctl savings` says what was withdrawn, and why; correct or calibrate it, then apply a policy.",
     ),
 )
