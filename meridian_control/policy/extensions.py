@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
@@ -33,7 +34,9 @@ def _violations(policy: Policy, schemas: Mapping[str, type[Section]]) -> Iterato
             extension(policy, name, schema)
         except ValidationError as error:
             for one in error.errors():
-                yield violation(schema, {**one, "loc": ("extension", name, *one["loc"])})
+                found = violation(schema, one)
+                section = dotted(("extension", name))
+                yield replace(found, path=f"{section}.{found.path}")
 
 
 def extension(policy: Policy, name: str, schema: type[AnySection]) -> AnySection:
