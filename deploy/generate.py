@@ -18,7 +18,7 @@ from deploy.dashboards import DASHBOARDS
 from meridian_control.telemetry.catalogue import GROUPS
 
 if TYPE_CHECKING:
-    from meridian_control.telemetry.catalogue_entry import Entry
+    from meridian_control.common.metric_entry import Entry
 
 HERE = Path(__file__).parent
 ADDONS = HERE / "kubernetes" / "addons"

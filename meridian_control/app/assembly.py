@@ -21,6 +21,7 @@ from meridian_control.access.roles import Access
 from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.budgets.store import BudgetStore
+from meridian_control.capabilities import listed
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.harm_guard import HarmGuard
 from meridian_control.cluster.membership import Replica, Replicas, new_id
@@ -161,10 +162,17 @@ async def assemble(
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)
-    store = PolicyStore(database)
+    store = PolicyStore(database, {one.name: one.section for one in listed.CAPABILITIES if one.section is not None})
     steady = SteadyClock(await database.now())
     memory = memory_limits(args)
-    fleet = Fleet(steady, revision=store.get, decisions=log, heartbeat_s=args.heartbeat, memory=memory)
+    fleet = Fleet(
+        steady,
+        revision=store.get,
+        decisions=log,
+        heartbeat_s=args.heartbeat,
+        memory=memory,
+        capabilities=listed.CAPABILITIES,
+    )
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")

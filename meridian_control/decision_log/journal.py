@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.decision_log.records import Circumstances, Life, LifeEvent, TokenCounts
 from meridian_control.decision_log.request_ids import sampled
-from meridian_control.decisions.probe_timing import is_gated
+from meridian_control.policy.effects import is_gated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.log import DecisionLog
     from meridian_control.decision_log.records import Behind, Decision
-    from meridian_control.decisions.moments import RequestChange
+    from meridian_control.decisions.moments import RequestChange, Seen
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.decisions.termination import Seen
 
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",

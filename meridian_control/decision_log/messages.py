@@ -17,7 +17,7 @@ from meridian_control.decision_log.handover_messages import compared_handover, h
 from meridian_control.decision_log.pressure_messages import change_message, compared_reading
 from meridian_control.decision_log.records import Decision
 from meridian_control.decision_log.request_ids import is_called
-from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
+from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

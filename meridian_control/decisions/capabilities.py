@@ -12,7 +12,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.decisions.probe_timing import eat_may_end
+from meridian_control.policy.effects import eat_may_end
 from meridian_control.policy.model import Override, Who
 from meridian_control.policy.shortening_schema import PressurePolicy
 

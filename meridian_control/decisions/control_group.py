@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from meridian_control.decisions.probe_timing import only_gives_up, probe_lead_tokens, probes_may_end
+from meridian_control.policy.effects import only_gives_up, probe_lead_tokens, probes_may_end
 from meridian_control.policy.shortening_kinds import DEFAULT_CAP
 
 if TYPE_CHECKING:

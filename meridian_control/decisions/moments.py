@@ -6,7 +6,7 @@ reads no clock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.decisions.request_table import RequestTable
+
+# The live requests of an engine in one state: now, or at moments of the newest report.
+Seen: TypeAlias = "RequestTable | Moments"
 
 
 class RequestChange(NamedTuple):

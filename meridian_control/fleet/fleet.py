@@ -60,7 +60,7 @@ from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from meridian_control.common.slices import Sliced
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from meridian_control.rollout.state import Rollout
     from meridian_control.session.freeze_state import Freeze
     from meridian_control.session.operator_ends import OperatorEnd
+    from meridian_control.session.part import Capability
     from meridian_control.session.shadow_comparison import Comparison
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Fleet:
     `clock` gives UTC, and is not set back or forward while the process runs. `revision` reads a policy revision from
     the store, and raises NotFound, StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps
     decisions. `heartbeat_s`: as in Welcome. `memory` bounds what the sessions take.
+    `capabilities` decide in their order.
     """
 
     def __init__(
@@ -101,9 +103,12 @@ class Fleet:
         decisions: DecisionLog | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         memory: MemoryLimits | None = None,
+        capabilities: Sequence[Capability],
     ) -> None:
         self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
         self.turns, self.memory, self.loop_delay = Turns(), Memory(memory), LoopDelay()
+        self.capabilities = capabilities
+        self._stream_parts = [one.stream for one in capabilities if one.stream is not None]
         self._revision = revision
         # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
@@ -151,7 +156,17 @@ class Fleet:
         replaced = self._streams_of(same)
         carried = self.budgets.carried(same, {c.session.session_id: c.session.charges for c in replaced})
         shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
-        session = Session(session_id, hello, now, journal, shadow, experiments=counts, handovers=moved, carried=carried)
+        session = Session(
+            session_id,
+            hello,
+            now,
+            journal,
+            shadow,
+            experiments=counts,
+            handovers=moved,
+            carried=carried,
+            parts=self._stream_parts,
+        )
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session, who=who, memory=Account(self.memory, who))
         self.note(session, hello_record(session, now))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.common.errors import BadReport
-from meridian_control.decisions.loop_rules import repeats_from_tokens
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.decisions.token_rows import (
@@ -29,6 +28,7 @@ from meridian_control.decisions.token_rows import (
     sentence_goes_on,
 )
 from meridian_control.offline.trace_file import FileError, read
+from meridian_control.policy.effects import repeats_from_tokens
 from meridian_control.policy.formats import from_proto
 from meridian_control.session.think_ends import FINISHED
 

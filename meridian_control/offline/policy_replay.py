@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import (
@@ -155,7 +156,7 @@ class SessionReplay:
 
     def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy | None) -> None:
         self._policy, self._joined_late = policy, hello.joined_late
-        self.session = Session(hello.session_id, hello.up.hello, _time(hello))
+        self.session = Session(hello.session_id, hello.up.hello, _time(hello), parts=STREAM_PARTS)
         if policy is not None:
             # The engine's earlier refusals concern other policies, so the replay forgets these refusals.
             self.session.delivery.refused.clear()

@@ -1,7 +1,7 @@
 """Finds the places at which a rule would have stopped the requests of a trace, with the code that decides live.
 
-One call of `termination` evaluates every sentence end of every request at once, because the table that it reads has a
-slot for each sentence end; `loop_rules` reads a table with a slot for each repetition. The module knows no statistics.
+One call of `entropy.rule` evaluates every sentence end of every request at once, because the table that it reads has a
+slot for each sentence end; `loops.rule` reads a table with a slot for each repetition. The module knows no statistics.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decisions import loop_rules, probe_timing, termination
+from meridian_control.capabilities.entropy import probes
+from meridian_control.capabilities.entropy import rule as entropy_rule
+from meridian_control.capabilities.loops import rule as loop_rule
 from meridian_control.decisions.request_table import THINK, RequestTable
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY
 from meridian_control.offline.episodes import KEY, newest_values
+from meridian_control.policy import effects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -267,19 +270,19 @@ class Replay:
             samples, means, variances = self._eat_state(policy.entropy.ema_alpha, *self._probing(rule))
             table.fill(count, eat_count=samples, eat_ema_nats=means[:, 0], eat_ema_variance=variances[:, 0])
             table.fill(count, earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
-            ends = termination.given_up if rule.family == GIVE_UP else termination.eat_converged
-            fires, (places, right) = ends(policy.entropy, table), self._eat[probe_timing.is_gated(policy.entropy)]
+            ends = entropy_rule.given_up if rule.family == GIVE_UP else entropy_rule.eat_converged
+            fires, (places, right) = ends(policy.entropy, table), self._eat[effects.is_gated(policy.entropy)]
         elif rule.family == SAME:
-            fires = termination.same_answered(policy.entropy, table)
+            fires = entropy_rule.same_answered(policy.entropy, table)
             places, right = self._eat[False]
         elif rule.family == RANK:
-            fires = termination.rank_reached(policy.entropy, table)
+            fires = entropy_rule.rank_reached(policy.entropy, table)
         elif rule.family == MARGIN:
-            fires = termination.margin_reached(policy.entropy, table)
+            fires = entropy_rule.margin_reached(policy.entropy, table)
         elif rule.family == RPDI:
-            fires = termination.rpdi_exceeded(policy.entropy, table)
+            fires = entropy_rule.rpdi_exceeded(policy.entropy, table)
         else:
-            fires = termination.soft_closed(policy.scheduler, table)
+            fires = entropy_rule.soft_closed(policy.scheduler, table)
         return self._first(episodes.owner, np.flatnonzero(fires[:count])), places, right, episodes.decided_tokens
 
     def _loop_fires(self, rule: StoppingRule) -> tuple[NDArray[Any], ...]:
@@ -288,7 +291,7 @@ class Replay:
         The section has one shadow for both rules, so a policy with near-loops in force ends exact loops too.
         """
         policy, table = self.policy(rule), self._repetitions
-        found = np.union1d(loop_rules.loops(policy, table), loop_rules.near_loops(policy, table))
+        found = np.union1d(loop_rule.loops(policy, table), loop_rule.near_loops(policy, table))
         owner, tokens = self.episodes.repetitions.owner, self.episodes.repetitions.think_tokens
         places = tokens + self._late
         return self._first(owner, found), places, self._judged(owner, tokens, places), tokens
@@ -306,8 +309,8 @@ class Replay:
         """Return whether a rule's probes are placed at paragraphs only, the highest rank and margin that their gates
         allow, and the thinking tokens from which on the rule needs probes."""
         e, own, since = rule.entropy, self.policy(rule).entropy, 0
-        if probe_timing.only_gives_up(own):
-            since = max(0, own.give_up_tokens - probe_timing.probe_lead_tokens(own))
+        if effects.only_gives_up(own):
+            since = max(0, own.give_up_tokens - effects.probe_lead_tokens(own))
         gates = e["eat_probe_max_rank"], e.get("eat_probe_max_margin_nats", 0.0)
         return e["eat_probe_placement"] == "paragraph", *gates, since
 
@@ -317,7 +320,7 @@ class Replay:
         gates = {"eat_probe_max_rank": max_rank, "eat_probe_max_margin_nats": max_margin_nats}
         entropy = self.base.entropy.model_copy(update=gates)
         wanted = (episodes.paragraph | (not paragraph)) & (episodes.think_tokens >= since)
-        return np.flatnonzero(wanted & probe_timing.gate_open(entropy, episodes.ranks, episodes.margins))
+        return np.flatnonzero(wanted & probes.gate_open(entropy, episodes.ranks, episodes.margins))
 
     def first_samples(self, rule: StoppingRule, from_tokens: int) -> NDArray[np.float64]:
         """Return the first EAT sample at or after `from_tokens` thinking tokens that the rule's probes measure of each

@@ -64,7 +64,7 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
     values = _sections(holds) | dict(_model_values(subject.served_model, model or ModelPolicy()))
     unset = _sections(Policy()) | dict(_model_values(subject.served_model, ModelPolicy()))
     plain = values | _sections(policy)
-    origins = {path: DEFAULT if plain[path] == unset[path] else POLICY for path in values}
+    origins = {path: DEFAULT if plain[path] == unset.get(path) else POLICY for path in values}
     for index, override in enumerate(policy.override):
         if override.matches(subject.who):
             changed = _sections(override, IN_OVERRIDES)

@@ -14,6 +14,7 @@ import tomli_w
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
 from pydantic import (
@@ -136,8 +137,23 @@ def _plain_value(field: FieldDescriptor, value: Any) -> Any:
     if field.is_repeated and not field.message_type.GetOptions().map_entry:
         return [_plain(entry) for entry in value]
     if field.message_type.GetOptions().map_entry:
-        return {key: _plain(entry) if isinstance(entry, Message) else entry for key, entry in value.items()}
+        return {key: _plain_entry(entry) for key, entry in value.items()}
     return _plain(value)
+
+
+def _plain_entry(entry: Any) -> Any:
+    if isinstance(entry, Struct):
+        return _whole(json_format.MessageToDict(entry))
+    return _plain(entry) if isinstance(entry, Message) else entry
+
+
+def _whole(value: Any) -> Any:
+    """Return a value in which whole numbers are integers, because a Struct knows no integers."""
+    if isinstance(value, dict):
+        return {key: _whole(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_whole(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:

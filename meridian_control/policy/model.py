@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, Optional, Self, TypeVar, get_orig
 
 from pydantic import (
     Field,
+    JsonValue,
     create_model,
     field_validator,
     model_validator,
@@ -85,7 +86,7 @@ PER_REQUEST = {
 IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
 # Sections, and fields of sections and of their entries, that one of the two previous versions does not know: 0.1.0 and
 # 0.2.0.
-NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine")
+NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension")
 NEW_FIELDS = {
     "scheduler": ("answer_reserve_tokens", "calibrated_cap_tokens"),
     "entropy": (
@@ -196,6 +197,12 @@ class Policy(Section):
         strict=False,
         max_length=MAX_PRESSURES,
         description="Targets of requests on each engine, for which thinking is shortened while they are missed.",
+    )
+
+    extension: Mapping[str, Mapping[str, JsonValue]] = Field(
+        {},
+        max_length=64,
+        description="Sections of capabilities that a control plane has beside the usual ones, by name.",
     )
 
     @field_validator("budget", "pressure")

@@ -10,9 +10,10 @@ candidate of an active rollout is stored but not in force, and no revision is ap
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import (
@@ -41,8 +42,10 @@ from meridian_control.common.errors import (
     RolloutActive,
     StoredPolicyUnreadable,
 )
+from meridian_control.policy import extensions as sections
 from meridian_control.policy.formats import parse_toml, to_stored_toml
 from meridian_control.policy.model import Policy
+from meridian_control.policy.section import Section
 from meridian_control.storage.database import Database, utc
 
 logger = logging.getLogger(__name__)
@@ -97,8 +100,8 @@ class StoredRevision:
 class PolicyStore:
     """The policy's revisions in a database."""
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
+    def __init__(self, database: Database, extensions: Mapping[str, type[Section]] = MappingProxyType({})) -> None:
+        self.database, self.extensions = database, extensions
 
     async def current(self) -> StoredRevision | None:
         """Return the revision in force, which is the newest one except for an active rollout's candidate.
@@ -162,14 +165,19 @@ class PolicyStore:
 
         `etag` must be the newest revision's etag; an empty `etag` skips the check. `now` is an aware time. If
         `request_id` has already stored a revision, that revision is returned. Raises EtagMismatch, RolloutActive,
-        InvalidRequest, StoreUnavailable.
+        InvalidRequest, StoreUnavailable, and PolicyError for an extension that no capability reads.
         """
+        self.check_extensions(policy)
         while True:
             if (stored := await self.answered(request_id, policy)) is not None:
                 return stored
             stored = new_revision(await self.check(etag) + 1, policy, author, reason, now)
             if await self._insert(stored, request_id):
                 return stored
+
+    def check_extensions(self, policy: Policy) -> None:
+        """Raise PolicyError if no capability reads an extension of a policy."""
+        sections.check(policy, self.extensions)
 
     async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
         """Call `on_change` with the revision in force now and whenever another replica changes it, until cancelled.

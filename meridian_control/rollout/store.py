@@ -91,8 +91,9 @@ class RolloutStore:
     async def start(self, plan: Plan, policy: Policy, etag: str, by: By) -> Rollout:
         """Store the policy as a candidate, and its rollout. `etag` names the policy in force, empty for any.
 
-        Raises EtagMismatch, RolloutActive, InvalidRequest, and NotFound if no policy is in force.
+        Raises EtagMismatch, RolloutActive, InvalidRequest, PolicyError, and NotFound if no policy is in force.
         """
+        self.policies.check_extensions(policy)
         while True:
             if (found := await self.answered(by.request_id, plan, policy)) is not None:
                 return found

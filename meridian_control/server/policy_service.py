@@ -128,6 +128,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
     async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[FieldChange]]:
         """Store a policy and return the revision and its changes; with validate_only, only make the checks."""
         check_texts(request)
+        self._store.check_extensions(policy)
         stored: StoredRevision | None
         if request.validate_only:
             newest = 0

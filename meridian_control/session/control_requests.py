@@ -33,6 +33,9 @@ MISSING_GAPS = 2
 # because a probe that is asked for at the cap is measured some tokens later, where the answer may already be right.
 NEAR_CAP_TOKENS, NEAR_GAP_TOKENS = 24, 4
 
+# Reason of probes that no rule reads, because they only judge what shortening would have changed.
+HARM_PROBE = "harm"
+
 
 class Probe(NamedTuple):
     """A measured probe: its number among those of its request, its place in thinking tokens, and whether the answer

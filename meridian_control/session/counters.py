@@ -51,6 +51,8 @@ class Totals:
     unread_prompts: int = 0
     unknown_outcomes: int = 0
     nacks: int = 0
+    # Values of the counters of capabilities, by the metric's name and its labels.
+    counted: Counter[tuple[str, tuple[str, ...]]] = field(default_factory=Counter)
 
     def add(self, other: Totals) -> None:
         for counter in fields(self):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.journal import Journal
+    from meridian_control.decisions.moments import Seen
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.decisions.termination import Seen
     from meridian_control.session.counters import Totals
     from meridian_control.session.effective_policies import Groups
     from meridian_control.session.shadow_comparison import Comparison

@@ -17,7 +17,6 @@ from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.masks import any_in
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.decision_log.records import Behind
-from meridian_control.decisions import termination
 from meridian_control.decisions.control_group import (
     compared_signals,
     held_out,
@@ -28,6 +27,7 @@ from meridian_control.decisions.control_group import (
 from meridian_control.decisions.moments import sentence_ends
 from meridian_control.decisions.table_columns import FORCED_END, NO_CAP
 from meridian_control.decisions.token_rows import differs
+from meridian_control.policy import effects
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.shortening_kinds import (
@@ -92,8 +92,8 @@ class Held(NamedTuple):
         """Return the cap of a treated request, and the kind of shortening that sets it; None if it is the client's own
         cap, or one of the policy that is no lower than the default."""
         scheduler, own = self.treated.scheduler, self.own.scheduler
-        cap = termination.cap(scheduler, opened, extended, own if self.by is not None else None)
-        if self.by is not None and cap < termination.cap(own, opened, extended):
+        cap = effects.cap(scheduler, opened, extended, own if self.by is not None else None)
+        if self.by is not None and cap < effects.cap(own, opened, extended):
             return cap, self.by.cap.kind
         if own.max_think_tokens >= DEFAULT_CAP or (
             opened.max_think_tokens is not None and cap == opened.max_think_tokens
@@ -285,7 +285,7 @@ class Groups:
         opened = self._table.info[slot]
         if would is None or opened is None:
             return None
-        return termination.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
+        return effects.cap(would.scheduler, opened, bool(self._table.extended[slot]), own.scheduler)
 
     def _expose(self, slots: list[int], held: Held, entries: list[tuple[Shortener, int]]) -> None:
         """Note what would shorten requests of the control group from now on. entries: those that match them, each with
@@ -312,7 +312,7 @@ class Groups:
         opened = self._table.info[slot]
         assert opened is not None
         scheduler = unshortened_cap(self._held[int(self._table.group[slot])].own.scheduler)
-        return termination.cap(scheduler, opened, bool(self._table.extended[slot]))
+        return effects.cap(scheduler, opened, bool(self._table.extended[slot]))
 
     def kind_of_rule(self, slot: int, reason: str) -> Kind | None:
         """Return the kind of shortening to which a rule belongs that fires for a request, as `Held.kind_of_rule`."""

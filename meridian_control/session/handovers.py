@@ -13,12 +13,12 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import BadReport
 from meridian_control.common.report_bounds import is_measured
-from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import OUTPUT
 from meridian_control.handover import rule
 from meridian_control.handover.measured_costs import AnswerLength, TransferCost
 from meridian_control.handover.results import Handover
 from meridian_control.policy.disagg_schema import DisaggPolicy
+from meridian_control.session.step_cost import WARM_STEPS
 from meridian_control.session.think_ends import FINISHED
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from meridian_control.common.slices import Sliced
     from meridian_control.decision_log.records import Decision
-    from meridian_control.decisions.dispatch import StepCost
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.handover.results import Handovers, Key
     from meridian_control.session.counters import Totals
     from meridian_control.session.decision_ledger import Ledger
+    from meridian_control.session.step_cost import StepCost
 
 
 # Requests after which work about many requests pauses: about a millisecond of work.

@@ -21,7 +21,7 @@ from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.signals import add_eat_samples
 from meridian_control.decisions.table_columns import NO_CAP, THINK_END
-from meridian_control.session.decider import HARM_PROBE
+from meridian_control.session.control_requests import HARM_PROBE
 from meridian_control.session.merged_steps import ages_ms, step_of, step_of_rows
 from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continued
 

@@ -1,9 +1,10 @@
 """Handles the stream of one engine: messages of the agent come in, responses go out.
 
 The session passes each message to the part that it concerns, and decides when to respond. `report_intake` takes reports
-in, `decider` makes decisions, `decision_ledger` keeps the decisions, `settings_delivery` and `freeze_state` keep the
-settings and freezes that were sent. The session does no I/O and has no clock: time is passed in, so that a recorded
-stream replays exactly. A session runs on one event loop, one call at a time.
+in, the parts of the capabilities make decisions (see `part`), `decision_ledger` keeps the decisions, and
+`settings_delivery` and `freeze_state` keep the settings and freezes that were sent. The session does no I/O and has no
+clock: time is passed in, so that a recorded stream replays exactly. A session runs on one event loop, one call at a
+time.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from meridian_control.policy.model import Policy
 from meridian_control.pressure.engine_pressure import EnginePressure
 from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
-from meridian_control.session.decider import Decider
 from meridian_control.session.decision_ledger import Ledger
 from meridian_control.session.directive_parts import DIRECTIVES_BYTES, parts_of
 from meridian_control.session.effective_policies import Groups
 from meridian_control.session.freeze_state import FreezeState
 from meridian_control.session.handovers import SessionHandovers
 from meridian_control.session.operator_ends import ENDING, OperatorEnd, state_of
+from meridian_control.session.part import Parts, Stream, Turn
 from meridian_control.session.report_intake import Intake, gauges_of
 from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from meridian_control.decision_log.journal import Journal
     from meridian_control.decision_log.records import Decision
     from meridian_control.session.freeze_state import Freeze
+    from meridian_control.session.part import PartMaker
 
 # A report that leads to no decision is answered after ACK_INTERVAL_S seconds, or after ACK_LEASE_SHARE of the shortest
 # lease if that is sooner, so that the agent knows that the control plane receives its reports.
@@ -64,7 +66,8 @@ class Session:
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
     streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
     became of requests that were to be handed over, both over all engines. `carried` has the thinking tokens that an
-    earlier session has counted for budgets. `pressure` measures the targets of the engine's requests.
+    earlier session has counted for budgets. `pressure` measures the targets of the engine's requests. `parts` makes the
+    parts of the capabilities in the stream, in the order in which they decide.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Session:
         experiments: Experiments | None = None,
         handovers: Handovers | None = None,
         carried: Carried = NOTHING_CARRIED,
+        parts: Iterable[PartMaker],
     ) -> None:
         _check(hello)
         hello.DiscardUnknownFields()
@@ -113,7 +117,8 @@ class Session:
             knows_markers=not hello.unknown_markers,
         )
         self._snapshot_parts = SnapshotParts()
-        self._decider = Decider(hello, self.table, self._groups, self._ledger)
+        self._stream = Stream(hello, self.table, self._groups, self._ledger, self.totals)
+        self._parts = Parts(self._stream, parts)
         self.handovers = SessionHandovers(
             session_id, hello, self.table, self._ledger, totals=self.totals, results=handovers or Handovers()
         )
@@ -159,7 +164,7 @@ class Session:
     def answering_engine(self) -> fleet_pb2.AnsweringEngine:
         """The facts on which handovers to this engine depend."""
         unfit = "its agent is off" if self.hello.fault else "it is frozen" if self.frozen else ""
-        return self.handovers.answering_engine(self._decider.cost, unfit or self._not_ready)
+        return self.handovers.answering_engine(self._stream.step_cost, unfit or self._not_ready)
 
     @property
     def _not_ready(self) -> str:
@@ -230,14 +235,15 @@ class Session:
 
     def taking_budget_stages(self, stages: Mapping[str, int]) -> Sliced[None]:
         """Do what `on_budget_stages` does, in slices."""
-        self._decider.review_caps |= yield from self._groups.set_stages(stages)
+        if (yield from self._groups.set_stages(stages)):
+            self._parts.shortened()
 
     def on_pressure_levels(self, levels: Mapping[str, int]) -> None:
         """Set the levels of pressure entries by name, as a recording has them that began during the stream."""
         self.pressure.resume(levels)
         if self.pressure.entries:
             at_once(self._groups.shorten_again(self.table.slots().tolist()))
-            self._decider.review_caps = True
+            self._parts.shortened()
 
     def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
         """End a request's thinking because an operator asks for it; None if no live request has this id.
@@ -311,7 +317,7 @@ class Session:
     def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Sliced[Out]:
         if not self.freezing.answered(status):
             return []
-        self._decider.review = True
+        self._parts.revise()
         return (yield from self._decide(now))
 
     def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Sliced[Out]:
@@ -324,7 +330,7 @@ class Session:
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
         self.shadow.applied(revision, policy)
         yield from self._groups.apply(revision, policy, self._clock_ms(now))
-        self._decider.review = True
+        self._parts.revise()
         # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
         under_way = self._ends_under_way()
         self.table.forget_ends()
@@ -346,8 +352,8 @@ class Session:
         self._go_on(under_way)
         yield from self._ledger.forget_gone()
         self._ledger.step = snapshot.step
-        response = yield from self._ends_of_thinking(reported=False)
-        return (yield from self._respond(now, response, awaited))
+        response = yield from self._ends_of_thinking(now)
+        return (yield from self._respond(now, response, awaited=awaited))
 
     def _ends_under_way(self) -> list[tuple[Decision, int]]:
         """Return the forced ends without an outcome, each with the rule that the table holds for its request."""
@@ -374,10 +380,10 @@ class Session:
             self.pressure.take(report)
         yield from self.handovers.take(report, now)
         self._ledger.step = report.step
-        response = yield from self._ends_of_thinking(reported=True)
+        response = yield from self._ends_of_thinking(now, reported=True)
         yield from self._intake.finish(report, governed=self._deciding is not None)
-        self._decider.learn(report)
-        return (yield from self._respond(now, response, awaited=len(report.probes.slot) > 0))
+        self._parts.reported(report)
+        return (yield from self._respond(now, response, reported=True, awaited=len(report.probes.slot) > 0))
 
     def _judge_pressure(self, now: datetime) -> Sliced[None]:
         """Change the levels of pressure by the reports so far; the newest report's decisions read them."""
@@ -385,18 +391,18 @@ class Session:
             self.pressure.restart(self._clock_ms(now))
         elif slots := self.pressure.judge(self._clock_ms(now), now):
             yield from self._groups.shorten_again(slots)
-            self._decider.review_caps = True
+            self._parts.shortened()
 
     def _decide(self, now: datetime) -> Sliced[Out]:
         """Make decisions from the current state, without a report, and return the responses."""
-        response = yield from self._ends_of_thinking(reported=False)
+        response = yield from self._ends_of_thinking(now)
         return (yield from self._respond(now, response))
 
-    def _ends_of_thinking(self, reported: bool) -> Sliced[agent_pb2.ConnectResponse]:
+    def _ends_of_thinking(self, now: datetime, reported: bool = False) -> Sliced[agent_pb2.ConnectResponse]:
         self._ledger.check()
         response = agent_pb2.ConnectResponse()
         if (policy := self._deciding) is not None:
-            yield from self._decider.end_thinking(policy, response.directives, reported)
+            yield from self._parts.ends(self._turn(policy, response, now, reported))
         return response
 
     @property
@@ -406,15 +412,19 @@ class Session:
         freezing.void = freezing.void and bool(self.table.live.any())
         return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
 
-    def _respond(self, now: datetime, response: agent_pb2.ConnectResponse, awaited: bool = False) -> Sliced[Out]:
+    def _turn(self, policy: Policy, response: agent_pb2.ConnectResponse, now: datetime, reported: bool) -> Turn:
+        return Turn(policy, self._groups.in_use(), response.directives, reported, self._clock_ms(now))
+
+    def _respond(
+        self, now: datetime, response: agent_pb2.ConnectResponse, *, reported: bool = False, awaited: bool = False
+    ) -> Sliced[Out]:
         """Add all other decisions to the ends of thinking and return the response, if one is due.
 
-        awaited: whether the agent waits for a response.
+        reported: whether a report led to the decisions. awaited: whether the agent waits for a response.
         """
-        directives = response.directives
         if (policy := self._deciding) is not None:
-            yield from self._decider.decide(policy, directives, self._clock_ms(now))
-            self.handovers.decide(policy.disagg, directives, self._decider.cost)
+            yield from self._parts.decide(self._turn(policy, response, now, reported))
+            self.handovers.decide(policy.disagg, response.directives, self._stream.step_cost)
         return self._answer(response, now, awaited)
 
     def _answer(self, response: agent_pb2.ConnectResponse, now: datetime, awaited: bool = False) -> Out:

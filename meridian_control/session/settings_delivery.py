@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import MAX_TEXT
-from meridian_control.decisions import capabilities, loop_rules, termination
+from meridian_control.decisions import capabilities
+from meridian_control.policy import effects
 from meridian_control.policy.engine_schema import ModelPolicy
 
 if TYPE_CHECKING:
@@ -96,10 +97,10 @@ def report_interval_steps(policy: Policy) -> int:
     """
     if policy.telemetry.report_interval_steps:
         return policy.telemetry.report_interval_steps
-    reads = termination.reads_sentence_ends(policy) or termination.probes_within(policy, RULED_INTERVAL_STEPS)
+    reads = effects.reads_sentence_ends(policy) or effects.probes_within(policy, RULED_INTERVAL_STEPS)
     if policy.scheduler.strategy == "deadline" or reads:
         return 1
-    ruled = termination.in_force(policy) or loop_rules.in_force(policy)
+    ruled = effects.in_force(policy) or effects.loops_in_force(policy)
     return RULED_INTERVAL_STEPS if ruled else USUAL_INTERVAL_STEPS
 
 
@@ -107,7 +108,7 @@ def merge_openings(policy: Policy) -> bool:
     """Return whether the agent's report of a new request may wait for further steps: no request may be handed over, and
     no budget, pressure or override gives a request a cap that its first tokens may reach."""
     shortens = policy.budget or policy.pressure or policy.disagg.enabled
-    return not shortens and termination.least_cap(policy) >= LEAST_LATE_CAP
+    return not shortens and effects.least_cap(policy) >= LEAST_LATE_CAP
 
 
 def merge_answers(policy: Policy) -> bool:
@@ -125,7 +126,7 @@ def merge_answers(policy: Policy) -> bool:
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """Return the part of a policy that the agent needs."""
     model = model_of(policy, hello)
-    observe_entropy = termination.needs_signals(policy) and hello.capabilities.token_entropy
+    observe_entropy = effects.needs_signals(policy) and hello.capabilities.token_entropy
     made = agent_pb2.Settings(
         revision=revision,
         nonce=nonce,
@@ -136,21 +137,21 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         closing_text=model.closing_text,
         eat_answer_prefix=model.eat_answer_prefix,
         observe_entropy=observe_entropy,
-        only_sentence_ends=observe_entropy and not termination.reads_every_token(policy),
+        only_sentence_ends=observe_entropy and not effects.reads_every_token(policy),
         report_interval_steps=report_interval_steps(policy),
         lease_ms=policy.fallback.lease_ms,
         scheduler_lease_ms=policy.scheduler.lease_ms,
         entropy_lease_ms=policy.entropy.lease_ms,
         kv_memory_lease_ms=policy.kv_memory.lease_ms,
-        find_loops=loop_rules.finds_loops(policy) and hello.capabilities.force_end,
+        find_loops=effects.finds_loops(policy) and hello.capabilities.force_end,
         merge_openings=merge_openings(policy),
         merge_answers=merge_answers(policy),
-        merge_loops=not loop_rules.in_force(policy),
+        merge_loops=not effects.loops_in_force(policy),
     )
     if limits := policy.engine_limits(hello.labels):
         made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
     if made.find_loops:
-        made.repeats_from_tokens = loop_rules.repeats_from_tokens(policy)
+        made.repeats_from_tokens = effects.repeats_from_tokens(policy)
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
         made.max_think_tokens = policy.scheduler.max_think_tokens
         made.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens

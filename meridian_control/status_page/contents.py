@@ -69,8 +69,15 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "savings": [savings_row(row, [h for s, h in harms if s is row]) for row in compared.savings[:MAX_SAVINGS]],
         "withdrawn": withdrawal_text(compared),
         "harm": harm,
+        "capabilities": capability_rows(whole),
         **await stored(policies, rollouts, engines),
     }
+
+
+def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
+    """Return name, row and text of what the capabilities of this replica show."""
+    counters, capabilities = whole.fleet.totals(), whole.fleet.capabilities
+    return [(one.name, *row) for one in capabilities if one.shown is not None for row in one.shown(counters)]
 
 
 async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fleet_pb2.Engine]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The catalogue's metrics of the control group. The module holds declarations only."""
 
-from meridian_control.telemetry.catalogue_entry import _counter, _gauge
+from meridian_control.common.metric_entry import _counter, _gauge
 
 ARM = ("arm",)
 KIND = ("kind", "name")

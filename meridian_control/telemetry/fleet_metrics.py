@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from meridian_control.common.histogram import Histogram
+    from meridian_control.common.metric_entry import Entry
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.rollout.state import GuardrailReading, Rollout
     from meridian_control.session.counters import Totals
@@ -51,7 +52,7 @@ PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
 # These label values are exposed from 0 on, because Prometheus does not see the first increment of a new series.
 ENDS = (
     *("natural", "hard_cap", "answer_reserve", "eat", "rank", "margin", "rpdi", "same_answer", "soft_close"),
-    *("give_up", "loop", "near_loop", "operator"),
+    *("give_up", "loop", "near_loop", "operator", "extension"),
 )
 ANSWERS = tuple(
     f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
@@ -162,8 +163,9 @@ class FleetCollector(Collector):
             ("meridian_engine_state", _states(engines, dict(states))),
             *_of(engines),
         ]
+        own = [_own(entry, totals) for one in self._fleet.capabilities for entry in one.metrics]
         delays = _histogram("meridian_event_loop_delay_seconds", self._fleet.loop_delay.delays)
-        return [_family(name, rows) for name, rows in values] + [*_histograms(totals), delays]
+        return [_family(CATALOGUE[name], rows) for name, rows in values] + [*_histograms(totals), *own, delays]
 
     def _counted(self, totals: Totals) -> Iterator[tuple[str, Rows]]:
         for name, count in (
@@ -270,10 +272,14 @@ def _kind(key: str) -> Labels:
     return kind, reason
 
 
-def _family(name: str, rows: Rows) -> Metric:
-    entry = CATALOGUE[name]
+def _own(entry: Entry, totals: Totals) -> Metric:
+    """Return a counter that a capability has brought with it."""
+    return _family(entry, [(labels, count) for (name, labels), count in totals.counted.items() if name == entry.name])
+
+
+def _family(entry: Entry, rows: Rows) -> Metric:
     kind = CounterMetricFamily if entry.kind == "counter" else GaugeMetricFamily
-    family = kind(name.removesuffix("_total"), entry.text, labels=entry.labels)
+    family = kind(entry.name.removesuffix("_total"), entry.text, labels=entry.labels)
     for labels, value in sorted(rows):
         family.add_metric(labels, value)
     return family

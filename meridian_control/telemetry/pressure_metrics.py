@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from meridian_control.common.metric_entry import _counter, _gauge, _histogram
 from meridian_control.policy.shortening_schema import TARGETS
-from meridian_control.telemetry.catalogue_entry import _counter, _gauge, _histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,6 +28,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.app.garbage import FLOOD, NEVER, NEWEST
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.session.session import Session
@@ -88,7 +89,9 @@ def recorded(most: int) -> Stream:
 def seconds(made: Stream, arm: str, tracing: Tracing | None) -> float:
     """Return the process time of the whole stream under one arm."""
     log = DecisionLog(ended=tracing.over) if tracing is not None else DecisionLog()
-    session = Session("s", made.hello, NOW, Journal(log, "engine", "1", "s", NOW) if arm != WITHOUT else None)
+    session = Session(
+        "s", made.hello, NOW, Journal(log, "engine", "1", "s", NOW) if arm != WITHOUT else None, parts=STREAM_PARTS
+    )
     begun = time.process_time()
     for now, message in made.trace:
         if isinstance(message, agent_pb2.ConnectRequest):

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.app.assembly import Parts, build
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.fleet.fleet import Fleet
 
@@ -32,7 +33,7 @@ def control_plane(
     limits: CallLimits | None = None,
 ) -> Parts:
     """Return a control plane that has not started; `look` and `server.start` start it."""
-    fleet = Fleet(clock, revision=store.get)
+    fleet = Fleet(clock, revision=store.get, capabilities=CAPABILITIES)
     return build(store, WholeFleet(fleet, replica_id, None, leads), clock, access, limits)
 
 

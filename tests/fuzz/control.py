@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError, NotFound, PolicyError
 from meridian_control.common.opened_request import MAX_SLOTS
-from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.session.decision_ledger import MAX_OPEN_DECISIONS
+from meridian_control.session.step_cost import WARM_STEPS
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored
@@ -96,7 +97,7 @@ class World:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.fleet = Fleet(timeline.utc_now)
+        self.fleet = Fleet(timeline.utc_now, capabilities=CAPABILITIES)
         self.revision = 0
         self.streams: dict[str, Connection] = {}
         self.put_in_force(schema.Policy())

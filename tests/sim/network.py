@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.link import control_stream as link_module
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.record_queue import RecordQueue
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError
 from meridian_control.fleet.fleet import Fleet
 
@@ -211,7 +212,7 @@ class Server:
         self.recordings: list[Any] = []
 
     def start(self) -> None:
-        self.fleet = Fleet(self._network.timeline.utc_now)
+        self.fleet = Fleet(self._network.timeline.utc_now, capabilities=CAPABILITIES)
         self.fleet._say = partial(self._said, self.fleet._say)  # type: ignore[method-assign]
         if self._network.records:
             self.recordings.append(self.fleet.record(""))

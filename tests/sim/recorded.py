@@ -10,6 +10,7 @@ from collections import deque
 from datetime import UTC
 from typing import TYPE_CHECKING
 
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.fleet.recording import given_freezes
 from meridian_control.policy import formats as forms
 from meridian_control.session.session import Session
@@ -32,7 +33,7 @@ class Replayed:
     """
 
     def __init__(self, hello: fleet_pb2.TraceRecord, invariants: Invariants) -> None:
-        self.session = Session(hello.session_id, hello.up.hello, _time(hello))
+        self.session = Session(hello.session_id, hello.up.hello, _time(hello), parts=STREAM_PARTS)
         self.invariants = invariants
         self.counters: dict[str, float] = {}
         self._expected: deque[bytes] = deque()

@@ -24,7 +24,7 @@ from meridian_agent.engine import probe_runner as probing_module
 from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
-from meridian_control.decisions import dispatch
+from meridian_control.capabilities.order import rule as dispatch
 from meridian_control.fleet import connection as connection_module
 from meridian_control.fleet.recording import level_record, stages_record
 from meridian_control.pressure.controller import MAX_LEVEL

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link.messages import step_report as merge
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.session.session import Session
@@ -52,7 +53,7 @@ class Stream:
         self.agent.checker.capabilities = self.capabilities
         self.hello = hello(capabilities=self.capabilities, **self.hello_fields)
         journal = Journal(self.log, self.hello.engine_id, self.hello.incarnation, "s", self.now)
-        self.session = Session("s", self.hello, self.now, journal)
+        self.session = Session("s", self.hello, self.now, journal, parts=STREAM_PARTS)
         self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
 
     def deliver(self, responses: list[agent_pb2.ConnectResponse]) -> None:

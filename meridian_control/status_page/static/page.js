@@ -17,6 +17,7 @@ function show(state) {
   showEngines(state);
   showFreezes(state.freezes);
   showBudgets(state.budgets);
+  showCapabilities(state.capabilities);
   if (state.rollouts) showRollouts(state.rollouts);
   showEnds(state.ends);
   showSavings(state.savings);
@@ -99,6 +100,11 @@ function showBudgets(budgets) {
     [b.tokens_per_minute ? number.format(b.tokens_per_minute) : "", "num"],
     [b.tokens_per_day ? number.format(b.tokens_per_day) : "", "num"], [number.format(b.used_tokens), "num"],
   ], "The policy has no budget.");
+}
+
+function showCapabilities(rows) {
+  $("capabilities-section").hidden = !rows.length;
+  table("capabilities", rows, ([name, row]) => `${name} ${row}`, ([name, row, text]) => [name, row, [text, "wrap"]], "");
 }
 
 function showEnds(ends) {

@@ -376,6 +376,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """
     FORCE_REASON_GIVE_UP: _ForceReason.ValueType  # 11
     """EAT is still high after much thinking, so the answer counts as one that more thinking will not decide."""
+    FORCE_REASON_EXTENSION: _ForceReason.ValueType  # 13
+    """A rule of a capability that this file does not know; the decision in the log has its name."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -408,6 +410,8 @@ no ForceEnd carries this reason.
 """
 FORCE_REASON_GIVE_UP: ForceReason.ValueType  # 11
 """EAT is still high after much thinking, so the answer counts as one that more thinking will not decide."""
+FORCE_REASON_EXTENSION: ForceReason.ValueType  # 13
+"""A rule of a capability that this file does not know; the decision in the log has its name."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:

@@ -8,6 +8,7 @@ absent field has the default that `meridian_control.policy.schema` documents. Th
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
@@ -48,6 +49,27 @@ class Policy(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ExtensionEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _struct_pb2.Struct: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _struct_pb2.Struct | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SCHEDULER_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     KV_MEMORY_FIELD_NUMBER: _builtins.int
@@ -60,6 +82,7 @@ class Policy(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     PRESSURE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    EXTENSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -108,6 +131,10 @@ class Policy(_message.Message):
     def engine(self) -> Global___EnginePolicy:
         """Limits of vLLM's scheduler."""
 
+    @_builtins.property
+    def extension(self) -> _containers.MessageMap[_builtins.str, _struct_pb2.Struct]:
+        """Sections of capabilities that this file does not know, by the capability's name. A whole number is an integer."""
+
     def __init__(
         self,
         *,
@@ -123,10 +150,11 @@ class Policy(_message.Message):
         budget: _abc.Iterable[Global___BudgetPolicy] | None = ...,
         pressure: _abc.Iterable[Global___PressurePolicy] | None = ...,
         engine: Global___EnginePolicy | None = ...,
+        extension: _abc.Mapping[_builtins.str, _struct_pb2.Struct] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "extension", b"extension", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_
 from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.access.roles import Access, Role, rule_of
 from meridian_control.access.server_tls import server_credentials
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.membership import Replica, own_host
 from meridian_control.cluster.peers import CALL_TIMEOUT_S, Peers
@@ -146,7 +147,7 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
     async with opened(tmp_path, Access()) as running:
         other = Replica("other", f"{elsewhere()}:{running.port}")
         peers = Peers(lambda: [other], ClientCredentials())
-        whole = WholeFleet(Fleet(utc_now), "asking", peers, lambda: True)
+        whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", peers, lambda: True)
         assert await whole.engines() == ([], [])
         async with whole.recording("", local_only=False) as recording:
             await until(lambda: recording.unreachable == ["other"])
@@ -165,7 +166,7 @@ async def test_a_replica_on_another_host_refuses_to_end_thinking_and_the_caller_
         address, replica_id = elsewhere(), "alone"
         live = [Replica(replica_id, f"{address}:{running.port}")]
         peers = Peers(lambda: live, ClientCredentials())
-        whole = WholeFleet(Fleet(utc_now), "asking", peers, lambda: True)
+        whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", peers, lambda: True)
         request = fleet_pb2.EndThinkingRequest(request_id="a")
         with LinkedEngine([f"{HERE}:{running.port}"]) as linked:
             linked.open("a")

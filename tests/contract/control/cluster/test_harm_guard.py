@@ -10,6 +10,7 @@ import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.harm_guard import HarmGuard
 from meridian_control.cluster.membership import Replica
@@ -282,7 +283,7 @@ async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -
     stored = await control.set_policy(RULES)
     harm(control, harmful=2, of=8)
     peers = Peers(lambda: [Replica("other", control.target)], ClientCredentials())
-    fleet = Fleet(utc_now)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     fleet.set_policy(stored)
     mine = fleet.experiments.of(stored.revision, stored.policy)
     judge(mine, harmful=2, of=8)

@@ -10,6 +10,7 @@ import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster import cluster_fleet, peers
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.membership import Replica
@@ -117,7 +118,7 @@ async def test_the_others_are_asked_for_engines_while_a_policy_of_the_fleet_hand
     policies = [disagg() if decides == name else Policy() for name in ("policy", "candidate")]
     monkeypatch.setattr(Fleet, "policies", policies)
     monkeypatch.setattr(cluster_fleet, "SHARE_S", 0.0)
-    whole, rounds = WholeFleet(Fleet(utc_now), "asking", made, lambda: True), 0
+    whole, rounds = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True), 0
     share, enough = whole.fleet.share_pool, asyncio.Event()
 
     def shared() -> None:

@@ -14,6 +14,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
 from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster import cluster_fleet
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.membership import LEASE_S, Replica
@@ -247,7 +248,7 @@ async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[WholeFl
     monkeypatch.setattr(cluster_fleet, "FORGET_S", 3600.0)
     others: list[Replica] = []
     peers = Peers(lambda: others, ClientCredentials())
-    yield WholeFleet(Fleet(utc_now), "leads", peers, lambda: True), others
+    yield WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "leads", peers, lambda: True), others
     await peers.close()
 
 

@@ -15,6 +15,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.fleet import recording
 from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
@@ -90,7 +91,7 @@ async def stream_of(target: str, agent: FakeAgent, steps: int) -> None:
 def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResponse]:
     """Return what a new session answers to the messages of a recorded session, at the recorded times."""
     first = records[0]
-    session = Session(first.session_id, first.up.hello, first.time.ToDatetime(UTC))
+    session = Session(first.session_id, first.up.hello, first.time.ToDatetime(UTC), parts=STREAM_PARTS)
     said: list[agent_pb2.ConnectResponse] = []
     for record in records[1:]:
         if record.HasField("policy"):

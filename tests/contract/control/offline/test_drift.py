@@ -13,6 +13,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.cli.tables import savings_lines
 from meridian_control.cluster.harm_guard import FALSE_ALARM_RATE, Watch, _drift
 from meridian_control.common.inference import ShiftTest
@@ -376,7 +377,7 @@ def test_live_requests_count_as_the_calibration_counts_them(tmp_path: Path, fami
     reference = getattr(in_force.entropy, f"{family.lower()}_reference")
     assert in_force.scheduler.min_think_tokens > 1
     assert len(reference) == BINS
-    session = Session("s", hello(), NOW)
+    session = Session("s", hello(), NOW, parts=STREAM_PARTS)
     (response,) = session.on_policy(1, in_force)
     answer = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=1)
     session.on_message(agent_pb2.ConnectRequest(settings_status=answer), NOW)
@@ -444,7 +445,8 @@ def test_the_evidence_is_the_mean_over_the_signals() -> None:
 @pytest.mark.parametrize("signal", DRAWN)
 def test_a_recorded_stream_with_a_description_replays_byte_for_byte(signal: str) -> None:
     _, recorded = watched(5, requests=40, bad_from=20, signal=signal)
-    session = type(recorded.session)("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW)
+    hello = agent_pb2.Hello.FromString(recorded.hello.SerializeToString())
+    session = type(recorded.session)("s", hello, NOW, parts=STREAM_PARTS)
     replayed = []
     for now, message in recorded.trace:
         if isinstance(message, tuple):

@@ -16,7 +16,6 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.cli.console import console
 from meridian_control.cli.replay_tables import tables
-from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.fleet.recording import (
     down_record,
     end_record,
@@ -32,6 +31,7 @@ from meridian_control.offline.policy_replay import ThinkEnd, _EqualAnswers
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.session.step_cost import WARM_STEPS
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.session.decider import Decider
+from meridian_control.capabilities.order.stream import Order
 from meridian_control.session.freeze_state import Freeze, FreezeState, Match
 from meridian_control.session.report_intake import Intake
 from meridian_control.session.settings_delivery import Delivery
@@ -74,7 +74,7 @@ def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError])
 @pytest.mark.parametrize(
     "bug",
-    [(Intake, "take", STEP), (Intake, "begin_anew", SNAPSHOT), (Decider, "learn", STEP)],
+    [(Intake, "take", STEP), (Intake, "begin_anew", SNAPSHOT), (Order, "reported", STEP)],
     ids=["report", "snapshot", "decision"],
 )
 async def test_a_bug_of_ours_is_no_fault_of_the_agent(

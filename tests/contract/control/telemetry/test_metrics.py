@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from meridian.v1 import fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from meridian_control.telemetry.catalogue_entry import Entry
+    from meridian_control.common.metric_entry import Entry
 
 OURS = ("meridian_", "grpc_")
 
@@ -185,7 +186,7 @@ async def test_calls(own: Process) -> None:
 
 
 def test_the_control_group_in_metrics() -> None:
-    fleet = Fleet(utc_now)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     experiment = fleet.experiments.of(3, policy(entropy={"shadow": False}))
     experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
     budget = experiment.kinds[Kind("budget", "acme")]

@@ -15,6 +15,7 @@ from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.messages import step_report
 from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.tenant_usage import TenantUsage
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.session.session import Session
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine
@@ -86,7 +87,7 @@ class World:
         self.replica, self.streams = self.draw.randrange(2), self.streams + 1
         name = f"s{self.streams}"
         carried = self.replicas[self.replica].budgets.carried(("engine", "1"), {})
-        self.session = session = Session(name, hello(), self.now, carried=carried)
+        self.session = session = Session(name, hello(), self.now, carried=carried, parts=STREAM_PARTS)
         self.link.outbox.new_ring()
         self.link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id=name)))
         for response in session.on_policy(1, HELD):

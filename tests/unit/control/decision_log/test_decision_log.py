@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.decision_log import log as decision_log
 from meridian_control.decision_log.journal import Journal
@@ -237,7 +238,9 @@ def reconnected(made: Stream) -> Stream:
     made.agent.checker, made.agent.outbox = StreamChecker(), []
     made.agent.engine.directives.new_stream()
     again = Stream(agent=made.agent, log=made.log, now=made.now)
-    again.session = Session("t", again.hello, made.now, Journal(made.log, "engine", "1", "t", made.now))
+    again.session = Session(
+        "t", again.hello, made.now, Journal(made.log, "engine", "1", "t", made.now), parts=STREAM_PARTS
+    )
     again.agent.say(snapshot=again.agent.snapshot())
     again.apply(policy(scheduler=EARLY))
     return again

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.moments import Moments, sentence_ends
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import PROBE_COLUMNS
-from meridian_control.decisions.termination import ends
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.tables import add_sample, policy, table, thinking, tokens
 from tests.unit.sessions import stream

@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import Phase
-from meridian_control.decisions.dispatch import (
+from meridian_control.capabilities.order.rule import (
     DEADBAND,
     HEADROOM,
     MAX_SLACK_MS,
@@ -23,10 +23,8 @@ from meridian_control.decisions.dispatch import (
     SUNK_TOKENS,
     THINK_BUDGETS,
     USUAL_MS,
-    WARM_STEPS,
     Budgets,
     Share,
-    StepCost,
     budgets,
     changed_ranks,
     ranks,
@@ -35,6 +33,7 @@ from meridian_control.decisions.dispatch import (
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, RequestTable
 from meridian_control.decisions.table_columns import UNTOLD
 from meridian_control.policy.schema import SchedulerPolicy
+from meridian_control.session.step_cost import WARM_STEPS, StepCost
 from tests.fakes.tables import answering, table, thinking
 
 # Budgets that fit the step times below.

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.eviction import hold_admission, newly_unreachable, reusable_again
+from meridian_control.capabilities.order.rule import hold_admission
+from meridian_control.capabilities.tiers.rule import newly_unreachable, reusable_again
 from meridian_control.decisions.request_table import PROMPT
 from meridian_control.policy.schema import KvMemoryPolicy
 from tests.fakes.tables import answering, table, thinking

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.entropy.probes import probes_due
+from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.decision_log.messages import decision_message
 from meridian_control.decisions.capabilities import missing
-from meridian_control.decisions.probe_timing import hold_ms, probes_due
-from meridian_control.decisions.termination import ends
+from meridian_control.policy.effects import hold_ms
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy, table, thinking
 from tests.unit.control.session.test_control_group import CONTROL, TREATED, counts

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.entropy.probes import probes_due
+from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.common.opened_request import OpenedRequest
-from meridian_control.decisions.probe_timing import probes_due
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
-from meridian_control.decisions.termination import cap, ends, needs_signals, reads_sentence_ends
+from meridian_control.policy.effects import cap, needs_signals, reads_sentence_ends
 from meridian_control.policy.schema import EntropyPolicy, RankCondition, SchedulerPolicy
 from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.session.counters import Totals
@@ -121,7 +122,7 @@ def test_a_request_that_no_rule_in_shadow_would_have_ended_counts_as_nothing_sav
 
 
 def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
-    fleet = Fleet(lambda: datetime(2026, 1, 1, tzinfo=UTC))
+    fleet = Fleet(lambda: datetime(2026, 1, 1, tzinfo=UTC), capabilities=CAPABILITIES)
     first = fleet.join(hello("e"))
     first.session.totals.reports = 7
     second = fleet.join(hello("e"))
@@ -133,7 +134,7 @@ def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
 
 def test_an_engine_whose_replaced_stream_ended_later_keeps_its_comparison() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    fleet = Fleet(lambda: now)
+    fleet = Fleet(lambda: now, capabilities=CAPABILITIES)
     first = fleet.join(hello("e"))
     second = fleet.join(hello("e"))
     fleet.leave(first, "replaced")

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.fleet.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
 from meridian_control.fleet.fleet import Fleet
@@ -59,7 +60,7 @@ def test_the_last_engine_of_a_fleet_is_shown_no_longer_than_others() -> None:
 
 
 async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() -> None:
-    fleet, told = Fleet(lambda: NOW), agent_pb2.ConnectRequest()
+    fleet, told = Fleet(lambda: NOW, capabilities=CAPABILITIES), agent_pb2.ConnectRequest()
     told.snapshot.requests.add(slot=0, request_id="r", handed_over_ref="e-1", phase=agent_pb2.PHASE_OUTPUT)
     older = fleet.join(hello("a"))
     fleet.receive(older, told)
@@ -73,7 +74,7 @@ async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() 
 
 def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
     async def flood() -> Fleet:
-        fleet = Fleet(lambda: NOW)
+        fleet = Fleet(lambda: NOW, capabilities=CAPABILITIES)
         for number in range(MAX_ENGINES + 50):
             fleet.leave(fleet.join(hello(f"{number}")), "disconnected")
         return fleet
@@ -84,7 +85,7 @@ def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
 
 @pytest.mark.parametrize("said", ["x" * 513, "two\nlines", "\x00"])
 def test_ids_that_would_fill_the_log_are_refused(said: str) -> None:
-    fleet = Fleet(lambda: NOW)
+    fleet = Fleet(lambda: NOW, capabilities=CAPABILITIES)
     for name in ("engine_id", "incarnation"):
         first = hello("e")
         setattr(first, name, said)

@@ -9,6 +9,7 @@ import pytest
 
 from meridian_control.budgets.charges import Charges
 from meridian_control.budgets.store import BudgetStore
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.fleet import fleet as module
 from meridian_control.fleet.budget_sharing import BudgetSharing
@@ -29,7 +30,7 @@ ENGINES = 3 * ENGINES_AT_ONCE + 1
 
 
 def fleet_of(number: int) -> tuple[Fleet, list[Connection]]:
-    fleet = Fleet(utc_now)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     return fleet, [fleet.join(hello(f"engine-{n:03}", {})) for n in range(number)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.handover_pool import HandoverPool
 from tests.fakes.control import utc_now
@@ -30,7 +31,7 @@ class Scanned(set["Connection"]):
 
 async def test_engines_come_and_go_without_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = counting(monkeypatch, HandoverPool, "changed")
-    fleet = Fleet(utc_now)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     fleet.connections = scanned = Scanned()
     old = [fleet.join(hello(f"engine-{n}", {})) for n in range(20)]
     new = [fleet.join(hello(f"engine-{n}", {})) for n in range(20)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet import policy_delivery
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
@@ -27,7 +28,7 @@ async def test_other_work_comes_between_engines(monkeypatch: pytest.MonkeyPatch)
     # Only the test sends, so the timer must not run on a slow machine.
     monkeypatch.setattr(policy_delivery, "QUIET_S", NEVER_S)
     monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", NEVER_S)
-    fleet = Fleet(utc_now)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     connections = [fleet.join(hello(f"engine-{n}", {})) for n in range(ENGINES)]
 
     def given(revision: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.handover.results import Handovers
@@ -76,7 +77,9 @@ class HandMade:
         self.log, self.now, self.said = log or DecisionLog(), NOW, said
         self.results = results or Handovers()
         journal = Journal(self.log, said.engine_id, said.incarnation, f"s-{said.engine_id}", self.now)
-        self.session = Session(f"s-{said.engine_id}", said, self.now, journal, handovers=self.results)
+        self.session = Session(
+            f"s-{said.engine_id}", said, self.now, journal, handovers=self.results, parts=STREAM_PARTS
+        )
         # The session's inputs: a message, a pool of engines, or a policy with its revision.
         self.trace: list[tuple[datetime, Any]] = []
         self.step = self.revision = 0

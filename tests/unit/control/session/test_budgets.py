@@ -11,6 +11,7 @@ from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.budgets.charges import OTHERS, Carried
 from meridian_control.budgets.charges import ROOM as SETS_ROOM
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.session.session import Session
@@ -293,7 +294,7 @@ def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     made.step(5)
     counted = made.session.charges.hand_on("s").tokens
     assert (counted, made.session.charges.take()) == ({"a": 5}, {"acme": 5})
-    again = Session("s2", made.hello, made.now, carried=Carried("s", counted))
+    again = Session("s2", made.hello, made.now, carried=Carried("s", counted), parts=STREAM_PARTS)
     again.on_message(snapshot(30), made.now)
     settings = again.on_policy(1, budgeted())[0].settings
     status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=1)
@@ -340,7 +341,7 @@ def test_a_snapshot_is_answered_at_once_if_it_says_what_no_stream_has_brought() 
 @pytest.mark.parametrize(("reported", "tokens"), [("s", 25), ("", 25), ("elsewhere", 4)])
 def test_what_an_older_session_counted_is_not_carried_past_another_replica(reported: str, tokens: int) -> None:
     made = stream(budgeted())
-    again = Session("s3", made.hello, made.now, carried=Carried("s", {"a": 5}))
+    again = Session("s3", made.hello, made.now, carried=Carried("s", {"a": 5}), parts=STREAM_PARTS)
     again.on_message(from_another_replica(reported), made.now)
     again.charges.take()
     assert again.charges.take_by_tenant() == {("acme", ""): tokens}
@@ -348,7 +349,7 @@ def test_what_an_older_session_counted_is_not_carried_past_another_replica(repor
 
 def test_a_session_without_a_snapshot_hands_on_what_it_was_given() -> None:
     made, carried = stream(budgeted()), Carried("s", {"a": 5})
-    again = Session("s3", made.hello, made.now, carried=carried)
+    again = Session("s3", made.hello, made.now, carried=carried, parts=STREAM_PARTS)
     assert again.charges.hand_on("s3") == carried
     again.on_message(snapshot(30), made.now)
     assert again.charges.hand_on("s3") == Carried("s3", {"a": 30})

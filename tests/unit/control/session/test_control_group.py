@@ -12,6 +12,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.cluster.harm_guard import HarmGuard, Watch
 from meridian_control.decisions.control_group import held_out
 from meridian_control.fleet import savings
@@ -325,7 +326,7 @@ def test_the_same_rules_after_others_begin_anew() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_recorded_stream_replays_byte_for_byte(seed: int) -> None:
     recorded, _ = run(random.Random(seed), HALF, requests=60, bad_from=30)
-    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW)
+    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW, parts=STREAM_PARTS)
     replayed = []
     for now, message in recorded.trace:
         if isinstance(message, tuple):

@@ -18,6 +18,7 @@ from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decision_log.messages import compared
@@ -62,7 +63,9 @@ class Engine:
 
     def __init__(self, held: Policy) -> None:
         self.log, self.shadow, self.now = DecisionLog(), Comparison(), NOW
-        self.session = Session("s", hello(), NOW, Journal(self.log, "engine", "1", "s", NOW), self.shadow)
+        self.session = Session(
+            "s", hello(), NOW, Journal(self.log, "engine", "1", "s", NOW), self.shadow, parts=STREAM_PARTS
+        )
         (response,) = self.session.on_policy(1, held)
         status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=1)
         self.session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)

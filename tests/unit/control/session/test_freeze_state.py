@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.session.freeze_state import Freeze, FreezeState, Match
 from tests.fakes.agent import hello
@@ -57,7 +58,7 @@ def freezes_sent(connection: Connection) -> list[agent_pb2.Freeze]:
 async def test_each_reconnect_of_an_engine_brings_what_is_left() -> None:
     """An agent that reconnects every 3 seconds never stays frozen beyond the freeze's end."""
     now = NOW
-    fleet = Fleet(lambda: now)
+    fleet = Fleet(lambda: now, capabilities=CAPABILITIES)
     fleet.set_freezes((freeze(20),))
     told = []
     for passed in range(0, 20, 3):

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request, refs_in, related_lives
-from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.fleet.status_messages import engine_view
 from meridian_control.handover.results import CLIENT_GONE, FINISHED, HANDED_OVER, RECOMPUTED, Handovers
 from meridian_control.policy.model import Policy
 from meridian_control.session.session import Session
+from meridian_control.session.step_cost import WARM_STEPS
 from tests.unit.control.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
@@ -133,7 +134,7 @@ def test_a_session_replays_its_handovers_from_its_inputs() -> None:
     made.pool()
     made.report(kv_used=0.9)
     recorded = {d.decision_id: (d.kind, d.reason) for d in made.session.open_decisions.values()}
-    session = Session("s-a", made.said, NOW)
+    session = Session("s-a", made.said, NOW, parts=STREAM_PARTS)
     for now, given in made.trace:
         if isinstance(given, agent_pb2.ConnectRequest):
             session.on_message(given, now)

@@ -10,6 +10,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decision_log.messages import explain_request
 from meridian_control.decision_log.pressure_messages import pressure_messages
@@ -615,7 +616,7 @@ def test_a_session_with_a_queue_replays_exactly() -> None:
 
 
 def assert_replays(made: Stream) -> None:
-    again = Session("s", made.hello, NOW)
+    again = Session("s", made.hello, NOW, parts=STREAM_PARTS)
     said: list[agent_pb2.ConnectResponse] = []
     for now, told in made.trace:
         if isinstance(told, agent_pb2.ConnectRequest):

@@ -11,16 +11,17 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import tracker
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.common.report_bounds import REFUSED
-from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.token_rows import MAX_ROWS_PER_SLOT
 from meridian_control.fleet.status_messages import engine_view, request_views
 from meridian_control.session import decision_ledger as ledger
 from meridian_control.session.merged_steps import MAX_STEPS
 from meridian_control.session.session import Session
+from meridian_control.session.step_cost import WARM_STEPS
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, step_report, stream
@@ -76,7 +77,7 @@ def test_what_was_decided_for_another_request_is_not_shown() -> None:
     (response,) = made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
     (view,) = request_views(made.session)
     assert (view.request_id, view.last_decision.decision_id) == ("b", response.directives.caps[0].decision_id)
-    faulted = Session("s", hello(fault="x"), NOW)
+    faulted = Session("s", hello(fault="x"), NOW, parts=STREAM_PARTS)
     faulted.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
     assert not request_views(faulted)[0].HasField("last_decision")
 
@@ -200,7 +201,7 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
         with pytest.raises(InvalidRequest, match=r"step step_time_ms must be in \[0, 1e\+09\]; got"):
             made.step(WARM_STEPS)
     assert engine_view(made.session, connected=True).step_time_ms == 0.0
-    assert made.session._decider.cost.steps == 0
+    assert made.session._stream.step_cost.steps == 0
 
 
 def report_with(path: str, value: float) -> agent_pb2.ConnectRequest:
@@ -293,8 +294,8 @@ def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
     merged.say(
         3, tokens=tokens([row for kept in rows for row in kept]), step_time_ms=11.0, prefill_tokens=2, merged=columns
     )
-    assert (costs := merged.session._decider.cost).steps == 4
-    assert costs.coefficients == alone.session._decider.cost.coefficients
+    assert (costs := merged.session._stream.step_cost).steps == 4
+    assert costs.coefficients == alone.session._stream.step_cost.coefficients
     # If the agent does not tell merged steps apart, only their number is known, and nothing can be learnt.
     merged.say(2, tokens=tokens(rows[2]), step_time_ms=11.0)
     assert costs.steps == 4
@@ -377,9 +378,9 @@ def test_a_wall_clock_that_was_set_back_silences_nobody() -> None:
 
 def test_an_engine_that_says_too_much_of_itself() -> None:
     with pytest.raises(InvalidRequest, match="hello must be at most 65536 bytes; got 70"):
-        Session("s", hello(fault="x" * 70_000), NOW)
+        Session("s", hello(fault="x" * 70_000), NOW, parts=STREAM_PARTS)
 
 
 def test_an_engine_without_a_name() -> None:
     with pytest.raises(InvalidRequest, match="engine_id must not be empty"):
-        Session("s", hello(""), NOW)
+        Session("s", hello(""), NOW, parts=STREAM_PARTS)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.link.messages import mergeable
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.fleet.status_messages import request_views
 from meridian_control.session.session import Session
@@ -109,7 +110,7 @@ def test_both_sides_count_alike(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_recorded_stream_replays_exactly(seed: int) -> None:
     recorded = busy(seed)
-    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW)
+    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW, parts=STREAM_PARTS)
     replayed = []
     for now, message in recorded.trace:
         if isinstance(message, tuple):

@@ -8,8 +8,8 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
-from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.session.effective_policies import ROOM
+from meridian_control.session.step_cost import WARM_STEPS
 from tests.fakes.agent import Script
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id

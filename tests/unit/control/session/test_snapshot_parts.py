@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.session.session import Session
@@ -17,7 +18,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def governed() -> Session:
-    session = Session("s", hello(), NOW)
+    session = Session("s", hello(), NOW, parts=STREAM_PARTS)
     (settings,) = session.on_policy(1, policy(scheduler={"max_think_tokens": 600}))
     status = agent_pb2.SettingsStatus(nonce=settings.settings.nonce, revision=1)
     session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)

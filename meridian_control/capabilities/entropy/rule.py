@@ -9,15 +9,13 @@ ahead and the agent applies it, so that the cap is exact to the token and holds 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
-from meridian_control.decisions.loop_rules import reads_entropy
 from meridian_control.decisions.moments import joined, sentence_ends
-from meridian_control.decisions.probe_timing import is_gated
 from meridian_control.decisions.token_rows import differs
 
 if TYPE_CHECKING:
@@ -25,96 +23,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.decisions.history import Unsampled
-    from meridian_control.decisions.moments import Moments
+    from meridian_control.decisions.moments import Moments, Seen
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
 
-Seen: TypeAlias = "RequestTable | Moments"
 NOWHERE = np.zeros(0, bool)
-
-
-def cap(
-    policy: SchedulerPolicy,
-    opened: OpenedRequest,
-    extended: bool = False,
-    unshortened: SchedulerPolicy | None = None,
-) -> int:
-    """Return the request's hard cap: the smaller of the policy's cap and the request's own.
-
-    An extension raises the policy's cap, but never above the request's own cap. unshortened: the values before a
-    budget or pressure shortened them, if one did; neither lowers the cap below the request's own floor.
-    """
-    extension = policy.empty_answer_extension_tokens if extended else 0
-    limit = policy.max_think_tokens + extension
-    if unshortened is not None:
-        limit = min(unshortened.max_think_tokens + extension, max(limit, opened.min_think_tokens))
-    return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)
-
-
-def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
-    """Return the entropy and scheduler sections of the policy and of its overrides, in which unset fields are None."""
-    sections: list[Any] = [policy, *policy.override]
-    return [s.entropy for s in sections], [s.scheduler for s in sections]
-
-
-def least_cap(policy: Policy) -> int:
-    """Return the smallest cap, in thinking tokens, that the policy or one of its overrides sets."""
-    _, scheduler = _of_any_request(policy)
-    caps: list[int] = [s.max_think_tokens for s in scheduler if s.max_think_tokens is not None]
-    return min(caps)
-
-
-def needs_signals(policy: Policy) -> bool:
-    """Whether a rule that may apply to some request reads signals that the workers measure."""
-    entropy, scheduler = _of_any_request(policy)
-    reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
-    reads = reads or may_shorten(policy)
-    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
-
-
-def reads_every_token(policy: Policy) -> bool:
-    """Whether the entropy of every thinking token is read: by a rule that may apply to some request, or by calibration,
-    because a section in shadow may be recorded. Everything else reads signals at sentence ends only."""
-    entropy, _ = _of_any_request(policy)
-    reads = any(e.rpdi_threshold or e.shadow for e in entropy)
-    return (reads and any(e.enabled for e in entropy)) or reads_entropy(policy)
-
-
-def may_shorten(policy: Policy) -> bool:
-    """Whether a budget or pressure may make soft close begin earlier."""
-    shadows = [*(budget.shadow for budget in policy.budget), *(entry.shadow for entry in policy.pressure)]
-    return not all(shadows)
-
-
-def in_force(policy: Policy) -> bool:
-    """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
-    entropy, scheduler = _of_any_request(policy)
-    ends = any(e.enabled for e in entropy) and any(e.shadow is False for e in entropy)
-    extends = policy.scheduler.enabled and any(s.empty_answer_extension_tokens for s in scheduler)
-    return ends or extends or may_shorten(policy)
-
-
-def reads_sentence_ends(policy: Policy) -> bool:
-    """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends.
-
-    A soft close by a budget or by pressure does not count: it is rare, and a report for each step would cost the
-    control plane several times as much for all requests.
-    """
-    entropy, scheduler = _of_any_request(policy)
-    reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
-    rules_read = reads and any(e.enabled for e in entropy)
-    return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
-
-
-def probes_within(policy: Policy, tokens: int) -> bool:
-    """Whether a request may be probed at intervals of fewer than `tokens` tokens without being held for the results."""
-    entropy, _ = _of_any_request(policy)
-    dense = any((e.eat_probe_interval_tokens or tokens) < tokens for e in entropy)
-    unheld = any(e.shadow or e.eat_hold_ms == 0 for e in entropy)
-    return any(e.enabled for e in entropy) and dense and unheld
 
 
 def ends(
@@ -232,10 +147,6 @@ def _first(
 
 def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
     """Whether the rule or its section is in shadow, so that its decisions are only counted."""
-    if reason == agent_pb2.FORCE_REASON_LOOP:
-        return policy.loop.shadow
-    if reason == agent_pb2.FORCE_REASON_NEAR_LOOP:
-        return policy.loop.shadow or policy.loop.near_shadow
     if reason == agent_pb2.FORCE_REASON_GIVE_UP and policy.entropy.give_up_shadow:
         return True
     section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy

@@ -1,4 +1,4 @@
-"""Decides which KV blocks are evicted first, and when admission is held. All functions are pure."""
+"""Decides which KV blocks are evicted first. All functions are pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.masks import any_in
-from meridian_control.decisions.request_table import OUTPUT, THINK
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.policy.schema import KvMemoryPolicy
 
 
 def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable) -> NDArray[np.intp]:
@@ -31,14 +27,3 @@ def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable)
 def reusable_again(table: RequestTable) -> NDArray[np.intp]:
     """Return the slots whose tier is revoked once the policy's `kv_memory` section is disabled."""
     return np.flatnonzero(table.live & (table.tier == agent_pb2.EVICTION_TIER_UNREACHABLE))
-
-
-def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) -> bool:
-    """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
-    if not policy.enabled or kv_tokens == 0:
-        return False
-    if not any_in(table.preempted) or not any_in(table.live & table.preempted & (table.phase == OUTPUT)):
-        return False
-    thinking = table.live & (table.phase == THINK) & ~table.preempted
-    held = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())
-    return held > policy.think_phase_memory_fraction * kv_tokens

@@ -15,12 +15,14 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
 from meridian_control.decisions.request_table import OUTPUT, THINK
+from meridian_control.session.step_cost import WARM_STEPS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.decisions.request_table import RequestTable
-    from meridian_control.policy.schema import SchedulerPolicy
+    from meridian_control.policy.schema import KvMemoryPolicy, SchedulerPolicy
+    from meridian_control.session.step_cost import StepCost
 
 # Ranks by phase, as the agent gives them by itself. A thinking request moves up one rank each time its computed tokens
 # double, so that the requests with the most computed tokens are preempted last.
@@ -39,8 +41,6 @@ MIN_GAIN = 0.05
 MAX_PREFILL_TOKENS = 1 << 20
 # Prompt tokens are not limited if MAX_PREFILL_TOKENS of them cost less than this many milliseconds.
 NEXT_TO_NOTHING_MS = 1.0
-# Number of measured steps after which the estimate of the step cost is used.
-WARM_STEPS = 32
 # Budgets if the policy sets none. STRETCH: a step with prompt tokens takes at most this many times as long as a step
 # without. THINK_BUDGETS: the thinking budget is this many answer budgets. READING_MS: milliseconds per answer token at
 # the speed at which a person reads.
@@ -77,52 +77,6 @@ class Budgets:
     output_ms: float
     think_ms: float
     holds_prompts: bool
-
-
-class StepCost:
-    """Estimates the duration of a step in milliseconds as a + b * sequences + c * prefill tokens.
-
-    The estimate uses recursive least squares with exponential forgetting (weight LAMBDA per step). Coefficients below 0
-    are read as 0. prefill_tokens: exponentially weighted mean of prefill tokens per step.
-    """
-
-    LAMBDA = 0.995
-    # Sequences and prefill tokens are divided by these numbers, which brings the three terms to one scale.
-    SEQUENCES, PREFILL_TOKENS = 32, 512
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.prefill_tokens = 0.0
-        # The weights, and the upper triangle of their covariance, row by row. Arrays of three numbers would cost ten
-        # times as much as the numbers do.
-        self._weights = 0.0, 0.0, 0.0
-        self._covariance = 1e3, 0.0, 0.0, 1e3, 0.0, 1e3
-
-    def add(self, sequences: int, prefill_tokens: int, step_time_ms: float) -> None:
-        """Take in the measurement of one step."""
-        x1, x2 = sequences / self.SEQUENCES, prefill_tokens / self.PREFILL_TOKENS
-        c00, c01, c02, c11, c12, c22 = self._covariance
-        # The product of the covariance and the input (1, x1, x2).
-        p0, p1, p2 = c00 + c01 * x1 + c02 * x2, c01 + c11 * x1 + c12 * x2, c02 + c12 * x1 + c22 * x2
-        total = self.LAMBDA + p0 + x1 * p1 + x2 * p2
-        g0, g1, g2 = p0 / total, p1 / total, p2 / total
-        w0, w1, w2 = self._weights
-        error_ms = step_time_ms - (w0 + x1 * w1 + x2 * w2)
-        self._weights = w0 + g0 * error_ms, w1 + g1 * error_ms, w2 + g2 * error_ms
-        grown = c00 - g0 * p0, c01 - g0 * p1, c02 - g0 * p2, c11 - g1 * p1, c12 - g1 * p2, c22 - g2 * p2
-        # The covariance would grow without bound in directions in which the input does not vary.
-        if grown[0] + grown[3] + grown[5] < 1e6 * self.LAMBDA:
-            c00, c01, c02, c11, c12, c22 = grown
-            over = 1 / self.LAMBDA
-            self._covariance = c00 * over, c01 * over, c02 * over, c11 * over, c12 * over, c22 * over
-        self.steps += 1
-        self.prefill_tokens += (1 - self.LAMBDA) * (prefill_tokens - self.prefill_tokens)
-
-    @property
-    def coefficients(self) -> tuple[float, float, float]:
-        """The coefficients a (milliseconds), b (milliseconds per sequence) and c (milliseconds per token)."""
-        a, b, c = self._weights
-        return max(a, 0.0), max(b / self.SEQUENCES, 0.0), max(c / self.PREFILL_TOKENS, 0.0)
 
 
 def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost, has_thought: bool) -> Budgets:
@@ -231,3 +185,14 @@ def _whole(number: float) -> int:
 def _settled(wanted: int, in_force: int | None) -> int:
     """Return the limit in force if the wanted limit is within DEADBAND of it, else the wanted limit."""
     return in_force if in_force is not None and abs(wanted - in_force) <= DEADBAND * in_force else wanted
+
+
+def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) -> bool:
+    """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
+    if not policy.enabled or kv_tokens == 0:
+        return False
+    if not any_in(table.preempted) or not any_in(table.live & table.preempted & (table.phase == OUTPUT)):
+        return False
+    thinking = table.live & (table.phase == THINK) & ~table.preempted
+    held = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())
+    return held > policy.think_phase_memory_fraction * kv_tokens

@@ -5,7 +5,7 @@ The module owns the gates and intervals of EAT probes. Rules that read the probe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -13,6 +13,13 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.masks import any_in
 from meridian_control.decisions.moments import at_rows_or_end
 from meridian_control.decisions.token_rows import differs
+from meridian_control.policy.effects import (
+    EXTENSION_LEAD_TOKENS,
+    eat_may_end,
+    is_gated,
+    only_gives_up,
+    probe_lead_tokens,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,14 +28,6 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
-
-# A probe asks whether the answer would be empty when the request is this many thinking tokens before its cap.
-EXTENSION_LEAD_TOKENS = 64
-
-
-def is_gated(policy: Any) -> bool:
-    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank or margin."""
-    return bool(policy.eat_probe_max_rank or policy.eat_probe_max_margin_nats)
 
 
 def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -39,27 +38,6 @@ def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[
     if policy.eat_probe_max_margin_nats:
         gate &= margins[:, 0] <= policy.eat_probe_max_margin_nats
     return gate
-
-
-def eat_may_end(policy: EntropyPolicy) -> bool:
-    """Whether the thresholds of the EAT rule let it fire."""
-    return bool(policy.eat_level_threshold_nats and policy.eat_ema_variance_threshold)
-
-
-def only_gives_up(policy: EntropyPolicy) -> bool:
-    """Whether the give-up rule is the only rule that reads probes."""
-    return bool(policy.give_up_tokens) and not eat_may_end(policy) and not policy.same_answer_samples
-
-
-def probes_may_end(policy: EntropyPolicy) -> bool:
-    """Whether a rule that reads probes may end thinking, unless the whole section is in shadow."""
-    gives_up = policy.give_up_tokens and not policy.give_up_shadow
-    return bool(eat_may_end(policy) or policy.same_answer_samples or gives_up)
-
-
-def hold_ms(policy: EntropyPolicy) -> int:
-    """Return the milliseconds for which a probed request waits for the decision: 0 if no rule in force reads probes."""
-    return policy.eat_hold_ms if probes_may_end(policy) and not policy.shadow else 0
 
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
@@ -124,12 +102,6 @@ def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[n
         # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
         waits &= table.control | ~measured
     return waits
-
-
-def probe_lead_tokens(policy: EntropyPolicy) -> int:
-    """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
-    samples = policy.eat_warmup_samples + policy.confirm_sentence_ends - 1
-    return max(samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
 
 
 def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ rules once per report, at its end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -19,36 +19,6 @@ if TYPE_CHECKING:
 
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
-
-
-def _of_any_request(policy: Policy) -> list[Any]:
-    """Return the loop sections of the policy and of its overrides, in which unset fields are None."""
-    sections: list[Any] = [policy, *policy.override]
-    return [section.loop for section in sections]
-
-
-def finds_loops(policy: Policy) -> bool:
-    """Return whether the loop rule is on for any request."""
-    return any(loop.enabled for loop in _of_any_request(policy))
-
-
-def in_force(policy: Policy) -> bool:
-    """Return whether a loop may end the thinking of any request."""
-    return finds_loops(policy) and any(loop.shadow is False for loop in _of_any_request(policy))
-
-
-def repeats_from_tokens(policy: Policy) -> int:
-    """Return the smallest number of repeated tokens at which the thinking of any request may end as a near-loop.
-
-    The result is 0 if the rule on near-loops is off for every request.
-    """
-    asked = [loop.near_repeated_tokens for loop in _of_any_request(policy) if loop.near_repeated_tokens]
-    return min(asked, default=0) if finds_loops(policy) else 0
-
-
-def reads_entropy(policy: Policy) -> bool:
-    """Return whether the rule on near-loops may read the entropy of any request."""
-    return repeats_from_tokens(policy) > 0 and any(loop.entropy_collapse_ratio for loop in _of_any_request(policy))
 
 
 def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:

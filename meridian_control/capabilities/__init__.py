@@ -1,0 +1,1 @@
+"""What Meridian does, one folder each."""

@@ -1,0 +1,91 @@
+"""Sends each request's cap when the request is new, and again whenever the cap changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.common.masks import any_in
+from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.decisions.request_table import THINK
+from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
+from meridian_control.policy import effects
+from meridian_control.session.part import Part
+
+if TYPE_CHECKING:
+    import numpy as np
+    from meridian.v1 import agent_pb2
+    from numpy.typing import NDArray
+
+    from meridian_control.common.slices import Sliced
+    from meridian_control.policy.model import Policy
+    from meridian_control.session.part import Stream, Turn
+
+
+class Caps(Part):
+    """The caps of one engine's requests."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._table, self._policies, self._ledger = stream.table, stream.policies, stream.ledger
+        self._revises = False
+
+    @classmethod
+    def of(cls, stream: Stream) -> Caps | None:
+        return cls(stream) if stream.ends_thinking else None
+
+    def revise(self) -> None:
+        self._revises = True
+
+    def shortened(self) -> None:
+        self._revises = True
+
+    def ends(self, turn: Turn) -> Sliced[None] | None:
+        table, extend = self._table, self._table.cap_probed
+        if any_in(extend):
+            extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
+            table.extend_caps(extend)
+        elif not (table.has_new or self._revises):
+            return None
+        due = extend | (table.max_think_tokens == UNTOLD) | self._revises
+        self._revises = False
+        table.caps_decided()
+        return self._decide((table.live & due).nonzero()[0].tolist(), extend, turn)
+
+    def _decide(self, slots: list[int], extend: NDArray[np.bool_], turn: Turn) -> Sliced[None]:
+        table, policy = self._table, turn.policy
+        for count, slot in enumerate(slots, 1):
+            if not count % SLICE_ROWS:
+                yield
+            cap, why = self._cap(policy, slot)
+            reserve = self._policies.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
+            limits = cap, policy.scheduler.shadow, reserve
+            if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
+                self._send(slot, limits, "empty_answer" if extend[slot] else why, turn.out)
+
+    def _cap(self, policy: Policy, slot: int) -> tuple[int, str]:
+        """Return a request's cap, and whether a budget or the policy's own cap sets it."""
+        info = self._table.info[slot]
+        assert info is not None
+        if not policy.scheduler.enabled:
+            return NO_CAP, "hard_cap"
+        if slot in self._policies.control.by_slot:
+            return self._policies.control_cap(slot), "hard_cap"
+        own, extended = self._policies.of(slot).scheduler, bool(self._table.extended[slot])
+        if (shortening := self._policies.shortening(slot)) is None:
+            return effects.cap(own, info, extended), "hard_cap"
+        without = shortening.without.scheduler
+        cap = effects.cap(own, info, extended, without)
+        return cap, shortening.section if cap < effects.cap(without, info, extended) else "hard_cap"
+
+    def _send(self, slot: int, limits: tuple[int, bool, int], why: str, out: agent_pb2.Directives) -> None:
+        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""
+        table, (cap, shadow, reserve) = self._table, limits
+        first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
+        table.note_cap(slot, cap, shadow, reserve)
+        if table.closing[slot]:
+            return
+        if cap != NO_CAP:
+            made = self._ledger.make("cap", why, slot, shadow, cap_tokens=cap)
+            values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve}
+            out.caps.add(decision_id=made, slot=slot, shadow=shadow, **values)
+        elif not first:
+            out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)

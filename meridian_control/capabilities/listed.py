@@ -1,0 +1,20 @@
+"""Lists the capabilities in the order in which they decide."""
+
+from meridian_control.capabilities.caps.stream import Caps
+from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.entropy.stream import EntropyRules
+from meridian_control.capabilities.loops.stream import Loops
+from meridian_control.capabilities.order.stream import Order
+from meridian_control.capabilities.tiers.stream import Tiers
+from meridian_control.session.part import Capability
+
+CAPABILITIES: tuple[Capability, ...] = (
+    Capability("caps", Caps.of),
+    Capability("entropy", EntropyRules.of),
+    Capability("loops", Loops.of),
+    Capability("control_group", ControlGroup),
+    Capability("order", Order),
+    Capability("tiers", Tiers),
+)
+# The parts of these capabilities in an engine's stream.
+STREAM_PARTS = tuple(capability.stream for capability in CAPABILITIES if capability.stream is not None)

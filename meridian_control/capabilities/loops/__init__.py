@@ -1,0 +1,1 @@
+"""The rule that ends thinking which repeats itself."""

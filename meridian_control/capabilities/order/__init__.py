@@ -1,0 +1,1 @@
+"""The order in which requests join a step, and their share of it."""

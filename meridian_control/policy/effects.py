@@ -1,0 +1,159 @@
+"""What the rules of a policy may do, and what they read, as far as the policy alone decides it.
+
+All functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
+
+# A probe asks whether the answer would be empty when the request is this many thinking tokens before its cap.
+EXTENSION_LEAD_TOKENS = 64
+
+
+def cap(
+    policy: SchedulerPolicy,
+    opened: OpenedRequest,
+    extended: bool = False,
+    unshortened: SchedulerPolicy | None = None,
+) -> int:
+    """Return the request's hard cap: the smaller of the policy's cap and the request's own.
+
+    An extension raises the policy's cap, but never above the request's own cap. unshortened: the values before a
+    budget or pressure shortened them, if one did; neither lowers the cap below the request's own floor.
+    """
+    extension = policy.empty_answer_extension_tokens if extended else 0
+    limit = policy.max_think_tokens + extension
+    if unshortened is not None:
+        limit = min(unshortened.max_think_tokens + extension, max(limit, opened.min_think_tokens))
+    return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)
+
+
+def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
+    """Return the entropy and scheduler sections of the policy and of its overrides, in which unset fields are None."""
+    sections: list[Any] = [policy, *policy.override]
+    return [s.entropy for s in sections], [s.scheduler for s in sections]
+
+
+def least_cap(policy: Policy) -> int:
+    """Return the smallest cap, in thinking tokens, that the policy or one of its overrides sets."""
+    _, scheduler = _of_any_request(policy)
+    caps: list[int] = [s.max_think_tokens for s in scheduler if s.max_think_tokens is not None]
+    return min(caps)
+
+
+def needs_signals(policy: Policy) -> bool:
+    """Whether a rule that may apply to some request reads signals that the workers measure."""
+    entropy, scheduler = _of_any_request(policy)
+    reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
+    reads = reads or may_shorten(policy)
+    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
+
+
+def reads_every_token(policy: Policy) -> bool:
+    """Whether the entropy of every thinking token is read: by a rule that may apply to some request, or by calibration,
+    because a section in shadow may be recorded. Everything else reads signals at sentence ends only."""
+    entropy, _ = _of_any_request(policy)
+    reads = any(e.rpdi_threshold or e.shadow for e in entropy)
+    return (reads and any(e.enabled for e in entropy)) or reads_entropy(policy)
+
+
+def may_shorten(policy: Policy) -> bool:
+    """Whether a budget or pressure may make soft close begin earlier."""
+    shadows = [*(budget.shadow for budget in policy.budget), *(entry.shadow for entry in policy.pressure)]
+    return not all(shadows)
+
+
+def in_force(policy: Policy) -> bool:
+    """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
+    entropy, scheduler = _of_any_request(policy)
+    ends = any(e.enabled for e in entropy) and any(e.shadow is False for e in entropy)
+    extends = policy.scheduler.enabled and any(s.empty_answer_extension_tokens for s in scheduler)
+    return ends or extends or may_shorten(policy)
+
+
+def reads_sentence_ends(policy: Policy) -> bool:
+    """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends.
+
+    A soft close by a budget or by pressure does not count: it is rare, and a report for each step would cost the
+    control plane several times as much for all requests.
+    """
+    entropy, scheduler = _of_any_request(policy)
+    reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
+    rules_read = reads and any(e.enabled for e in entropy)
+    return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
+
+
+def probes_within(policy: Policy, tokens: int) -> bool:
+    """Whether a request may be probed at intervals of fewer than `tokens` tokens without being held for the results."""
+    entropy, _ = _of_any_request(policy)
+    dense = any((e.eat_probe_interval_tokens or tokens) < tokens for e in entropy)
+    unheld = any(e.shadow or e.eat_hold_ms == 0 for e in entropy)
+    return any(e.enabled for e in entropy) and dense and unheld
+
+
+def is_gated(policy: Any) -> bool:
+    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank or margin."""
+    return bool(policy.eat_probe_max_rank or policy.eat_probe_max_margin_nats)
+
+
+def eat_may_end(policy: EntropyPolicy) -> bool:
+    """Whether the thresholds of the EAT rule let it fire."""
+    return bool(policy.eat_level_threshold_nats and policy.eat_ema_variance_threshold)
+
+
+def only_gives_up(policy: EntropyPolicy) -> bool:
+    """Whether the give-up rule is the only rule that reads probes."""
+    return bool(policy.give_up_tokens) and not eat_may_end(policy) and not policy.same_answer_samples
+
+
+def probes_may_end(policy: EntropyPolicy) -> bool:
+    """Whether a rule that reads probes may end thinking, unless the whole section is in shadow."""
+    gives_up = policy.give_up_tokens and not policy.give_up_shadow
+    return bool(eat_may_end(policy) or policy.same_answer_samples or gives_up)
+
+
+def hold_ms(policy: EntropyPolicy) -> int:
+    """Return the milliseconds for which a probed request waits for the decision: 0 if no rule in force reads probes."""
+    return policy.eat_hold_ms if probes_may_end(policy) and not policy.shadow else 0
+
+
+def probe_lead_tokens(policy: EntropyPolicy) -> int:
+    """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
+    samples = policy.eat_warmup_samples + policy.confirm_sentence_ends - 1
+    return max(samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
+
+
+def _loop_of_any_request(policy: Policy) -> list[Any]:
+    """Return the loop sections of the policy and of its overrides, in which unset fields are None."""
+    sections: list[Any] = [policy, *policy.override]
+    return [section.loop for section in sections]
+
+
+def finds_loops(policy: Policy) -> bool:
+    """Return whether the loop rule is on for any request."""
+    return any(loop.enabled for loop in _loop_of_any_request(policy))
+
+
+def loops_in_force(policy: Policy) -> bool:
+    """Return whether a loop may end the thinking of any request."""
+    return finds_loops(policy) and any(loop.shadow is False for loop in _loop_of_any_request(policy))
+
+
+def repeats_from_tokens(policy: Policy) -> int:
+    """Return the smallest number of repeated tokens at which the thinking of any request may end as a near-loop.
+
+    The result is 0 if the rule on near-loops is off for every request.
+    """
+    asked = [loop.near_repeated_tokens for loop in _loop_of_any_request(policy) if loop.near_repeated_tokens]
+    return min(asked, default=0) if finds_loops(policy) else 0
+
+
+def reads_entropy(policy: Policy) -> bool:
+    """Return whether the rule on near-loops may read the entropy of any request."""
+    return repeats_from_tokens(policy) > 0 and any(loop.entropy_collapse_ratio for loop in _loop_of_any_request(policy))
