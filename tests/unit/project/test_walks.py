@@ -11,7 +11,7 @@ from tests.processes import ROOT
 PAGE = (ROOT / "meridian_agent" / "link" / "theory_of_operation.md").read_text()
 WALKS = PAGE.partition("## The walk of a report\n")[2].partition("## Two threads\n")[0]
 # A file, and the functions that are named beside it.
-STEPS = re.findall(r"`(\w+/\w+\.py)`(?:: ((?:`\w+`(?:, | and |, or )?)+))?", WALKS)
+STEPS = re.findall(r"`(\w+(?:/\w+)+\.py)`(?:: ((?:`\w+`(?:, | and |, or )?)+))?", WALKS)
 
 
 def test_both_walks_are_read() -> None:

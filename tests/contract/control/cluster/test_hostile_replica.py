@@ -13,6 +13,7 @@ import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cluster import cluster_fleet, peers
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.membership import Replica
@@ -151,7 +152,7 @@ async def test_a_question_has_one_time_limit_for_all_pages(
     for module in (peers, cluster_fleet):
         monkeypatch.setattr(module, "CALL_TIMEOUT_S", 0.5)
     made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now), "asking", made, lambda: True)
+    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True)
     assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
     assert handler.asked["ListEngines"] > 1
     await made.close()
@@ -172,7 +173,7 @@ async def test_an_answer_does_not_wait_for_the_reason_why_a_replica_is_silent(
     monkeypatch.setattr(Peers, "_why", why)
     monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.1)
     made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now), "asking", made, lambda: True)
+    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True)
     assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
     await looked.wait()
     found.set()
@@ -190,7 +191,7 @@ async def test_engines_are_shown_although_their_requests_are_late(
     for module in (peers, cluster_fleet):
         monkeypatch.setattr(module, "CALL_TIMEOUT_S", 4.0)
     made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now), "asking", made, lambda: True)
+    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True)
     assert await whole.engines() == ([engine], [])
     for _ in range(2):
         state = await asyncio.wait_for(whole.state(), 60)
