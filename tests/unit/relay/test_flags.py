@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meridian_control.relay.main import main
+from meridian_relay.main import main
 
 GOOD = ["--thinking", "http://127.0.0.1:1", "--metrics-listen", ""]
 
