@@ -7,6 +7,7 @@ answers only to names of this machine and to names that the operator gives. All 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ipaddress
 import os
@@ -34,7 +35,7 @@ class HttpListener:
     """
 
     def __init__(self, app: web.Application, further: Iterable[str] = (), **options: Any) -> None:
-        self._further = frozenset(name.lower().rstrip(".") for name in further)
+        self._further = frozenset(map(host_name, further))
         self._on_loopback = False
         app.middlewares.append(self._checked)
         self._runner = web.AppRunner(app, access_log=None, **options)
@@ -93,6 +94,15 @@ class HttpListener:
         named = ", ".join(map(ascii, hosts))[:100] or "no host"
         text = f"this listener does not answer to {named}; --allow-host adds a name\n"
         return web.Response(status=421, text=text, headers={"X-Content-Type-Options": "nosniff"})
+
+
+def host_name(text: str) -> str:
+    """Return the name in a flag that adds one. Raises ArgumentTypeError for a name that no Host header can have without
+    its port."""
+    name, found = text.strip().lower(), _HOST.fullmatch(text.strip())
+    if _address(name) is None and (found is None or found[2] or "*" in name):
+        raise argparse.ArgumentTypeError(f"must be one host name or address, without scheme, port or *; got {text!r}")
+    return name.strip("[]").rstrip(".")
 
 
 def flag_address(flag: str, address: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from yarl import URL
 
 from meridian_relay import __version__, log
-from meridian_relay.listener import flag_address
+from meridian_relay.listener import flag_address, host_name
 from meridian_relay.log import printable
 from meridian_relay.metrics import metrics_listener
 from meridian_relay.server import Relay
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--allow-host",
         action="append",
+        type=host_name,
         default=[],
         metavar="NAME",
         help="further host name under which the relay and /metrics may be asked; repeatable",
