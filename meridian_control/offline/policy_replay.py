@@ -88,14 +88,17 @@ class LiveRequest:
     ends: tuple[ThinkEnd, ThinkEnd] | None = None
 
     def end(self, recorded: ThinkEnd) -> None:
-        """Note the end of thinking in the recording, which shows what came of the decisions that both policies make."""
+        """Note the end of thinking in the recording, which shows what came of a decision that both policies make."""
         by_itself, was, new = recorded.reason in (NATURAL, UNENDED), self.recorded, self.new
-        same = (was.end, was.cap, was.reserve_tokens, was.since) == (new.end, new.cap, new.reserve_tokens, new.since)
-        new.pass_limits(self.opened, recorded.think_tokens + (recorded.reason in (CAP, RESERVE)))
-        went_on = recorded if by_itself else ThinkEnd(UNKNOWN, recorded.think_tokens)
+        for course in (was, new):
+            course.pass_limits(self.opened, recorded.think_tokens + (recorded.reason in (CAP, RESERVE)))
+        limits_same = (was.cap, was.reserve_tokens, was.since) == (new.cap, new.reserve_tokens, new.since)
+        same = was.end == new.end and (new.end is not None or by_itself or limits_same)
         # A force that is decided from the last thinking token comes too late if the model itself ends thinking there.
-        late = new.end is None or (by_itself and new.end.think_tokens >= recorded.think_tokens)
-        self.ends = recorded, recorded if same else went_on if late or new.end is None else new.end
+        if same or (by_itself and (new.end is None or new.end.think_tokens >= recorded.think_tokens)):
+            self.ends = recorded, recorded
+        else:
+            self.ends = recorded, new.end or ThinkEnd(UNKNOWN, recorded.think_tokens)
 
 
 class SessionReplay:

@@ -44,7 +44,8 @@ DENSE = policy(
     scheduler=EARLY,
     entropy={**CALIBRATED, "shadow": True, "eat_level_threshold_nats": 0.0, "eat_probe_interval_tokens": 1},
 )
-ACTIVE = policy(scheduler=EARLY, entropy=CALIBRATED | {"holdout_share": 0.0})
+ACTIVE_ENTROPY = CALIBRATED | {"holdout_share": 0.0}
+ACTIVE = policy(scheduler=EARLY, entropy=ACTIVE_ENTROPY)
 
 
 AT_SENTENCES = {"eat_probe_placement": "sentence"}
@@ -291,6 +292,18 @@ def test_an_active_rule_over_a_dense_recording(tmp_path: Path) -> None:
     assert found["think_tokens"]["new"] == sum(place for _, place in ends(found).values()) < 80
     shadow = told(tmp_path, made.records, policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": True}))
     changes_nothing(shadow)
+
+
+def test_an_end_that_both_policies_decide_is_no_change(tmp_path: Path) -> None:
+    """The new policy differs in its cap alone, which no request reaches before the entropy rule ends its thinking."""
+    made = Recorded()
+    made.apply(ACTIVE)
+    for name in "abc":
+        made.open(name, think=60, answer=3)
+    made.step(90)
+    found = told(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": 50}, entropy=ACTIVE_ENTROPY))
+    changes_nothing(found)
+    assert found["ends"]["new"] == {"eat": 3}
 
 
 def test_caps_end_thinking_earlier_and_later_and_anew(tmp_path: Path) -> None:
