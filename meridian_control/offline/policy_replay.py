@@ -117,9 +117,8 @@ class SessionReplay:
         # By recorded id of a probe: its placement, and the id of this run's probe that has its sample.
         self._placements: dict[int, int] = {}
         self._same: dict[int, int] = {}
-        # This run's nonces of settings and freezes by the recorded nonces, and the newest nonce of settings.
-        self._nonces: dict[int, int] = {}
-        self._freeze_nonces: dict[int, int] = {}
+        # This run's nonces by field and recorded nonce, and its newest nonce of settings.
+        self._nonces: dict[tuple[str, int], int] = {}
         self._nonce = 0
         # The newest event, and the recorded responses to it so far, which a trace has after the event.
         self.event: fleet_pb2.TraceRecord | None = None
@@ -150,7 +149,7 @@ class SessionReplay:
         if event.HasField("policy"):
             sent = session.on_policy(event.policy.revision, self._policy)
             self._nonce = sent[0].settings.nonce if sent else self._nonce
-            self._nonces |= {r.settings.nonce: self._nonce for r in recorded if r.HasField("settings")}
+            self._nonces |= {("settings", r.settings.nonce): self._nonce for r in recorded if r.HasField("settings")}
             if not sent or not self.hello.joined_late or session.policy is not None:
                 return []
             # The agent had applied the policy before the recording began.
@@ -159,7 +158,7 @@ class SessionReplay:
         if event.down.HasField("freeze"):
             # A trace has no record of the given freezes, so they are derived from the message to the agent.
             (freeze,) = session.on_freezes(given_freezes(event), now)
-            self._freeze_nonces[event.down.freeze.nonce] = freeze.freeze.nonce
+            self._nonces["freeze", event.down.freeze.nonce] = freeze.freeze.nonce
         elif event.HasField("budget_stages"):
             session.on_budget_stages(dict(event.budget_stages.stages))
         elif event.HasField("pressure_levels"):
@@ -175,9 +174,9 @@ class SessionReplay:
         """Return a recorded message as the agent would have sent it to this run."""
         message, report = deepcopy(up), up.step
         if up.HasField("settings_status"):
-            message.settings_status.nonce = self._nonces.get(up.settings_status.nonce, self._nonce)
+            message.settings_status.nonce = self._nonces.get(("settings", up.settings_status.nonce), self._nonce)
         elif up.HasField("freeze_status"):
-            message.freeze_status.nonce = self._freeze_nonces.get(up.freeze_status.nonce, 0)
+            message.freeze_status.nonce = self._nonces.get(("freeze", up.freeze_status.nonce), 0)
         elif up.HasField("snapshot"):
             begun = [opened for opened in up.snapshot.requests if opened.think_tokens or opened.output_tokens]
             self.left_out += Counter({"reports were lost": len(self.live), "began before the trace": len(begun)})
@@ -192,7 +191,7 @@ class SessionReplay:
             outcomes, self._due = [*self._due, *message.step.outcomes], []
             if report.merged.outcomes:
                 message.step.merged.outcomes[0] += len(outcomes) - len(report.outcomes)
-            del message.step.outcomes[:]
+            message.step.ClearField("outcomes")
             message.step.outcomes.extend(outcomes)
         return message
 
