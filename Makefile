@@ -103,9 +103,9 @@ lint: $(VENV)/ready ## check style, types, import layers and the generated proto
 
 # Some CPU wheels of vLLM install CUDA builds of torchvision and related packages, which break the import of
 # transformers models. Text serving needs none of these packages, so they are uninstalled if the import fails.
-$(VENV)/ready: pyproject.toml
+$(VENV)/ready: pyproject.toml deploy/relay/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,control,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,control,dev]' -e deploy/relay
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM' 2>/dev/null || \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM'
@@ -123,16 +123,18 @@ $(VENV)/ray: $(VENV)/ready
 proto: $(VENV)/ready ## generate the protobuf code again
 	$(BIN)/python -m tests.check_proto --write
 
-# Targets for a release: the wheel, the lock file of the control plane's image, the bill of materials of the locked
+# Targets for a release: the wheels, the lock file of the control plane's image, the bill of materials of the locked
 # packages, and a check of these packages for known vulnerabilities.
 RELEASE := build/release
-dist: $(RELEASE)/ready ## build the wheel, byte for byte the same for one commit
+dist: $(RELEASE)/ready ## build the wheels, byte for byte the same for one commit
 	rm -f dist/*.whl dist/provenance.*
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m hatchling build -t wheel -d dist
+	cd deploy/relay && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+		$(abspath $(RELEASE))/bin/python -m hatchling build -t wheel -d $(CURDIR)/dist
 
 lock: $(RELEASE)/ready ## write the lock file of what the control plane's image installs, with hashes
 	$(RELEASE)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--custom-compile-command 'make lock' --extra control --extra traces -o deploy/requirements.lock pyproject.toml
+		--custom-compile-command 'make lock' --extra control --extra traces -o deploy/requirements.lock pyproject.toml deploy/relay/pyproject.toml
 
 # The target needs root, and Debian's buildah, runc, debootstrap and kubernetes-client; `make doctor` says so.
 # ARGS: --without-engines, --without-cupy, --save.
@@ -151,7 +153,7 @@ sbom: $(RELEASE)/ready ## write the bill of materials of the locked packages
 
 # KEY: the builder's private Ed25519 key, a PEM file without a passphrase.
 .PHONY: provenance
-provenance: dist sbom ## write a SLSA provenance statement about the wheel and the bill of materials, and verify it
+provenance: dist sbom ## write a SLSA provenance statement about the wheels and the bill of materials, and verify it
 	$(RELEASE)/bin/python -m deploy.provenance dist/*.whl dist/sbom.cdx.json $(if $(KEY),--key $(KEY))
 	$(RELEASE)/bin/python deploy/verify_provenance.py dist/provenance.json
 	$(if $(KEY),openssl pkey -in $(KEY) -pubout -out build/key.pub)

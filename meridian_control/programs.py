@@ -18,10 +18,6 @@ def ctl() -> int:
     return _run("meridianctl", "meridian_control.cli.main")
 
 
-def relay() -> int:
-    return _run("meridian-relay", "meridian_control.relay.main")
-
-
 def _run(program: str, module: str) -> int:
     try:
         main = import_module(module).main

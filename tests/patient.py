@@ -19,8 +19,4 @@ if __name__ == "__main__":
     for module in ASKING:
         vars(module)["CALL_TIMEOUT_S"] = LONG_S
     vars(app)["LEAVE_S"] = LONG_S
-    if "--otlp-metrics-endpoint" in sys.argv:
-        from meridian_control.telemetry import otlp_metrics
-
-        vars(otlp_metrics)["EXPORT_TIMEOUT_S"] = LONG_S
     sys.exit(app.main())

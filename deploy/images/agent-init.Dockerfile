@@ -15,7 +15,7 @@ RUN mkdir /agent \
         python -m pip install --no-cache-dir --no-deps --no-compile --only-binary :all: --python-version "${PYTHON}" \
             --target /agent "${CUPY}==${CUPY_VERSION}"; \
     fi
-COPY dist/*.whl /tmp/dist/
+COPY dist/meridian_llm-*.whl /tmp/dist/
 # The agent is installed without its dependencies, because vLLM's image has them.
 RUN python -m pip install --no-cache-dir --no-index --no-deps --no-compile --target /agent /tmp/dist/*.whl
 

@@ -11,6 +11,6 @@ ARG CUPY_VERSION=14.2.0
 RUN if [ -n "${CUPY}" ]; then \
         python3 -m pip install --no-cache-dir --no-deps --only-binary :all: "${CUPY}==${CUPY_VERSION}"; \
     fi
-COPY dist/*.whl /tmp/meridian/
+COPY dist/meridian_llm-*.whl /tmp/meridian/
 RUN python3 -m pip install --no-cache-dir --no-index /tmp/meridian/*.whl \
     && rm -r /tmp/meridian

@@ -3,8 +3,8 @@ and a filter for all lines that the agent logs.
 
 Control characters move a terminal's cursor, set the clipboard or begin a line, and bidirectional controls show a text
 in another order than it has. `printable` replaces each by the escape that Python's `repr` writes for it, and changes
-nothing in text that was escaped before. `meridian_control.common.plain_text` and `line_limit` do the same in the
-control plane. Runs on whatever thread logs.
+nothing in text that was escaped before. `meridian_control.common.plain_text` does the same in the control plane. The
+module runs on whatever thread logs.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Column, DateTime, MetaData, String, Table, Text, delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.access.rate_limits import Rate
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.storage.database import utc
+from meridian_control.storage.tables import audit_records as _records
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,25 +44,6 @@ REFUSALS_PER_S, REFUSALS_BURST = 5.0, 100
 PRUNE_EVERY = 500
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 MAX_ERROR_CHARS = 300
-
-_records = Table(
-    "audit_records",
-    MetaData(),
-    Column("id", BigInteger, primary_key=True, autoincrement=False),
-    Column("time", DateTime(timezone=True), nullable=False),
-    Column("principal", Text, nullable=False),
-    Column("role", String(16), nullable=False),
-    Column("peer", Text, nullable=False),
-    Column("method", Text, nullable=False),
-    Column("request_id", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    # The other fields of the request, as a JSON object of strings.
-    Column("details", Text, nullable=False),
-    Column("before_etag", Text, nullable=False),
-    Column("after_etag", Text, nullable=False),
-    Column("outcome", String(32), nullable=False),
-    Column("error", Text, nullable=False),
-)
 
 
 @dataclass(frozen=True)

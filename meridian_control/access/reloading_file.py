@@ -1,7 +1,8 @@
 """Reads files again when one of them has changed, and keeps the last usable value if the new files cannot be used.
 
 The module knows nothing about the meaning of the files. A value is usable on any thread, because gRPC performs
-handshakes on threads of its own.
+handshakes on threads of its own. A look at the files' stamps at each use is enough, so nothing watches the files: a
+watcher would need a task, and a handshake soon after a change would still get the old certificate.
 """
 
 from __future__ import annotations

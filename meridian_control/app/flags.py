@@ -15,7 +15,7 @@ from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.membership import own_host
 from meridian_control.common import logs
 from meridian_control.common.addresses import is_loopback, split_address
-from meridian_control.common.environment import choice, read
+from meridian_control.common.environment import BadVariable, choice, read
 from meridian_control.common.http_listener import host_name
 from meridian_control.fleet.fleet import HEARTBEAT_S
 from meridian_control.fleet.memory import MemoryLimits
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     import grpc
 
 
+# Variable of earlier versions, and what to use instead of it.
+METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+SCRAPE = "let the OpenTelemetry collector scrape /metrics (its Prometheus receiver)"
+
+
 def file(text: str) -> Path:
     """Return the path in a flag. An empty path would be the working directory."""
     if not text.strip():
@@ -33,8 +38,17 @@ def file(text: str) -> Path:
     return Path(text)
 
 
+class Removed(argparse.Action):
+    """A flag of earlier versions: its use is an error that names what to use instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} is gone: {SCRAPE}")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the flags. Raises BadVariable for a default that an environment variable gives."""
+    if endpoint := read(METRICS_ENDPOINT):
+        raise BadVariable(METRICS_ENDPOINT, endpoint, f"unset, because no metrics are sent: {SCRAPE}")
     p = argparse.ArgumentParser(prog="meridian-control", description="The control plane for reasoning models on vLLM.")
     p.add_argument(
         "--listen", default="127.0.0.1:50051", help="address of the gRPC server: host:port, :port for all, unix:PATH"
@@ -121,12 +135,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--trace-ratio", type=float, default=0.01, help="share of the requests without a trace context that are traced"
     )
-    p.add_argument(
-        "--otlp-metrics-endpoint",
-        default=read("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
-        help="gRPC endpoint that gets the metrics of /metrics too, as OpenTelemetry metrics; default: none",
-    )
-    p.add_argument("--otlp-metrics-interval", type=float, default=60.0, help="seconds between two such exports")
+    for flag in ("--otlp-metrics-endpoint", "--otlp-metrics-interval"):
+        p.add_argument(flag, action=Removed, help=argparse.SUPPRESS)
     logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
     p.add_argument("--version", action="version", version=__version__)
     return p

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import signal
 import sys
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -74,20 +73,6 @@ def register(parts: Parts) -> None:
     )
 
 
-def export_metrics(endpoint: str | None, interval_s: float, ending: AsyncExitStack) -> None:
-    """Send the metrics to an OpenTelemetry collector too until `ending`, unless there is no endpoint. Raises
-    ValueError."""
-    if not endpoint:
-        return
-    if not 0 < interval_s < math.inf:
-        raise ValueError(f"--otlp-metrics-interval must be a number of seconds above 0; got {interval_s}")
-    try:
-        from meridian_control.telemetry.otlp_metrics import MetricsExport
-    except ImportError as error:
-        raise ValueError(f"--otlp-metrics-endpoint needs the extra meridian-llm[traces]: {error}") from error
-    ending.push_async_callback(MetricsExport(endpoint, interval_s, REGISTRY).stop)
-
-
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     """Run a control plane until a signal. Raises MeridianError, OSError or ValueError if the start fails."""
     handshakes = Handshakes()
@@ -99,7 +84,6 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             metrics = MetricsListener(REGISTRY, args.allow_host)
             ending.push_async_callback(metrics.stop)
             await metrics.start(args.metrics_listen)
-        export_metrics(args.otlp_metrics_endpoint, args.otlp_metrics_interval, ending)
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:

@@ -10,25 +10,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    DateTime,
-    Float,
-    MetaData,
-    Row,
-    String,
-    Table,
-    func,
-    insert,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import Row, func, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.budgets.token_bucket import Account, charged, settled
 from meridian_control.storage.database import utc
+from meridian_control.storage.tables import budgets as _budgets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,16 +28,6 @@ if TYPE_CHECKING:
     from meridian_control.storage.database import Database
 
 logger = logging.getLogger(__name__)
-
-_budgets = Table(
-    "budgets",
-    MetaData(),
-    Column("name", String(64), primary_key=True),
-    Column("used_tokens", BigInteger, nullable=False),
-    Column("minute_missing", Float, nullable=False),
-    Column("day_missing", Float, nullable=False),
-    Column("updated_at", DateTime(timezone=True), nullable=False),
-)
 
 
 class BudgetStore:

@@ -17,9 +17,11 @@ from meridian_control.cli.console import (
     Output,
     OutputOption,
     PlainConsole,
+    add,
     connect,
     console,
     fail,
+    new_table,
     reported,
     say,
     show_value,
@@ -148,17 +150,23 @@ def replay(
     output: OutputOption = Output.table,
 ) -> None:
     """Replay traces under another policy without a control plane, and print what the policy would have changed."""
-    from meridian_control.cli.replay_tables import tables
-    from meridian_control.offline.comparison_report import figures
-    from meridian_control.offline.policy_comparison import Difference
+    from meridian_control.offline.policy_replay import changes
 
     with reported():
-        wanted = forms.load(policy)
-        found = Difference(wanted)
-        found.add(traces)
+        figures = changes(traces, forms.load(policy))
     if output is not Output.table:
-        show_value(figures(found, wanted), output)
+        show_value(figures, output)
         return
-    terminal = console()
-    for part in tables(found, wanted):
-        terminal.say(part) if isinstance(part, str) else terminal.print(part)
+    (recorded, new), tokens, terminal = figures["ends"].values(), figures["think_tokens"], console()
+    table = new_table("", "recorded", "new policy")
+    for reason in sorted({*recorded, *new}):
+        add(table, f"thinking ends: {reason}", recorded.get(reason, 0), new.get(reason, 0))
+    add(table, "thinking tokens, where both are known", tokens["recorded"], tokens["new"])
+    left_out = ", ".join(f"{count} {why}" for why, count in figures["left_out"].items())
+    terminal.say(f"{figures['requests']} requests{f', left out: {left_out}' if left_out else ''}")
+    terminal.print(table)
+    terminal.say(f"The new policy changes {figures['changed']} ends of thinking; -o json lists each request.")
+    if missing := figures["probes_without_sample"]:
+        terminal.say(f"{missing} probes of the new policy have no recorded sample, so its entropy rules may end less.")
+    for engine_id, why in figures["refused"].items():
+        terminal.say(f"{engine_id} would not accept the new policy: {why}")

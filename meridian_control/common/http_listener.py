@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-# Seconds in which a new connection must send the head of its request, with and without `limits`, and in which a client
-# must read a response of a listener with `limits`.
-HEAD_S, PATIENT_HEAD_S, READ_S = 10.0, 75.0, 30.0
-# Largest number of connections of a listener with `limits`.
+# Seconds in which a new connection must send the head of its request, and in which a client must read a response.
+HEAD_S, READ_S = 10.0, 30.0
+# Largest number of connections of a listener.
 MAX_CONNECTIONS = 256
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | re.ASCII)
 
@@ -73,13 +72,12 @@ class Hosts:
 class HttpListener:
     """An HTTP listener. `start` binds its address, and `stop` ends its connections.
 
-    hosts: further names under which it may be asked. limits: the application's responses are short or limit themselves,
-    only the application's own pages may read them, and the number of connections has a bound. options: those of
-    aiohttp's AppRunner.
+    The application's responses are short or limit themselves, and only the application's own pages may read them.
+    hosts: further names under which it may be asked. options: those of aiohttp's AppRunner.
     """
 
-    def __init__(self, app: web.Application, hosts: Iterable[str] = (), *, limits: bool, **options: Any) -> None:
-        self._further, self._limits = tuple(hosts), limits
+    def __init__(self, app: web.Application, hosts: Iterable[str] = (), **options: Any) -> None:
+        self._further = tuple(hosts)
         self._hosts = Hosts("", hosts)
         app.middlewares.append(self._checked)
         self._runner = web.AppRunner(app, access_log=None, **options)
@@ -110,10 +108,10 @@ class HttpListener:
     def _connection(self) -> asyncio.Protocol:
         """Return the protocol of a new connection."""
         assert self._runner.server is not None
-        if self._limits and len(self._runner.server.connections) >= MAX_CONNECTIONS:
+        if len(self._runner.server.connections) >= MAX_CONNECTIONS:
             return _Refusal()
         protocol = self._runner.server()
-        self._expect(protocol, HEAD_S if self._limits else PATIENT_HEAD_S)
+        self._expect(protocol, HEAD_S)
         return protocol
 
     def _expect(self, protocol: asyncio.Protocol, seconds: float) -> None:
@@ -135,7 +133,7 @@ class HttpListener:
                 return refusal
             return await handler(request)
         finally:
-            if self._limits and request.transport is not None:
+            if request.transport is not None:
                 self._expect(request.protocol, READ_S)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
@@ -144,8 +142,6 @@ class HttpListener:
             told = ", ".join(map(ascii, hosts))[:100] or "no host"
             return _refused(421, f"this listener does not answer to {told}; --allow-host adds a name")
         origin = request.headers.get("Origin")
-        if not self._limits:
-            return None
         # Browsers name no origin in requests for images and scripts, but say that the request comes from another site.
         foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
         followed = request.headers.get("Sec-Fetch-Mode") == "navigate"

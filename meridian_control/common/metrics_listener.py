@@ -32,7 +32,7 @@ class MetricsListener:
         self._thread = ThreadPoolExecutor(1, "metrics")
         app = web.Application()
         app.router.add_get("/{path:.*}", self._metrics)
-        self._http = HttpListener(app, hosts, limits=True)
+        self._http = HttpListener(app, hosts)
 
     async def start(self, address: str) -> int:
         """Listen on host:port or :port, and return the port. Raises OSError or ValueError, which name the flag

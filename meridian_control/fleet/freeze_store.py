@@ -12,30 +12,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Column, DateTime, Integer, MetaData, Row, Table, Text, func, insert, select, update
+from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.common.errors import NotFound
 from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database, utc
+from meridian_control.storage.tables import freezes as _freezes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # End time of a freeze that was thawed: no clock is before it, also if clocks differ or are set back.
 THAWED = datetime.fromtimestamp(0, UTC)
-
-_freezes = Table(
-    "freezes",
-    MetaData(),
-    Column("freeze_id", Integer, primary_key=True, autoincrement=False),
-    # The globs and labels of `Match` as JSON.
-    Column("engines", Text, nullable=False),
-    Column("author", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("create_time", DateTime(timezone=True), nullable=False),
-    Column("end_time", DateTime(timezone=True), nullable=False),
-)
 
 
 class FreezeStore:

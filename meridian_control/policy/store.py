@@ -16,21 +16,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    DateTime,
-    Integer,
-    MetaData,
-    Row,
-    String,
-    Table,
-    Text,
-    column,
-    func,
-    insert,
-    select,
-    table,
-)
+from sqlalchemy import Row, func, insert, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -47,28 +33,15 @@ from meridian_control.policy.formats import parse_toml, to_stored_toml
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import Section
 from meridian_control.storage.database import Database, utc
+from meridian_control.storage.tables import revisions as _revisions
+from meridian_control.storage.tables import rollouts as _rollouts
 
 logger = logging.getLogger(__name__)
 
 # Etag of an empty store.
 EMPTY_ETAG = "none"
-MAX_REQUEST_ID_CHARS = 128
 MAX_REVISION = 2**31 - 1
 
-_revisions = Table(
-    "policy_revisions",
-    MetaData(),
-    Column("revision", Integer, primary_key=True, autoincrement=False),
-    Column("etag", String(64), nullable=False),
-    # The policy as TOML text, so that an operator can read the column.
-    Column("policy", Text, nullable=False),
-    Column("author", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("created_at", DateTime(timezone=True), nullable=False),
-    Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
-)
-# Columns of the table `rollouts` that decide which revision is in force.
-_rollouts = table("rollouts", column("rollout_id"), column("active"), column("candidate_revision"))
 _active = _rollouts.c.active == 1
 _in_force = _revisions.c.revision.not_in(select(_rollouts.c.candidate_revision).where(_active))
 _HEADER = [_revisions.c[name] for name in ("revision", "etag", "author", "reason", "created_at")]

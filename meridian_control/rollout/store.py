@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from sqlalchemy import Column, Integer, MetaData, String, Table, Text, func, insert, select, update
+from sqlalchemy import func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.common.errors import InvalidRequest, NotFound, StoreUnavailable
-from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, insert_revision, new_revision
+from meridian_control.policy.store import insert_revision, new_revision
 from meridian_control.rollout.state import TAKEN_BACK, By, Rollout
 from meridian_control.rollout.transitions import begin
+from meridian_control.storage.tables import rollouts as _rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,19 +30,6 @@ if TYPE_CHECKING:
     Fence = Callable[[AsyncConnection], Awaitable[None]]
 
 MAX_ID = 2**31 - 1
-
-_rollouts = Table(
-    "rollouts",
-    MetaData(),
-    Column("rollout_id", Integer, primary_key=True, autoincrement=False),
-    # 1 for the active rollout, else NULL; the unique column allows at most one active rollout.
-    Column("active", Integer, unique=True),
-    Column("candidate_revision", Integer, nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
-    # The rollout as JSON.
-    Column("rollout", Text, nullable=False),
-)
 
 
 class RolloutStore:

@@ -1,9 +1,10 @@
-"""Provides a grpc.aio server that no call can bring down, as a workaround for a bug of grpcio, seen in version 1.85.
+"""Provides a grpc.aio server that no call can bring down, as a workaround for a bug of grpcio, seen in version 1.85.3.
 
 For a call to an unregistered method, grpcio's asyncio server decodes the path in the loop that accepts all calls. A
 path that is not UTF-8 therefore ends the server, and the process goes on without a server. All methods of the control
 plane are registered, so this module accepts all other calls itself and answers them with UNIMPLEMENTED, as grpcio does.
-The module uses private parts of grpcio; if these parts are missing or changed, the module uses grpcio's own server.
+The module uses private parts of grpcio, because no public interface sees such a call, and every stranger can send one.
+If these parts are missing or changed, the module uses grpcio's own server.
 All code runs on the server's event loop.
 """
 

@@ -23,7 +23,8 @@ from meridian_control.policy.diff import FieldChange, Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.shortening_kinds import warnings
-from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHeader, StoredRevision
+from meridian_control.policy.store import PolicyStore, RevisionHeader, StoredRevision
+from meridian_control.storage.tables import MAX_REQUEST_ID_CHARS
 
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,7 @@ class StatusPage:
             app.router.add_get(path, self._file)
         app.router.add_get("/events", self._events)
         app.router.add_get("/request", self._request)
-        self._http = HttpListener(app, hosts, limits=True)
+        self._http = HttpListener(app, hosts)
 
     async def start(self, host: str, port: int) -> int:
         """Bind the address and return the port. Raises OSError if the address cannot be bound."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meridian_control.common.metric_entry import _counter, _gauge, _histogram
 from meridian_control.telemetry.budget_metrics import BUDGETS
-from meridian_control.telemetry.control_group_entries import CONTROL_GROUP
+from meridian_control.telemetry.control_group_metrics import CONTROL_GROUP
 from meridian_control.telemetry.pressure_metrics import PRESSURES, QUEUEING
 
 ENGINE = ("engine",)

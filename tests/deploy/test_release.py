@@ -23,10 +23,10 @@ from deploy.generate import HERE
 ROOT = HERE.parent
 
 
-def built(folder: Path, epoch: int) -> Path:
+def built(folder: Path, epoch: int, project: Path = ROOT) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     env = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
-    subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=project, env=env, check=True, stdout=subprocess.DEVNULL)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -50,6 +50,7 @@ def test_every_file_names_the_same_version() -> None:
     """The package, its modules, the images in manifests and documents, and the newest section of the changelog."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     files = [ROOT / "meridian_agent/__init__.py", ROOT / "meridian_control/__init__.py", ROOT / "CHANGELOG.md"]
+    files += [HERE / "relay/pyproject.toml", HERE / "relay/meridian_relay/__init__.py"]
     files += [path for kind in ("*.md", "*.yaml", "*.Dockerfile") for path in HERE.rglob(kind)]
     patterns = (
         r'^__version__ = "(.+)"',
@@ -57,6 +58,7 @@ def test_every_file_names_the_same_version() -> None:
         r"newTag: (.+)",
         r"meridian_llm-([\d.]+)-",
         r"^## (\d\S+)",
+        r'^version = "(.+)"',
     )
     pattern = "|".join(patterns)
     found = {path: re.findall(pattern, path.read_text(), re.MULTILINE) for path in files}
@@ -71,6 +73,12 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     packages = {"meridian", "meridian_control", "meridian_agent", "meridian_kernels"}
     assert {top for top in tops if not top.endswith(".dist-info")} == packages
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_relays_wheel_holds_the_relay_alone(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(built(tmp_path, 1_700_000_000, HERE / "relay")).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"meridian_relay"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -103,6 +111,7 @@ def test_the_lock_has_every_requirement_pinned_and_hashed() -> None:
             *project["dependencies"],
             *project["optional-dependencies"]["control"],
             *project["optional-dependencies"]["traces"],
+            *tomllib.loads((HERE / "relay" / "pyproject.toml").read_text())["project"]["dependencies"],
         ]
     ]
     entries = re.split(r"\n(?=\S)", (HERE / "requirements.lock").read_text())

@@ -16,7 +16,7 @@ import openai
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.relay.bodies import CarriedRequest
+from meridian_relay.bodies import CarriedRequest
 from tests.data import maze
 from tests.engine.matrix.features.connectors import REMOTE_DECODE
 from tests.engine.pools import PLACES, POLICY, Pools

@@ -43,7 +43,8 @@ class Images:
         shutil.copy(HERE / "requirements.lock", self._context / "deploy")
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(self._context / "dist")]
         env = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
-        subprocess.run(command, cwd=HERE.parent, env=env, check=True, stdout=subprocess.DEVNULL)
+        for project in (HERE.parent, HERE / "relay"):
+            subprocess.run(command, cwd=project, env=env, check=True, stdout=subprocess.DEVNULL)
         self.store.make_base(BASE)
 
     def control(self) -> None:

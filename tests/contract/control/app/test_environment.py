@@ -81,7 +81,7 @@ def test_every_variable_is_tried() -> None:
     """The names above are those that the code names, so that the tests below try each."""
     text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     assert set(re.findall(r"\bMERIDIAN_[A-Z_]*[A-Z]\b", text)) - OF_THE_AGENT == {*SERVER, *CLIENT}
-    assert set(re.findall(r"\bOTEL_[A-Z_]*[A-Z]\b", text)) == {*OTLP, "OTEL_RESOURCE_ATTRIBUTES"}
+    assert set(re.findall(r"\bOTEL_[A-Z_]*[A-Z]\b", text)) == {*OTLP}
 
 
 def test_empty_variables_are_unset(tmp_path: Path) -> None:
@@ -134,6 +134,12 @@ def test_a_value_that_the_client_cannot_use(tmp_path: Path, name: str, value: st
 @pytest.mark.parametrize(
     ("env", "options", "complaint"),
     [
+        (
+            {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "c:4317"},
+            [],
+            "meridian-control: OTEL_EXPORTER_OTLP_METRICS_ENDPOINT must be unset, because no metrics are sent: let the "
+            "OpenTelemetry collector scrape /metrics (its Prometheus receiver); got 'c:4317'\n",
+        ),
         ({"MERIDIAN_LOG_FORMAT": "xml"}, [], "meridian-control: MERIDIAN_LOG_FORMAT must be text or json; got 'xml'\n"),
         ({}, ["--store", " "], "meridian-control: --store must name a SQLite file or a PostgreSQL database; got ''\n"),
         ({}, ["--policy", ""], "argument --policy: must not be empty\n"),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import select, update
 
-from meridian_control.budgets.store import BudgetStore, _budgets
+from meridian_control.budgets.store import BudgetStore
 from meridian_control.budgets.token_bucket import Account, Usage, charged, full
 from meridian_control.policy.shortening_schema import BudgetPolicy
 from meridian_control.storage.database import Database, utc
+from meridian_control.storage.tables import budgets
 from tests.fakes.control import utc_now
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def moved_back(database: Database, seconds: float) -> None:
     """Let time pass: move the time of all accounts back."""
     async with database.writing(tell=False) as connection:
-        rows = (await connection.execute(select(_budgets.c.name, _budgets.c.updated_at))).all()
+        rows = (await connection.execute(select(budgets.c.name, budgets.c.updated_at))).all()
         for name, updated_at in rows:
             earlier = utc(updated_at) - timedelta(seconds=seconds)
-            await connection.execute(update(_budgets).where(_budgets.c.name == name).values(updated_at=earlier))
+            await connection.execute(update(budgets).where(budgets.c.name == name).values(updated_at=earlier))
 
 
 def usages(**tokens: int) -> dict[str, Usage]:

@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import tomllib
 from concurrent import futures
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import httpx
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.duration_pb2 import Duration
@@ -25,10 +23,10 @@ from typer.testing import CliRunner
 from meridian_agent.core.plain_log import PlainLog
 from meridian_agent.core.plain_log import printable as agent_printable
 from meridian_control.cli.main import app
-from meridian_control.common.line_limit import BURST, INTERVAL_S, LineLimit
 from meridian_control.common.plain_text import PlainFormatter, printable, printable_document
+from meridian_relay.log import BURST, INTERVAL_S, LineLimit, TextFormatter
 from tests.fakes.agent import hello
-from tests.processes import Control, Process, free_port, wait_for
+from tests.processes import Control
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -234,8 +232,12 @@ class Lines(logging.Handler):
 
 @pytest.mark.parametrize(
     ("formatter", "filters"),
-    [(PlainFormatter("%(levelname)s %(message)s"), []), (logging.Formatter("%(levelname)s %(message)s"), [PlainLog()])],
-    ids=["control", "agent"],
+    [
+        (PlainFormatter("%(levelname)s %(message)s"), []),
+        (TextFormatter("%(levelname)s %(message)s"), []),
+        (logging.Formatter("%(levelname)s %(message)s"), [PlainLog()]),
+    ],
+    ids=["control", "relay", "agent"],
 )
 def test_no_log_has_it_raw(formatter: logging.Formatter, filters: list[logging.Filter]) -> None:
     lines = Lines(formatter)
@@ -296,26 +298,3 @@ def test_a_hostile_agent_forges_no_line_of_the_control_planes_log(tmp_path: Path
                 list(agent_pb2_grpc.AgentServiceStub(channel).Connect(iter(messages), timeout=5))
     control.process.stop()
     check(control.process.output())
-
-
-def test_a_hostile_client_forges_no_line_of_the_relays_log(tmp_path: Path) -> None:
-    port = free_port()
-    start = "from meridian_control.relay.main import main; main()"
-    command = [sys.executable, "-c", start, "--listen", f"127.0.0.1:{port}"]
-    command += ["--thinking", "http://127.0.0.1:1"]
-    relay = Process(command, tmp_path / "relay.log")
-    url = f"http://127.0.0.1:{port}"
-
-    def serves() -> bool:
-        try:
-            httpx.get(url + "/health", timeout=2)
-        except httpx.HTTPError:
-            return False
-        return True
-
-    wait_for(serves, 60, "the relay to serve")
-    for _ in range(50):
-        httpx.get(url + "/v1/%0aCRITICAL%20forged%1b%5b31m%c2%9b%e2%80%ae", timeout=10)
-    relay.stop()
-    check(relay.output())
-    assert 0 < relay.output().count("cannot be reached") < 20

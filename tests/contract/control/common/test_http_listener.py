@@ -1,4 +1,4 @@
-"""The HTTP listeners of the control plane and the relay, asked as a hostile page and a hostile client ask them."""
+"""The HTTP listeners of the control plane, asked as a hostile page and a hostile client ask them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.common import http_listener
 from meridian_control.common.http_listener import MAX_CONNECTIONS, HttpListener
 from meridian_control.common.metrics_listener import MetricsListener
-from meridian_control.relay.server import Relay
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.status_page.server import StatusPage
 from tests.contract.control.app.test_server import Process
-from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -49,16 +47,6 @@ async def metrics(host: str = "127.0.0.1", *names: str) -> AsyncIterator[str]:
     Counter("asked", "Questions", registry=registry)
     served = MetricsListener(registry, names)
     port = await served.start(f"{host}:0")
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        await served.stop()
-
-
-@asynccontextmanager
-async def relay(*names: str) -> AsyncIterator[str]:
-    served = Relay([f"http://127.0.0.1:{free_port()}"], "</think>", CollectorRegistry(), 1.0, names)
-    port = await served.start("127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -119,17 +107,11 @@ async def test_on_other_addresses_every_name_unless_some_are_given(control: Cont
         assert (await asked(scraped, Host=EVIL))[0] == 421
 
 
-async def test_a_page_at_another_name_reads_no_metrics_and_asks_no_engine() -> None:
-    async with metrics() as scraped, relay() as relayed, relay("api.example") as named:
+async def test_a_page_at_another_name_reads_no_metrics() -> None:
+    async with metrics() as scraped:
         assert (await asked(f"{scraped}/metrics"))[0] == 200
         assert (await asked(f"{scraped}/metrics", Host=EVIL))[0] == 421
         assert (await asked(f"{scraped}/metrics", Origin=f"http://{EVIL}"))[0] == 403
-        assert (await asked(f"{relayed}/v1/models", Host=EVIL))[0] == 421
-        # No engine runs here: 502 says that the relay has passed the request on.
-        assert (await asked(f"{relayed}/v1/models"))[0] == 502
-        assert (await asked(f"{named}/v1/models", Host="api.example"))[0] == 502
-        # Web clients of other origins use the API; whether they may is what the engine says.
-        assert (await asked(f"{relayed}/v1/models", Origin="http://localhost:3000"))[0] == 502
 
 
 @pytest.mark.parametrize(
@@ -187,13 +169,13 @@ async def test_half_open_requests_cost_no_thread(running: Process) -> None:
 
 
 @asynccontextmanager
-async def listening(limits: bool) -> AsyncIterator[tuple[HttpListener, int]]:
+async def listening() -> AsyncIterator[tuple[HttpListener, int]]:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text="x" * (1 << 26))
 
     app = web.Application()
     app.router.add_get("/", answer)
-    listener = HttpListener(app, limits=limits)
+    listener = HttpListener(app)
     port = await listener.start("127.0.0.1", 0)
     try:
         yield listener, port
@@ -212,13 +194,9 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "])
-@pytest.mark.parametrize("limits", [True, False])
-async def test_a_connection_that_asks_nothing_is_ended(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes, limits: bool
-) -> None:
+async def test_a_connection_that_asks_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_listener, "HEAD_S", 0.01)
-    monkeypatch.setattr(http_listener, "PATIENT_HEAD_S", 0.01)
-    async with listening(limits) as (listener, port):
+    async with listening() as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
         async with asyncio.timeout(120):
@@ -229,7 +207,7 @@ async def test_a_connection_that_asks_nothing_is_ended(
 
 async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_listener, "READ_S", 0.01)
-    async with listening(limits=True) as (listener, port):
+    async with listening() as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         server: Any = listener._runner.server
@@ -243,7 +221,7 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
 
 async def test_the_number_of_connections_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_listener, "MAX_CONNECTIONS", 3)
-    async with listening(limits=True) as (listener, port):
+    async with listening() as (listener, port):
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         server: Any = listener._runner.server
         async with asyncio.timeout(120):

@@ -178,17 +178,17 @@ async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Pa
     assert (await recording).exit_code == OK
     nothing = await run("replay", trace, "--policy", same, server="127.0.0.1:1")
     assert nothing.exit_code == OK, nothing.output
-    assert "The new policy changes no end of thinking." in nothing.stdout
+    assert "The new policy changes 0 ends of thinking" in nothing.stdout
     told = json.loads((await run("replay", trace, "--policy", same, "-o", "json", server="")).stdout)
     assert (told["requests"], told["left_out"]) == (3, {"began before the trace": 1})
-    assert told["decisions_reproduced"]["count"] == told["decisions_reproduced"]["of"] > 3
-    assert (told["policy_changes"], told["changed_requests"]) == ([], [])
+    assert all(row["recorded"] == row["new"] for row in told["by_request"])
     arguments = ("replay", trace, "--policy", other)
     changed = [await run(*arguments, server="") for _ in range(2)]
     assert changed[0].stdout == changed[1].stdout
-    assert changed[0].stdout.count("hard_cap at 6") == 3, changed[0].stderr
+    assert "The new policy changes 3 ends of thinking" in changed[0].stdout, changed[0].stderr
     as_toml = tomllib.loads((await run(*arguments, "-o", "toml", server="")).stdout)
-    assert as_toml["forces"] == {"added": {}, "gone": {}, "moved": {"hard_cap": 3}}
+    assert [row["new"] for row in as_toml["by_request"]] == [{"reason": "hard_cap", "think_tokens": 6}] * 3
+    assert as_toml["ends"] == {"recorded": {"hard_cap": 3}, "new": {"hard_cap": 3}}
 
 
 async def test_replay_of_files_that_cannot_be_used(tmp_path: Path) -> None:

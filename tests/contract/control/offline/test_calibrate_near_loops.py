@@ -73,9 +73,9 @@ def test_a_rule_stops_where_a_live_session_decides_to_end(tmp_path: Path, tokens
     records[0].joined_late = True
     live, ends = SessionReplay(records[0], replayed.policy(rule)), dict[str, tuple[str, int]]()
     for record in records[1:]:
-        named = {slot: info.request_id for slot, info in live.session.table.requests()}
+        opened = list(live.live.values())
         live.take(record, [])
-        ends |= {named[slot]: force for slot in named if (force := live.fates[slot].force) is not None}
+        ends |= {each.opened.request_id: each.new.end for each in opened if each.new.end is not None}
     ids = replayed.episodes.ids
     assert {ids[n]: int(stops.first_tokens[n]) for n in np.flatnonzero(np.isfinite(stops.at_tokens))} == {
         request_id: decided for request_id, (_, decided) in ends.items()

@@ -13,6 +13,7 @@ from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import pytest
+from sqlalchemy import Column, Index, MetaData, Table, Text, text
 
 from meridian_control.common.errors import (
     EtagMismatch,
@@ -29,6 +30,7 @@ from meridian_control.storage import migrations
 from meridian_control.storage import postgres as postgres_module
 from meridian_control.storage.database import Database
 from meridian_control.storage.postgres import FOLLOWER
+from meridian_control.storage.tables import METADATA, VERSION
 from tests.postgres import Postgres
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, 1000, tzinfo=UTC)
@@ -217,6 +219,24 @@ async def test_a_file_of_the_first_version(path: Path, file: str) -> None:
             assert (await append(store, etag="", request_id="a")).revision == 2
 
 
+async def test_a_column_that_a_database_lacks_is_added(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(address) as store:
+        stored = await append(store)
+        with monkeypatch.context() as later:
+            tables = MetaData()
+            for each in METADATA.tables.values():
+                each.to_metadata(tables)
+            tables.tables["policy_revisions"].append_column(Column("why", Text, server_default=text("'because'")))
+            Index("policy_revisions_why", tables.tables["policy_revisions"].c.why)
+            later.setattr(migrations, "METADATA", tables)
+            later.setattr(migrations, "VERSION", VERSION + 1)
+            async with opened(address) as newer, newer.database.reading() as connection:
+                assert (await connection.execute(text("SELECT why FROM policy_revisions"))).all() == [("because",)]
+        # The older version goes on with the newer schema.
+        assert await store.current() == stored
+        assert (await append(store)).revision == 2
+
+
 async def test_a_database_of_a_later_version_is_left_as_it_is(path: Path, file: str) -> None:
     async with opened(file) as store:
         stored = await append(store)
@@ -230,8 +250,12 @@ async def test_a_database_of_a_later_version_is_left_as_it_is(path: Path, file: 
 
 async def test_a_migration_that_fails_leaves_nothing(path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(migrations, "STEPS", (*migrations.STEPS, ("ALTER TABLE missing ADD COLUMN more TEXT",)))
-        with pytest.raises(StoreUnavailable, match="no such table: missing"):
+        tables = MetaData()
+        for each in METADATA.tables.values():
+            each.to_metadata(tables)
+        Table("later", tables, Column("bad", Text, server_default=text("(")))
+        broken.setattr(migrations, "METADATA", tables)
+        with pytest.raises(StoreUnavailable, match="syntax error"):
             await Database.open(file)
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []

@@ -43,3 +43,10 @@ def test_addresses_that_nobody_else_reaches(listen: str) -> None:
 @pytest.mark.parametrize(("listen", "bound"), [(":1", "[::]:1"), ("0.0.0.0:1", "0.0.0.0:1"), ("[::1]:1", "[::1]:1")])
 def test_every_address_can_be_listened_on_without_a_flag(listen: str, bound: str) -> None:
     assert listener(parser().parse_args(["--listen", listen]))[0] == bound
+
+
+@pytest.mark.parametrize("flags", [["--otlp-metrics-endpoint", "c:4317"], ["--otlp-metrics-interval=5"]])
+def test_removed_flags_name_what_to_use_instead(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(flags)
+    assert "is gone: let the OpenTelemetry collector scrape /metrics" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decision_log.messages import compared
 from meridian_control.fleet.status_messages import engine_view
-from meridian_control.offline.policy_comparison import RESERVE
+from meridian_control.offline.policy_replay import RESERVE
 from meridian_control.session.settings_delivery import settings
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy

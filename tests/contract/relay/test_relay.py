@@ -11,8 +11,8 @@ import pytest
 from multidict import CIMultiDict
 from yarl import URL
 
-from meridian_control.relay.engines import EngineFailed, _events
-from tests.contract.control.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
+from meridian_relay.engines import EngineFailed, _events
+from tests.contract.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, END, PROMPT, FakeVllm, Plan, Script
 from tests.processes import free_port
 

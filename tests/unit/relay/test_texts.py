@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.relay.texts import MarkerSplit, ReceivedText, StopMatch, touches
+from meridian_relay.texts import MarkerSplit, ReceivedText, StopMatch, touches
 
 MARKER = "</think>"
 TEXT = st.lists(st.sampled_from(["a", "b", "ab", "<", "</", "think", ">", "</think>", " "]), max_size=12)

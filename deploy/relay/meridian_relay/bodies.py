@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.relay.texts import touches
+from meridian_relay.texts import touches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

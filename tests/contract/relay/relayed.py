@@ -11,11 +11,11 @@ from unittest.mock import patch
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from meridian_control.relay import engines as engines_module
-from meridian_control.relay import exchange as exchange_module
-from meridian_control.relay.bodies import HANDOVER
-from meridian_control.relay.metrics import RESULTS
-from meridian_control.relay.server import Relay
+from meridian_relay import engines as engines_module
+from meridian_relay import exchange as exchange_module
+from meridian_relay.bodies import HANDOVER
+from meridian_relay.metrics import RESULTS
+from meridian_relay.server import Relay
 from tests.fakes.vllm_server import MARKER, FakeVllm, Script
 
 if TYPE_CHECKING:

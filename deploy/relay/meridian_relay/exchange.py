@@ -11,19 +11,19 @@ import time
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from meridian_control.relay.bodies import CHAT, COMPLETIONS, HandoverTarget, Progress, continuation_of, next_body
-from meridian_control.relay.engines import EngineFailed, Refused
-from meridian_control.relay.replies import chunk_of
-from meridian_control.relay.texts import ReceivedText
+from meridian_relay.bodies import CHAT, COMPLETIONS, HandoverTarget, Progress, continuation_of, next_body
+from meridian_relay.engines import EngineFailed, Refused
+from meridian_relay.replies import chunk_of
+from meridian_relay.texts import ReceivedText
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiohttp import web
 
-    from meridian_control.relay.bodies import CarriedRequest
-    from meridian_control.relay.engines import Engines
-    from meridian_control.relay.metrics import RelayMetrics
+    from meridian_relay.bodies import CarriedRequest
+    from meridian_relay.engines import Engines
+    from meridian_relay.metrics import RelayMetrics
 
 logger = logging.getLogger(__name__)
 

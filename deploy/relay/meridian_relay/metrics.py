@@ -1,12 +1,18 @@
-"""Defines the metrics of the relay."""
+"""Defines the metrics of the relay, and serves them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
+from aiohttp import web
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+from meridian_relay.listener import HttpListener
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from prometheus_client import CollectorRegistry
 
 RESULTS = ("one_engine", "handed_over", "recomputed", "finished_on_thinking_engine", "failed", "client_gone")
@@ -35,3 +41,11 @@ class RelayMetrics:
 
     def resumed(self, thinking: bool) -> None:
         self._resumed.labels("thinking" if thinking else "answer").inc()
+
+
+def metrics_listener(registry: CollectorRegistry, hosts: Iterable[str]) -> HttpListener:
+    """Return the listener of /metrics. hosts: names under which it may be asked, beside those of its address."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    app = web.Application()
+    app.router.add_get("/{path:.*}", make_aiohttp_handler(registry))
+    return HttpListener(app, hosts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meridian_control.relay.main import main
+from meridian_relay.main import main, parser
 
 GOOD = ["--thinking", "http://127.0.0.1:1", "--metrics-listen", ""]
 
@@ -24,3 +24,17 @@ GOOD = ["--thinking", "http://127.0.0.1:1", "--metrics-listen", ""]
 def test_bad_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GOOD, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["http://relay.example", "relay.example:8000", "*.example", "a/b", ""])
+def test_a_name_that_no_host_header_can_have_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*GOOD, "--allow-host", name])
+    assert f"must be one host name or address, without scheme, port or *; got {name!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "host"), [("Relay.Example.", "relay.example"), ("::1", "::1"), ("[FD00::1]", "fd00::1")]
+)
+def test_a_name_counts_in_lower_case_without_brackets(name: str, host: str) -> None:
+    assert parser().parse_args([*GOOD, "--allow-host", name]).allow_host == [host]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.control.relay.relayed import PARAMS, Answer, ask, engines, handover, relaying
+from tests.contract.relay.relayed import PARAMS, Answer, ask, engines, handover, relaying
 from tests.fakes.vllm_server import FakeVllm, Plan, Script
 
 # Whole characters, parts of characters, white space, and beginnings of the end marker and of stop strings.

@@ -12,12 +12,12 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from meridian_control.common.http_listener import HttpListener
-from meridian_control.relay.bodies import CHAT, carried
-from meridian_control.relay.engines import UNREACHABLE, Engines, Refused
-from meridian_control.relay.exchange import Exchange, NoEngineLeft
-from meridian_control.relay.metrics import RelayMetrics
-from meridian_control.relay.replies import REQUEST_ID, ClientGone, StreamedReply, WholeReply, no_engine
+from meridian_relay.bodies import CHAT, carried
+from meridian_relay.engines import UNREACHABLE, Engines, Refused
+from meridian_relay.exchange import Exchange, NoEngineLeft
+from meridian_relay.listener import HttpListener
+from meridian_relay.metrics import RelayMetrics
+from meridian_relay.replies import REQUEST_ID, ClientGone, StreamedReply, WholeReply, no_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from multidict import MultiMapping
     from prometheus_client import CollectorRegistry
 
-    from meridian_control.relay.bodies import CarriedRequest
+    from meridian_relay.bodies import CarriedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Relay:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._any)
         self._http = HttpListener(
-            app, hosts, limits=False, handler_cancellation=True, auto_decompress=False, shutdown_timeout=drain_s
+            app, hosts, handler_cancellation=True, auto_decompress=False, shutdown_timeout=drain_s
         )
 
     async def start(self, host: str, port: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meridian_control.relay.bodies import HANDOVER, HandoverTarget, carried, continuation_of
+from meridian_relay.bodies import HANDOVER, HandoverTarget, carried, continuation_of
 
 MARKER = "</think>"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -12,20 +13,16 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY
 from yarl import URL
 
-from meridian_control import __version__
-from meridian_control.common import logs
-from meridian_control.common.addresses import flag_address
-from meridian_control.common.environment import BadVariable, choice
-from meridian_control.common.http_listener import host_name
-from meridian_control.common.line_limit import LineLimit
-from meridian_control.common.metrics_listener import MetricsListener
-from meridian_control.common.plain_text import printable
-from meridian_control.relay.server import Relay
+from meridian_relay import __version__, log
+from meridian_relay.listener import flag_address, host_name
+from meridian_relay.log import printable
+from meridian_relay.metrics import metrics_listener
+from meridian_relay.server import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-logger = logging.getLogger("meridian_control")
+logger = logging.getLogger("meridian_relay")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,9 +48,17 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--think-end", default="</think>", help="text with which the model ends its thinking")
     p.add_argument("--drain-s", type=float, default=30.0, help="seconds for requests under way after SIGTERM")
-    logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
+    log.add_flags(p, log_format())
     p.add_argument("--version", action="version", version=__version__)
     return p
+
+
+def log_format() -> str:
+    """Return the form of the log that the environment names. Raises ValueError."""
+    form = os.environ.get(log.VARIABLE, "").strip() or "text"
+    if form not in log.FORMATS:
+        raise ValueError(f"{log.VARIABLE} must be text or json; got {form!r}")
+    return form
 
 
 def engine_url(value: str) -> str:
@@ -86,9 +91,9 @@ async def serve(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     host, port = flag_address("--listen", args.listen)
     relay = relay_of(args)
-    metrics = MetricsListener(REGISTRY, args.allow_host)
+    metrics = metrics_listener(REGISTRY, args.allow_host)
     if args.metrics_listen:
-        await metrics.start(args.metrics_listen)
+        await metrics.start(*flag_address("--metrics-listen", args.metrics_listen))
     try:
         port = await relay.start(host, port)
         logger.info("listening on %s:%d, thinking engines %s", host, port, " ".join(args.thinking))
@@ -102,14 +107,13 @@ async def serve(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
-    except BadVariable as error:
-        print(f"meridian-relay: {printable(str(error))}", file=sys.stderr)
-        return 2
-    # The relay's clients can cause a line for each request.
-    logs.begin(args, LineLimit())
-    try:
+        log.begin(args)
         asyncio.run(serve(args))
     except (OSError, ValueError) as error:
         print(f"meridian-relay: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
