@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from meridian_control.relay import main
 
 from meridian_control.app import flags
 from meridian_control.common.http_listener import Hosts
+from meridian_relay import main
 
 OWN = ["localhost", "localhost:9465", "LOCALHOST.", "127.0.0.1:9465", "127.8.8.8", "[::1]:9465", "[::ffff:127.0.0.1]"]
 FOREIGN = ["evil.example", "evil.example:9465", "localhost.evil.example", "127.0.0.1.evil.example:9465", "xlocalhost"]
