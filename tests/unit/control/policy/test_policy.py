@@ -148,8 +148,9 @@ def schema_of_proto(message: Descriptor) -> dict[str, Any]:
         if nested is not None and nested.GetOptions().map_entry:
             nested = nested.fields_by_name["value"].message_type
         # A capability from elsewhere brings the schema of its section itself.
-        free = nested is None or nested.full_name == "google.protobuf.Struct"
-        found[field.name] = None if free else schema_of_proto(nested)
+        if nested is not None and nested.full_name == "google.protobuf.Struct":
+            nested = None
+        found[field.name] = None if nested is None else schema_of_proto(nested)
     return found
 
 
