@@ -48,13 +48,13 @@ def eat_may_end(policy: EntropyPolicy) -> bool:
 
 def only_gives_up(policy: EntropyPolicy) -> bool:
     """Whether the give-up rule is the only rule that reads probes."""
-    return bool(policy.give_up_tokens) and not eat_may_end(policy) and not policy.same_answer_samples
+    return bool(policy.give_up_tokens) and not eat_may_end(policy)
 
 
 def probes_may_end(policy: EntropyPolicy) -> bool:
     """Whether a rule that reads probes may end thinking, unless the whole section is in shadow."""
     gives_up = policy.give_up_tokens and not policy.give_up_shadow
-    return bool(eat_may_end(policy) or policy.same_answer_samples or gives_up)
+    return bool(eat_may_end(policy) or gives_up)
 
 
 def hold_ms(policy: EntropyPolicy) -> int:
@@ -113,9 +113,7 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
 
 def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it."""
-    rules = 1 << agent_pb2.FORCE_REASON_SAME_ANSWER if policy.same_answer_samples else 0
-    if policy.give_up_tokens:
-        rules |= 1 << agent_pb2.FORCE_REASON_GIVE_UP
+    rules = 1 << agent_pb2.FORCE_REASON_GIVE_UP if policy.give_up_tokens else 0
     if not rules or eat_may_end(policy):
         rules |= 1 << agent_pb2.FORCE_REASON_EAT
     waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0)
@@ -129,7 +127,7 @@ def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[n
 def probe_lead_tokens(policy: EntropyPolicy) -> int:
     """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
     samples = policy.eat_warmup_samples + policy.confirm_sentence_ends - 1
-    return max(samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
+    return samples * policy.eat_probe_interval_tokens
 
 
 def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:

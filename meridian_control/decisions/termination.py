@@ -2,9 +2,9 @@
 
 Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
-If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, same answer,
-give-up, soft close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent
-ahead and the agent applies it, so that the cap is exact to the token and holds without a stream.
+If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, give-up, soft
+close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the
+agent applies it, so that the cap is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
-from meridian_control.decisions.loop_rules import reads_entropy
 from meridian_control.decisions.moments import joined, sentence_ends
 from meridian_control.decisions.probe_timing import is_gated
 from meridian_control.decisions.token_rows import differs
@@ -72,7 +71,7 @@ def needs_signals(policy: Policy) -> bool:
     entropy, scheduler = _of_any_request(policy)
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
     reads = reads or may_shorten(policy)
-    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
+    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
 
 
 def reads_every_token(policy: Policy) -> bool:
@@ -80,7 +79,7 @@ def reads_every_token(policy: Policy) -> bool:
     because a section in shadow may be recorded. Everything else reads signals at sentence ends only."""
     entropy, _ = _of_any_request(policy)
     reads = any(e.rpdi_threshold or e.shadow for e in entropy)
-    return (reads and any(e.enabled for e in entropy)) or reads_entropy(policy)
+    return reads and any(e.enabled for e in entropy)
 
 
 def may_shorten(policy: Policy) -> bool:
@@ -234,8 +233,6 @@ def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool
     """Whether the rule or its section is in shadow, so that its decisions are only counted."""
     if reason == agent_pb2.FORCE_REASON_LOOP:
         return policy.loop.shadow
-    if reason == agent_pb2.FORCE_REASON_NEAR_LOOP:
-        return policy.loop.shadow or policy.loop.near_shadow
     if reason == agent_pb2.FORCE_REASON_GIVE_UP and policy.entropy.give_up_shadow:
         return True
     section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
@@ -268,8 +265,6 @@ def _entropy_rules(
         yield agent_pb2.FORCE_REASON_MARGIN, True, margin_reached(entropy, seen)
     if entropy.rpdi_threshold:
         yield agent_pb2.FORCE_REASON_RPDI, True, rpdi_exceeded(entropy, seen)
-    if entropy.same_answer_samples and probes_agree:
-        yield agent_pb2.FORCE_REASON_SAME_ANSWER, False, same_answered(entropy, seen)
     if entropy.give_up_tokens and probes_agree:
         yield agent_pb2.FORCE_REASON_GIVE_UP, False, given_up(entropy, seen)
 
@@ -290,15 +285,6 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     return converged
 
 
-def same_answered(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
-    """Whether enough probes in a row, up to the newest one, had the same trial answer, and it is not empty.
-
-    A trial answer is its first token (Dynasor, arXiv 2412.20993, compares whole answers). The rule must be on.
-    """
-    same: NDArray[np.bool_] = (seen.same_answer >= policy.same_answer_samples) & ~seen.empty_answer
-    return same
-
-
 def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether EAT was still high at a probe from `give_up_tokens` thinking tokens on, so that more thinking is not
     expected to decide the answer (the second threshold of Conformal Thinking, arXiv 2602.03814).
@@ -314,8 +300,6 @@ def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]
 def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether a rule that reads nothing but probes holds."""
     agree = eat_converged(policy, seen)
-    if policy.same_answer_samples:
-        agree = agree | same_answered(policy, seen)
     return agree | given_up(policy, seen) if policy.give_up_tokens else agree
 
 

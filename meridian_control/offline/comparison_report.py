@@ -130,6 +130,7 @@ def unknowns(found: Difference) -> list[str]:
         "Timing: the engine's steps are the recorded ones. Order and share show what the policy would have asked for, "
         "not the effect on latencies; tokens are counted where an end is decided, a token or two before it applies.",
     ]
+    sentences += [f"Recorded policy: {field}." for field in found.removed]
     sentences += [
         f"Refused: {engine_id} would not accept the new policy: {why}" for engine_id, why in found.refused.items()
     ]

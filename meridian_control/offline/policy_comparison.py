@@ -107,6 +107,8 @@ class Difference:
         self._sessions: dict[str, _Session] = {}
         self.outcomes: list[ComparedRequest] = []
         self.left_out: Counter[str] = Counter()
+        # Sentences on removed fields that recorded policies set.
+        self.removed: dict[str, None] = {}
         self.steps = Steps()
         self.sessions = 0
         # By engine id: the error with which the engine would refuse the new policy.
@@ -154,6 +156,7 @@ class Difference:
             run.take(event, session.said)
         if event.HasField("policy"):
             self.recorded[event.policy.revision] = session.runs[0].given
+            self.removed |= dict.fromkeys(map(str, session.runs[0].removed))
         for response in session.said:
             for force in response.directives.forces:
                 if not force.shadow and (request := session.requests.get(force.slot)) is not None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from meridian_control.policy.model import Policy
+    from meridian_control.policy.removed_fields import Found
 
 # Field of the directives with the decisions of each kind.
 LISTS = {"force": "forces", "cap": "caps", "tier": "tiers", "probe": "probes", "hand_over": "hand_overs"}
@@ -169,6 +170,8 @@ class SessionReplay:
         self._due: list[tuple[int, agent_pb2.Outcome.ValueType]] = []
         # The policy given last, and this run's nonces of settings and freezes by the recorded nonces.
         self.given = policy or schema.Policy()
+        # The removed fields with an effect of their own that the newest recorded policy sets.
+        self.removed: list[Found] = []
         self._nonces: dict[int, int] = {}
         self._freeze_nonces: dict[int, int] = {}
         self._nonce = 0
@@ -229,7 +232,8 @@ class SessionReplay:
     def _give(
         self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]
     ) -> list[agent_pb2.ConnectResponse]:
-        self.given = self._policy or forms.from_proto(event.policy.policy)
+        recorded, self.removed = forms.from_older_proto(event.policy.policy)
+        self.given = self._policy or recorded
         sent = self.session.on_policy(event.policy.revision, self.given)
         if not sent:
             # The engine cannot honour the policy; `session.nack_error` has the reason.

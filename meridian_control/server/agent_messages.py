@@ -20,7 +20,7 @@ SMALL_BYTES = 64 << 10
 COUNTED = {"snapshot": ("requests", "ended"), "step": ("opened", "closed", "outcomes")}
 
 # Columns of a report that have one row for a request. A small message cannot have too many.
-COLUMNS = ("probes", "loops", "repeats", "continued", "joined")
+COLUMNS = ("probes", "loops", "continued", "joined")
 
 
 def _envelope() -> Any:

@@ -88,11 +88,9 @@ class Decider:
             for own, among in groups:
                 stays = ~self._table.closing
                 yield from self._ends(own, out, self._table, stays if among is None else among & stays)
-        for own, among in groups if self._table.repeats else ():
+        for own, among in groups if self._table.has_loops else ():
             for slot in loop_rules.loops(own, self._table, among).tolist():
                 self._end(own, agent_pb2.FORCE_REASON_LOOP, self._table, slot, out)
-            for slot in loop_rules.near_loops(own, self._table, among).tolist():
-                self._end(own, agent_pb2.FORCE_REASON_NEAR_LOOP, self._table, slot, out)
         self._groups.control.pass_caps()
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> Sliced[None]:
@@ -197,7 +195,7 @@ class Decider:
         if kind is None or not request.ends_by_rule(kind, int(seen.think_tokens[index]), gives_up):
             return
         # These rules fire on the newest probe, except if a request passes its floor or a policy changes later.
-        by_probe = gives_up or reason in {agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_SAME_ANSWER}
+        by_probe = gives_up or reason == agent_pb2.FORCE_REASON_EAT
         if by_probe and self._reported and slot in table.history.sampled:
             request.ends_at_newest_probe()
 

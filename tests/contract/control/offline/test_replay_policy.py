@@ -154,9 +154,6 @@ POLICIES = {
         scheduler=EARLY | {"soft_think_tokens": 12, "max_think_tokens": 25},
         entropy={"shadow": False, "rank_conditions": [{"max_ranks": [3]}], "eat_probe_max_rank": 9},
     ),
-    "same answer": policy(
-        scheduler=EARLY, entropy=DENSE.entropy.model_dump() | {"shadow": False, "same_answer_samples": 4}
-    ),
     "give up": policy(
         scheduler=EARLY,
         entropy=DENSE.entropy.model_dump()
@@ -211,21 +208,6 @@ def test_equal_answers_are_counted_over_the_samples_that_a_run_gets(answers: lis
         expected = before if number == 0 else counted.count + 1 if alike else 1
         given.append(number)
         assert counted.take(before) == expected
-
-
-def test_a_policy_that_probes_less_often_counts_fewer_equal_answers(tmp_path: Path) -> None:
-    """The recording probes often, and all its trial answers are equal; a sparser policy needs more tokens for three."""
-    made = recorded(DENSE, requests=0, sentences=False)
-    made.open("a", think=150, answer=2)
-    made.step(160)
-    rule = {"shadow": False, "same_answer_samples": 3, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
-    places = []
-    for interval in (1, 12):
-        entropy = DENSE.entropy.model_dump() | rule | {"eat_probe_interval_tokens": interval}
-        found = told(tmp_path, made.records, policy(scheduler=EARLY, entropy=entropy))
-        assert found["forces"]["added"] == {"same_answer": 1}
-        places.append(found["think_tokens"]["new"])
-    assert places[1] >= places[0] + 2 * 11
 
 
 def test_several_revisions_and_a_refusal_replay_exactly(tmp_path: Path) -> None:
