@@ -154,6 +154,15 @@ def test_nothing_is_found_in_noise(tmp_path: Path, labelled: bool) -> None:
     assert (entropy.rank_conditions, found.policy.scheduler.soft_think_tokens) == ((), 0)
 
 
+def test_a_trace_under_fields_that_were_removed(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, made(40))
+    assert replayed.episodes.policy is not None
+    replayed.episodes.policy.loop.MergeFromString(b"\x30\xe0\x03\x38\x01")  # near_repeated_tokens = 480
+    found = calibrate(replayed, GOAL)
+    (caution,) = (text for text in frontier.cautions(found, replayed) if "removed" in text)
+    assert caution.startswith("The policy of the trace: loop.near_repeated_tokens = 480 has no effect: it was removed ")
+
+
 def test_signals_that_were_not_measured(tmp_path: Path) -> None:
     requests = made()
     for request in requests:
