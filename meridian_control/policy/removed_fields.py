@@ -61,12 +61,14 @@ class Found(NamedTuple):
 def removed_at(loc: Loc) -> Removed | None:
     """Return the removed field at a path, None if no field at this path was removed.
 
-    A section's field has the same entry in the section, in the section's entries and in an override.
+    A section's field has the same entry in the section, in each entry of a list, in each model, and in an override.
     """
     names = [part for part in loc if isinstance(part, str)]
     if names[:1] == ["override"]:
         del names[0]
-    return REMOVED.get((names[0], names[-1])) if len(names) > 1 else None
+    if names[:1] == ["model"]:
+        del names[1:2]
+    return REMOVED.get((names[0], names[1])) if len(names) == 2 else None
 
 
 def named(section: str, field: Any) -> tuple[str, Any] | None:
