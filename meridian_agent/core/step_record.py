@@ -131,8 +131,6 @@ class StepRecord:
     looks: list[Look] = field(default_factory=list)
     # Cycles in the newest thinking tokens: (slot, tokens of a round, tokens that repeat).
     loops: list[tuple[int, int, int]] = field(default_factory=list)
-    # Requests that repeat much of their newest thinking: (slot, repeated tokens).
-    repeats: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[tuple[int, int]] = field(default_factory=list)
@@ -167,7 +165,7 @@ class StepRecord:
     def is_text(self) -> bool:
         """Whether the report of the step has nothing but token rows and gauges."""
         requests = self.opened or self.joined or self.preempted or self.resumed or self.closed or self.continued
-        return not (requests or self.probes or self.loops or self.repeats or self.outcomes)
+        return not (requests or self.probes or self.loops or self.outcomes)
 
     def tell(self, step: TextStep) -> None:
         """Take over a step that brought each request of the run text and nothing else."""

@@ -1,4 +1,4 @@
-"""Finds thinking that repeats itself: exact cycles of tokens, and sequences of tokens that were written before.
+"""Finds thinking that repeats itself in exact cycles of tokens.
 
 The module owns the newest tokens of each thinking request. It knows neither text nor policy, and of vLLM only that a
 request lists its output tokens.
@@ -8,10 +8,6 @@ The engine-core thread chooses the requests (`LoopWatch`), and the thread that s
 look. A look adds these tokens and searches the MAX_PERIOD tokens before them for the newest SUFFIX_TOKENS. Only if
 these occur again is the text copied and are the places compared, so the time per token is constant, whatever the length
 of the request.
-
-If the settings ask for near-loops, in which a counter or a name changes from round to round, the agent also counts how
-many of the newest tokens end a sequence that the thinking already had. The agent remembers sequences in a table of
-fixed size.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-from zlib import crc32
 
 from meridian_agent.core.phases import Phase
 
@@ -41,16 +36,6 @@ KEPT_TOKENS = 4 * MAX_PERIOD + 2 * LOOK_TOKENS
 MIN_ROUNDS, MIN_TOKENS = 2, 32
 # Rounds and tokens from which on a cycle certainly is a loop.
 SURE_ROUNDS, SURE_TOKENS = 4, 256
-
-# Tokens of a sequence, and how many of them must differ before the sequence counts as repeated: rows of zeros and truth
-# tables repeat sequences of a few different tokens.
-SEQUENCE_TOKENS, DIFFERENT_TOKENS = 8, 5
-# Newest thinking tokens among which repeated tokens are counted.
-REPEAT_WINDOW = 1024
-# Entries of the table of sequences. A newer sequence may overwrite an older one, so the oldest ones are forgotten.
-SEQUENCE_SLOTS = 1 << 13
-# Largest number of tokens that a look at a request adds to its sequences; after a longer gap the count begins anew.
-MAX_NEW_TOKENS = 8 * LOOK_TOKENS
 
 # Token ids as signed 32-bit integers.
 _CODE, _SIZE = "i", 4
@@ -150,53 +135,10 @@ def _repeated(text: bytes, distance: int, known: int) -> int:
     return known
 
 
-class RepeatCount:
-    """Counts the newest tokens of one request that end a sequence which the request wrote before.
-
-    A sequence is SEQUENCE_TOKENS tokens in a row. The table keeps 16 bits of each sequence's checksum, so a sequence
-    counts as repeated by mistake with a probability of about 1 in 65,000.
-    """
-
-    def __init__(self) -> None:
-        self._begin_anew(0)
-
-    def _begin_anew(self, taken: int) -> None:
-        self.taken = taken
-        self._seen = array("H", bytes(2 * SEQUENCE_SLOTS))
-        # One bit for each of the newest tokens, the newest token lowest; set if the token ends a repeated sequence.
-        self._bits = 0
-        # First token that may belong to a sequence.
-        self._first = taken
-
-    def take(self, output_token_ids: Sequence[int], total: int | None = None) -> int:
-        """Take in the tokens since the last call; return how many of the newest REPEAT_WINDOW tokens are repeated.
-
-        output_token_ids: the tokens that the request has generated, of which the first `total` count, or all.
-        """
-        total = len(output_token_ids) if total is None else total
-        if not 0 <= total - self.taken <= MAX_NEW_TOKENS:
-            # Tokens were taken back, or the count begins in the middle of a request.
-            self._begin_anew(max(0, total - MAX_NEW_TOKENS))
-        begin = max(self._first, self.taken - SEQUENCE_TOKENS + 1)
-        tokens = array(_CODE, output_token_ids[begin:total])
-        text, seen, bits = memoryview(tokens).cast("B"), self._seen, self._bits
-        for end in range(self.taken - begin + 1, len(tokens) + 1):
-            bits <<= 1
-            if (at := end - SEQUENCE_TOKENS) < 0:
-                continue
-            checksum = crc32(text[at * _SIZE : end * _SIZE])
-            place, tag = checksum % SEQUENCE_SLOTS, checksum >> 16 or 1
-            if seen[place] == tag:
-                bits |= len(set(tokens[at:end])) >= DIFFERENT_TOKENS
-            seen[place] = tag
-        self._bits, self.taken = bits & ((1 << REPEAT_WINDOW) - 1), total
-        return self._bits.bit_count()
-
-
 # A look at a request: its slot and id, its newest tokens of text in one phase, the tokens that it has generated and how
-# many of these count, the repeated tokens from which on it is reported, and the slots whose requests repeat themselves,
-# which the search brings up to date. The id is empty if no request with this slot thinks any more.
-Look: TypeAlias = tuple[int, str, int, Sequence[int], int, int, set[int]]
+# many of these count, and the slots whose requests repeat themselves, which the search brings up to date. The id is
+# empty if no request with this slot thinks any more.
+Look: TypeAlias = tuple[int, str, int, Sequence[int], int, set[int]]
 
 
 class LoopWatch:
@@ -209,18 +151,16 @@ class LoopWatch:
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
-        self.obey(find_loops=False, repeats_from=0)
+        self.obey(find_loops=False)
         self._turn = 0
         # Slots of which the search has tokens.
         self._looked: set[int] = set()
         # Slots whose requests repeated themselves at the newest look.
         self._repeating: set[int] = set()
 
-    def obey(self, find_loops: bool, repeats_from: int, merge_loops: bool = False) -> None:
-        """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
-        0: the number of them from which on a request is reported. merge_loops: no end of thinking follows from a
-        look."""
-        self.enabled, self._repeats_from, self._merge_loops = find_loops, repeats_from, merge_loops
+    def obey(self, find_loops: bool, merge_loops: bool = False) -> None:
+        """Look for cycles from now on if `find_loops` is set. merge_loops: no end of thinking follows from a look."""
+        self.enabled, self._merge_loops = find_loops, merge_loops
         # Steps between two turns of a request.
         self._interval = max(1, (2 if merge_loops else 1) * LOOK_TOKENS // self._tokens_per_step)
 
@@ -240,52 +180,36 @@ class LoopWatch:
             live = by_slot.get(slot)
             if live is not None and live.own_state.phase is Phase.THINK and live.ending is None:
                 tokens = live.ref.output_token_ids
-                text, repeats_from = (live.text_run, tokens, len(tokens)), self._repeats_from
-                looks.append((slot, live.info.request_id, *text, repeats_from, repeating))
+                looks.append((slot, live.info.request_id, live.text_run, tokens, len(tokens), repeating))
                 self._looked.add(slot)
                 is_urgent = is_urgent or slot in repeating
             elif slot in self._looked:
-                looks.append((slot, "", 0, (), 0, 0, repeating))
+                looks.append((slot, "", 0, (), 0, repeating))
                 self._looked.remove(slot)
         return looks, is_urgent and not self._merge_loops
 
 
 class LoopSearch:
-    """Searches the thinking of an engine's requests for repetition, on the thread that sends the records."""
+    """Searches the thinking of an engine's requests for cycles, on the thread that sends the records."""
 
     def __init__(self) -> None:
-        # Id and newest tokens, and repeated tokens, of the request in each slot.
+        # Id and newest tokens of the request in each slot.
         self._tails: dict[int, tuple[str, TokenTail]] = {}
-        self._repeats: dict[int, RepeatCount] = {}
 
-    def search(self, looks: Iterable[Look]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """Take these looks. Return slot, period and tokens of each cycle that was found, and slot and repeated tokens
-        of each request that repeats enough of them."""
-        found, repeats = list[tuple[int, int, int]](), list[tuple[int, int]]()
-        for slot, request_id, text_run, tokens, total, repeats_from, repeating in looks:
+    def search(self, looks: Iterable[Look]) -> list[tuple[int, int, int]]:
+        """Take these looks. Return slot, period and tokens of each cycle that was found."""
+        found = list[tuple[int, int, int]]()
+        for slot, request_id, text_run, tokens, total, repeating in looks:
             repeating.discard(slot)
             known, tail = self._tails.get(slot, ("", None))
-            if not repeats_from or known != request_id:
-                self._repeats.pop(slot, None)
             if tail is None or known != request_id:
                 tail = TokenTail()
                 self._tails[slot] = request_id, tail
             if not request_id:
                 del self._tails[slot]
                 continue
-            if repeats_from:
-                repeated = self._counted(slot).take(tokens, total)
-                # The count covers thinking alone once thinking fills the window.
-                if repeated >= repeats_from and text_run >= REPEAT_WINDOW:
-                    repeats.append((slot, repeated))
-                    repeating.add(slot)
             tail.take(tokens, total)
             if (cycle := tail.cycle(text_run)) is not None:
                 found.append((slot, *cycle))
                 repeating.add(slot)
-        return found, repeats
-
-    def _counted(self, slot: int) -> RepeatCount:
-        if slot not in self._repeats:
-            self._repeats[slot] = RepeatCount()
-        return self._repeats[slot]
+        return found

@@ -107,7 +107,7 @@ class Agent:
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
-        self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens, settings.merge_loops)
+        self.tracker.loops.obey(settings.find_loops, settings.merge_loops)
         self.facts.limits.obey(settings)
         if markers.known != was_known:
             self._read_anew()

@@ -63,9 +63,9 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
 def mergeable(records: Sequence[StepRecord], following: StepRecord, merge_loops: bool = False) -> bool:
     """Return whether a record may share a report with the records before it. A record may not if it opens a slot that
     an earlier record closed, or preempts a slot that an earlier record resumed: a report does not say which came
-    first. Unless `merge_loops` is set, a report ends with the first record that has a cycle or repeated tokens, because
-    the control plane asks the rules on loops once per report, at the report's end."""
-    if not merge_loops and (records[-1].loops or records[-1].repeats):
+    first. Unless `merge_loops` is set, a report ends with the first record that has a cycle, because the control plane
+    asks the rule on loops once per report, at the report's end."""
+    if not merge_loops and records[-1].loops:
         return False
     if following.opened:
         closed = {slot for record in records for slot, _ in record.closed}
@@ -147,9 +147,6 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.loops.slot.append(slot)
         report.loops.period_tokens.append(period)
         report.loops.loop_tokens.append(tokens)
-    for slot, repeated in record.repeats:
-        report.repeats.slot.append(slot)
-        report.repeats.repeated_tokens.append(repeated)
     report.preempted.extend(record.preempted)
     report.resumed.extend(record.resumed)
     for slot, reason in record.closed:

@@ -316,6 +316,6 @@ def _record(item: Message | TextStep, search: LoopSearch) -> Message:
     if isinstance(item, tuple):
         return StepRecord(*item)
     if isinstance(item, StepRecord) and item.looks:
-        item.loops, item.repeats = search.search(item.looks)
+        item.loops = search.search(item.looks)
         item.looks = []
     return item

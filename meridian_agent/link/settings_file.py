@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from google.protobuf import json_format
+from google.protobuf import descriptor_pb2, json_format
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link.environment import home_folder, read
@@ -27,6 +27,15 @@ logger = logging.getLogger("vllm.meridian")
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
+
+
+def _removed_keys() -> frozenset[str]:
+    """Return the keys, in JSON, of the fields that earlier versions of Settings had: the message reserves their names.
+    A file of an earlier version may have them."""
+    message = descriptor_pb2.DescriptorProto()
+    agent_pb2.Settings.DESCRIPTOR.CopyToProto(message)
+    words = (name.split("_") for name in message.reserved_name)
+    return frozenset(first + "".join(map(str.capitalize, others)) for first, *others in words)
 
 
 def state_folder() -> Path | None:
@@ -111,7 +120,8 @@ class StateFile:
         for name, expected in self._owner.items():
             if kept.get(name) != expected:
                 raise ValueError(f"{name} is {kept.get(name)!r}, not {expected!r}")
-        return kept["settings"]
+        removed = _removed_keys()
+        return {name: value for name, value in kept["settings"].items() if name not in removed}
 
     def keep(self, settings: agent_pb2.Settings) -> None:
         """Write these settings soon, on the writer's thread; they replace settings that still wait to be written."""

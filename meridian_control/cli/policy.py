@@ -235,12 +235,15 @@ def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:
 
 
 def _readable(message: policy_pb2.Policy) -> schema.Policy:
-    """Return the policy of a message. If a newer control plane has sent fields that are unknown here, exit."""
+    """Return the policy of a message, without fields that this version has removed. If a newer control plane has sent
+    fields that are unknown here, exit."""
     try:
-        return forms.from_proto(message)
+        policy, removed = forms.from_older_proto(message)
     except PolicyError as error:
         reason = f"the control plane is newer than this meridianctl ({__version__}), which cannot read its policy:"
         fail(FAILED, reason, *map(str, error.violations()))
+    print_warnings(f"not printed: {field}" for field in removed)
+    return policy
 
 
 def _current_etag(client: Client) -> str:

@@ -132,7 +132,7 @@ def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: s
     episodes = collect(traces, model)
     check_once(traces[-1], episodes)
     judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
-    recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else schema.Policy()
+    recorded = forms.from_older_proto(episodes.policy)[0] if episodes.policy is not None else schema.Policy()
     return Replay(episodes, judge, forms.load(base) if base is not None else recorded, delay_tokens)
 
 

@@ -223,11 +223,9 @@ def compared(made: Decision) -> list[Compared]:
         ("force", "rank"): _rank,
         ("force", "margin"): _margin,
         ("force", "rpdi"): _rpdi,
-        ("force", "same_answer"): _same_answer,
         ("force", "give_up"): _give_up,
         ("force", "soft_close"): _soft_close,
         ("force", "loop"): _loop,
-        ("force", "near_loop"): _near_loop,
         ("cap", "hard_cap"): _cap,
         ("cap", "budget"): _cap,
         ("cap", "pressure"): _cap,
@@ -289,12 +287,6 @@ def _rpdi(made: Decision, policy: Policy) -> Iterator[Compared]:
         yield f"boundary_rpdi[{k}]", ratio, ">", "entropy.rpdi_threshold", limit
 
 
-def _same_answer(made: Decision, policy: Policy) -> Iterator[Compared]:
-    yield _floor(made, policy)
-    wanted = policy.entropy.same_answer_samples
-    yield "same_answer", made.signals.same_answer, ">=", "entropy.same_answer_samples", wanted
-
-
 def _give_up(made: Decision, policy: Policy) -> Iterator[Compared]:
     seen, entropy = made.signals, policy.entropy
     yield _floor(made, policy)
@@ -318,15 +310,6 @@ def _loop(made: Decision, policy: Policy) -> Iterator[Compared]:
     rounds = seen.loop_tokens // max(1, seen.loop_period_tokens)
     yield "loop_rounds", rounds, ">=", "loop.min_rounds", loop.min_rounds
     yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
-
-
-def _near_loop(made: Decision, policy: Policy) -> Iterator[Compared]:
-    seen, loop = made.signals, policy.loop
-    if own := made.life.opened.min_think_tokens:
-        yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
-    yield "repeated_tokens", seen.repeated_tokens, ">=", "loop.near_repeated_tokens", loop.near_repeated_tokens
-    if loop.entropy_collapse_ratio:
-        yield "rpdi", seen.rpdi, "<=", "loop.entropy_collapse_ratio", loop.entropy_collapse_ratio
 
 
 def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:

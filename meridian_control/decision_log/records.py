@@ -59,16 +59,12 @@ class Signals(NamedTuple):
     # Cycle in which the thinking repeats: tokens of a round, and tokens that repeat; 0 for no cycle.
     loop_period_tokens: int = 0
     loop_tokens: int = 0
-    # Number of EAT probes in a row, up to the newest one, that had the same trial answer.
-    same_answer: int = 0
     # End-marker margins and RPDI at the last sentence ends, and the moving means and variances of EAT after the samples
     # before the newest one; newest first, as many as the policy's confirmation reads.
     boundary_margins_nats: tuple[float, ...] = ()
     boundary_rpdi: tuple[float, ...] = ()
     earlier_eat_ema_nats: tuple[float, ...] = ()
     earlier_eat_ema_variance: tuple[float, ...] = ()
-    # Tokens among the newest thinking tokens that repeat earlier thinking, 0 if the agent reported none.
-    repeated_tokens: int = 0
     # Thinking tokens at which the newest EAT sample was measured.
     eat_think_tokens: int = 0
 
@@ -258,12 +254,10 @@ def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Sig
         max_think_tokens=cap if cap >= 0 else None,
         loop_period_tokens=row["loop_period"],
         loop_tokens=row["loop_tokens"],
-        same_answer=row["same_answer"],
         boundary_margins_nats=tuple(row["boundary_margins"][:read]),
         boundary_rpdi=tuple(row["boundary_rpdi"][:read]),
         earlier_eat_ema_nats=tuple(row["earlier_eat_ema_nats"][:sampled]),
         earlier_eat_ema_variance=tuple(row["earlier_eat_ema_variance"][:sampled]),
-        repeated_tokens=row["repeated_tokens"],
         eat_think_tokens=max(0, row["eat_think_tokens"]),
     )
 

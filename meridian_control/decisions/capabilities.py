@@ -80,7 +80,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     for name in NEEDS:
         yield from _set(name, getattr(policy, name), name)
     yield from _rules("entropy", policy.entropy)
-    yield from _loop_rules("loop", policy.loop)
+    yield from _loop_rule("loop", policy.loop)
     yield from _handovers(policy.disagg, hello)
     yield from _shorteners(policy, hello)
     for index, override in enumerate(policy.override):
@@ -96,7 +96,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
             yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=changes))
         loop = policy.loop.model_copy(update=_changes(override, "loop"))
         if loop != policy.loop:
-            yield from _loop_rules(f"override[{index}].loop", loop)
+            yield from _loop_rule(f"override[{index}].loop", loop)
 
 
 def _changes(override: Override, section: str) -> dict[str, Any]:
@@ -123,7 +123,6 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
         ("rank_conditions", "token_entropy", entropy.rank_conditions),
         ("margin_threshold_nats", "token_entropy", entropy.margin_threshold_nats),
         ("rpdi_threshold", "token_entropy", entropy.rpdi_threshold),
-        ("same_answer_samples", "eat_probe", entropy.same_answer_samples),
         ("give_up_tokens", "eat_probe", gives_up),
     )
     for field, capability, fires in rules:
@@ -160,10 +159,7 @@ def _shorteners(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, s
                     yield f"{section}[{index}].entropy_in_force", capability
 
 
-def _loop_rules(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:
-    """Yield what the rules on loops need."""
-    if not loop.enabled or loop.shadow:
-        return
-    yield f"{path}.enabled", "force_end"
-    if loop.near_repeated_tokens and loop.entropy_collapse_ratio and not loop.near_shadow:
-        yield f"{path}.entropy_collapse_ratio", "token_entropy"
+def _loop_rule(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:
+    """Yield what the rule on loops needs."""
+    if loop.enabled and not loop.shadow:
+        yield f"{path}.enabled", "force_end"

@@ -39,10 +39,9 @@ THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 # Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
 PHASE, ENTROPY_NATS, END_RANK = map(place_of, ("phase", "entropy_nats", "end_rank"))
 ENTROPY_SUM, ENTROPY_WINDOW_SUM = map(place_of, ("entropy_sum", "entropy_window_sum"))
-# Words of a row with the columns of `History.counts`, with the rows of `History.entropy_sums`, and with cycles and
-# repeated tokens.
+# Words of a row with the columns of `History.counts`, with the rows of `History.entropy_sums`, and with cycles.
 COUNT_WORDS, ENTROPY_SUMS = slice(4), words_of("entropy_sum", "entropy_window_sum")
-REPETITIONS = words_of("loop_period", "repeated_tokens")
+CYCLES = words_of("loop_period", "loop_tokens")
 # For each word with a value at a sentence end, the word that had the value at the sentence end before; the newest
 # values are written afterwards.
 SHIFTED = np.maximum(np.arange(RPDI.stop) - 1, 0)
@@ -76,7 +75,6 @@ class Unsampled:
     eat_ema_variance: NDArray[np.float64]
     eat_count: NDArray[np.int64]
     eat_think_tokens: NDArray[np.int64]
-    same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
     earlier_eat_ema_nats: NDArray[np.float64]
     earlier_eat_ema_variance: NDArray[np.float64]

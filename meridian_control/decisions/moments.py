@@ -13,6 +13,7 @@ import numpy as np
 from meridian_control.common.masks import any_in
 from meridian_control.decisions.history import (
     COUNT_WORDS,
+    CYCLES,
     END_RANK,
     ENTROPIES,
     ENTROPY_NATS,
@@ -20,7 +21,6 @@ from meridian_control.decisions.history import (
     OUTPUT,
     OUTPUT_TOKENS,
     PHASE,
-    REPETITIONS,
     SENTENCE_ENDS,
     THINK,
     THINK_TOKENS,
@@ -96,8 +96,8 @@ class Moments:
             self._put_ends_before(words)
         words[:, COUNT_WORDS] -= self._later
         words.view(np.float64)[:, ENTROPY_SUMS] -= self._later_entropies.T
-        # Cycles and repeated tokens are known only at the end of a report.
-        words[:, REPETITIONS] = 0
+        # Cycles are known only at the end of a report.
+        words[:, CYCLES] = 0
         words.view(np.uint8)[:, PHASE] = self.phase
         words.view(np.uint32)[:, END_RANK] = self.end_rank
         words.view(np.float32)[:, ENTROPY_NATS] = self.entropy_nats

@@ -111,7 +111,7 @@ class RequestTable(DecidedColumns):
         # About the memory of the columns, and of `info`.
         self.column_bytes = self.text_bytes = 0
         self._packed = b""
-        self._loops_known = self._repeats_known = self.has_new = False
+        self.has_loops = self.has_new = False
         # The other columns by type, [columns, slots]; `self.live` is a row of one of them.
         self._blocks: dict[Any, NDArray[Any]] = {}
         self._resize(capacity)
@@ -349,29 +349,15 @@ class RequestTable(DecidedColumns):
 
     def set_loops(self, slots: NDArray[np.int64], periods: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Note the cycles in which the thinking of these slots ends, [loops]; all other slots have none."""
-        if self._loops_known:
+        if self.has_loops:
             self.loop_period[:] = self.loop_tokens[:] = 0
         self.loop_period[slots], self.loop_tokens[slots] = periods, tokens
-        self._loops_known = len(slots) > 0
+        self.has_loops = len(slots) > 0
 
-    def forget_repetitions(self) -> None:
+    def forget_loops(self) -> None:
         """Note that no request repeats itself as of the newest report."""
-        if self._loops_known:
+        if self.has_loops:
             self.set_loops(NONE, NONE, NONE)
-        if self._repeats_known:
-            self.set_repeats(NONE, NONE)
-
-    def set_repeats(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """Note how many of their newest thinking tokens these slots repeat, [repeats]; all other slots repeat none."""
-        if self._repeats_known:
-            self.repeated_tokens[:] = 0
-        self.repeated_tokens[slots] = tokens
-        self._repeats_known = len(slots) > 0
-
-    @property
-    def repeats(self) -> bool:
-        """Whether any request repeats itself as of the newest report."""
-        return self._loops_known or self._repeats_known
 
     def set_group(self, slot: int, group: int) -> None:
         """Note which of the session's policies holds for a request."""
@@ -412,10 +398,7 @@ class RequestTable(DecidedColumns):
         self.eat_count[slots] += 1
         self.eat_think_tokens[slots] = think_tokens
 
-    def note_trial_answers(
-        self, slots: NDArray[np.int64], empty: NDArray[np.bool_], same_answer: NDArray[np.int64]
-    ) -> None:
+    def note_empty_answers(self, slots: NDArray[np.int64], empty: NDArray[np.bool_]) -> None:
         """Note whether the newest probe of each slot, the slots different from each other, found that the answer would
-        be empty. same_answer: number of newest probes, this one included, with the same likeliest next token, [slots].
-        """
-        self.empty_answer[slots], self.same_answer[slots] = empty, same_answer
+        be empty."""
+        self.empty_answer[slots] = empty

@@ -69,8 +69,6 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "eat_count": (np.int64, 0),
     # Thinking tokens at which the newest EAT sample was measured.
     "eat_think_tokens": (np.int64, 0),
-    # Number of probes in a row, up to the newest one, that had the same trial answer.
-    "same_answer": (np.int64, 0),
     "next_probe_tokens": (np.int64, 0),
     "probe_open": (bool, False),
     # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap;
@@ -82,9 +80,6 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # repeat; 0 for no cycle.
     "loop_period": (np.int64, 0),
     "loop_tokens": (np.int64, 0),
-    # Tokens among the newest thinking tokens that repeat earlier thinking, as of the newest report; 0 if the agent
-    # reported none.
-    "repeated_tokens": (np.int64, 0),
     # Whether the newest report closes the request.
     "closing": (bool, False),
     # Newest decisions that are in force on the agent. Of ranks, the agent is sent only those that differ from the one
@@ -142,14 +137,14 @@ ROW_COLUMNS = (
     *("phase", "newest_token", "at_boundary", "boundary_now"),
 )
 PROBE_COLUMNS = (
-    *("eat_count", "eat_think_tokens", "same_answer", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
+    *("eat_count", "eat_think_tokens", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
     *("earlier_eat_ema_nats", "earlier_eat_ema_variance", "empty_answer"),
 )
 SENTENCE_END_COLUMNS = ("boundary_ranks", "boundary_margins", "boundary_rpdi")
 SIGNAL_COLUMNS = (
     *ROW_COLUMNS,
     *PROBE_COLUMNS,
-    *("max_think_tokens", "loop_period", "loop_tokens", "repeated_tokens"),
+    *("max_think_tokens", "loop_period", "loop_tokens"),
     *SENTENCE_END_COLUMNS,
 )
 SIGNAL_ROW = np.dtype(
@@ -231,7 +226,6 @@ class Columns:
     eat_ema_variance: NDArray[np.float64]
     eat_count: NDArray[np.int64]
     eat_think_tokens: NDArray[np.int64]
-    same_answer: NDArray[np.int64]
     next_probe_tokens: NDArray[np.int64]
     probe_open: NDArray[np.bool_]
     empty_answer: NDArray[np.bool_]
@@ -239,7 +233,6 @@ class Columns:
     extended: NDArray[np.bool_]
     loop_period: NDArray[np.int64]
     loop_tokens: NDArray[np.int64]
-    repeated_tokens: NDArray[np.int64]
     closing: NDArray[np.bool_]
     rank: NDArray[np.int64]
     ranked_phase: NDArray[np.uint8]

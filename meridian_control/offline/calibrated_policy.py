@@ -5,7 +5,6 @@ The functions are pure.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +15,11 @@ from meridian_control.offline.rule_replay import (
     EAT_SENTENCE,
     GIVE_UP,
     MARGIN,
-    NEAR_LOOP,
     PROBED,
     RANK,
     RPDI,
-    SAME,
     SIGNALS,
     SOFT,
-    either,
 )
 from meridian_control.policy.drift_schema import SIGNALS as DESCRIBED
 from meridian_control.policy.model import Policy
@@ -50,8 +46,6 @@ def policy_of(
     """Return the base policy with the rule and a proved give-up rule in force, and every other rule off.
 
     Without a rule in force, the entropy section is in shadow, and only the rules whose signals do not separate are off.
-    The section `loop` changes only if the trace has counts of repeated tokens: without a rule on near-loops in force,
-    the counting is off.
     good: the signals that separate right from wrong stops. requests: numbers of the judged requests. unit: number of
     each judged request's group, or of the request itself, [requests]. second: the give-up rule, and whether it is in
     force; it is in shadow if not.
@@ -68,17 +62,14 @@ def policy_of(
     entropy["give_up_shadow"] = not acts
     _switch_off(entropy, scheduler, on)
     if second is not None:
-        # In shadow the other rules on probes stay on.
-        others = {"eat_level_threshold_nats", "same_answer_samples"} if entropy["shadow"] else set()
+        # In shadow the other rule on probes stays on.
+        others = {"eat_level_threshold_nats"} if entropy["shadow"] else set()
         entropy |= {name: value for name, value in second[0].entropy.items() if name not in others}
-    if replay.episodes.repeats_from_tokens:
-        off = {"near_repeated_tokens": 0, "near_shadow": True}
-        values["loop"] |= dict(rule.loop) if NEAR_LOOP in on and rule else off
     if rule is None and acts:
         scheduler["min_think_tokens"] = 0
     if rule is not None:
         with_rule = replay.policy(rule).model_dump(mode="json", exclude_none=True)
-        window = ["rpdi_window_tokens"] if RPDI in on or rule.loop.get("entropy_collapse_ratio") else []
+        window = ["rpdi_window_tokens"] if RPDI in on else []
         entropy |= {name: with_rule["entropy"][name] for name in (*rule.entropy, *window)}
         scheduler |= {name: with_rule["scheduler"][name] for name in rule.scheduler}
         scheduler["min_think_tokens"] = min(floor_of(replay, rule, requests), scheduler["max_think_tokens"])
@@ -94,9 +85,7 @@ def _switch_off(entropy: dict[str, Any], scheduler: dict[str, Any], on: set[str]
         entropy["give_up_tokens"] = 0
     if EAT_SENTENCE not in on:
         entropy["eat_level_threshold_nats"] = 0.0
-    if SAME not in on:
-        entropy["same_answer_samples"] = 0
-    if not {EAT_SENTENCE, SAME, GIVE_UP} & on:
+    if not {EAT_SENTENCE, GIVE_UP} & on:
         entropy |= {"eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
         entropy["eat_probe_max_margin_nats"] = 0.0
     if RANK not in on:
@@ -112,13 +101,11 @@ def _switch_off(entropy: dict[str, Any], scheduler: dict[str, Any], on: set[str]
 def floor_of(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
     """Return the fewest thinking tokens at which the rule stopped a request, because no earlier stop was judged.
 
-    A rule with a moving mean or a count of samples gets 0, because it needs the samples from the beginning. No floor
-    holds for loops, so a rule on loops alone gets 0.
+    A rule with a moving mean gets 0, because it needs the samples from the beginning.
     """
-    floored = [part for part in rule.parts if part.family != NEAR_LOOP]
-    if rule.entropy.get("ema_alpha", 1.0) < 1 or "same_answer_samples" in rule.entropy or not floored:
+    if rule.entropy.get("ema_alpha", 1.0) < 1:
         return 0
-    seen = replay.stops(reduce(either, floored)).first_tokens[requests]
+    seen = replay.stops(rule).first_tokens[requests]
     return int(seen.min()) if np.isfinite(seen.min()) else 0
 
 
@@ -133,7 +120,7 @@ def _references(
     found: dict[str, NDArray[np.float64]] = {}
     if probed := [part for part in parts if part.family in PROBED]:
         found["eat"] = replay.first_samples(probed[0], sampled_from(policy))
-    # Soft close and near-loops have sections of their own, which a withdrawal leaves in force.
+    # Soft close has a section of its own, which a withdrawal leaves in force.
     read = {signal for part in parts if part.entropy for signal in SIGNALS[part.family]}
     episodes = replay.episodes
     at_ends = {RANK: episodes.ranks[:, 0], MARGIN: episodes.margins[:, 0], RPDI: replay.rpdi}

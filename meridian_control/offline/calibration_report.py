@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from meridian_control.offline.candidates import NEAR_RECORDED, near_repeated
-from meridian_control.offline.rule_replay import CAP, NEAR_LOOP
+from meridian_control.offline.rule_replay import CAP
 from meridian_control.offline.statistics import needed_to_prove
 from meridian_control.policy import formats as forms
 from meridian_control.policy.engine_schema import ModelPolicy
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from meridian_control.offline.calibration import Calibration, Figures, Goal, Point, SecondThreshold
-    from meridian_control.offline.episodes import Episodes
     from meridian_control.offline.rule_replay import Replay, StoppingRule
     from meridian_control.offline.separation import Separation
     from meridian_control.offline.statistics import Interval
@@ -125,25 +123,16 @@ def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
             f"EAT was measured at only {percent(covered)} of the sentence ends: record with "
             "entropy.eat_probe_interval_tokens = 1, scheduler.min_think_tokens = 0 and every rule off."
         )
-    recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else replay.base
+    recorded = replay.base
+    if episodes.policy is not None:
+        recorded, removed = forms.from_older_proto(episodes.policy)
+        yield from (f"The policy of the trace: {field}." for field in removed)
     for model in {*recorded.model, *replay.base.model}:
         was, now = (p.model.get(model, ModelPolicy()).eat_answer_prefix for p in (recorded, replay.base))
         if was != now:
             yield f"The trace was recorded with the answer prefix {was!r} for {model}; the base policy has {now!r}."
     if found.policy.override:
-        yield "The base policy has overrides, whose entropy, scheduler and loop fields replace the calibrated ones."
-    if not found.fronts.get(NEAR_LOOP):
-        yield _without_near_loops(episodes)
-
-
-def _without_near_loops(episodes: Episodes) -> str:
-    """Say why no rule on near-loops was tried."""
-    text, known_from = "Rules on near-loops are left out: ", episodes.repeats_from_tokens
-    if tried := near_repeated(episodes):
-        return text + f"on the half on which rules are chosen no thinking ends at {tried[0]} repeated tokens."
-    text += "the trace counts repeated tokens only" if known_from else "the trace has no counts of repeated tokens"
-    text += f" from {known_from} on" if known_from else ""
-    return text + f"; record with loop.near_repeated_tokens = {NEAR_RECORDED} to try them."
+        yield "The base policy has overrides, whose entropy and scheduler fields replace the calibrated ones."
 
 
 def recommendation(found: Calibration, goal: Goal) -> str:
@@ -283,7 +272,7 @@ def _fields(rule: StoppingRule) -> dict[str, Any]:
         name: [c.model_dump(mode="json") for c in value] if name == "rank_conditions" else value
         for name, value in rule.entropy.items()
     }
-    return {"family": rule.family, "entropy": entropy, "scheduler": dict(rule.scheduler), "loop": dict(rule.loop)}
+    return {"family": rule.family, "entropy": entropy, "scheduler": dict(rule.scheduler)}
 
 
 def _plain(figures: Figures) -> dict[str, Any]:

@@ -22,11 +22,9 @@ from meridian_control.offline.rule_replay import (
     EAT_SETTLED,
     GIVE_UP,
     MARGIN,
-    NEAR_LOOP,
     PROBED,
     RANK,
     RPDI,
-    SAME,
     SOFT,
     Replay,
     StoppingRule,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.offline.episodes import Episodes
 
 T = TypeVar("T")
 
@@ -68,8 +65,6 @@ LOOSENED = (
 # Bounds of the rank conditions that arXiv 2508.17627 published.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
-# Numbers of equal trial answers in a row.
-SAMES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 # Families in one group are variants of one rule, so pairs are made only across groups.
 GROUPS = {
     EAT_SENTENCE: "EAT",
@@ -80,21 +75,14 @@ GROUPS = {
     RANK: RANK,
     MARGIN: MARGIN,
     RPDI: RPDI,
-    SAME: SAME,
     GIVE_UP: GIVE_UP,
     SOFT: SOFT,
-    NEAR_LOOP: NEAR_LOOP,
 }
 # Give-up: quantiles of the EAT samples that are tried as levels, and of the thinking tokens that are tried as starts.
 HIGH, STARTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98), (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
-# Near-loops: numbers of repeated tokens among the newest 1024 thinking tokens, and entropy ratios, that are tried. A
-# trace should have counts from the smallest loosened number on.
-NEAR_REPEATED, COLLAPSES = (600, 720, 840, 960), (0.0, 0.25, 0.5, 0.75)
-NEAR_RECORDED = int(NEAR_REPEATED[0] / LAXER)
 # Fields of a policy whose only rule on probes is the give-up rule.
 ONLY_GIVE_UP = {
     "eat_level_threshold_nats": 0.0,
-    "same_answer_samples": 0,
     "eat_probe_interval_tokens": 1,
     "eat_probe_placement": "sentence",
     "eat_probe_max_rank": 0,
@@ -128,7 +116,6 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
         ],
         MARGIN: [StoppingRule(MARGIN, {"margin_threshold_nats": margin}) for margin in margins],
         RPDI: [StoppingRule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
-        SAME: [same_answer(number) for number in SAMES if number <= replay.same_answer[here].max(initial=0)],
         SOFT: [
             StoppingRule(SOFT, {}, {"soft_think_tokens": max(1, budget), "soft_close_rank": bound})
             for budget, bound in product(dict.fromkeys(budgets), _thinned(bounds))
@@ -137,27 +124,8 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
             StoppingRule(CAP, {}, {"max_think_tokens": max(1, cap)})
             for cap in dict.fromkeys(int(tokens) for tokens in np.quantile(natural, np.linspace(0, 1, 41)))
         ],
-        NEAR_LOOP: _near_loops(replay, requests),
     }
     return {family: _confirmed(found) for family, found in rules.items() if found}
-
-
-def near_repeated(episodes: Episodes) -> list[int]:
-    """Return the numbers of repeated tokens that can be tried: the trace has all counts that a loosened rule reads."""
-    known_from = episodes.repeats_from_tokens
-    return [number for number in NEAR_REPEATED if 0 < known_from <= int(number / LAXER)]
-
-
-def _near_loops(replay: Replay, requests: NDArray[np.intp]) -> list[StoppingRule]:
-    """Return rules on near-loops, in force together with the rule on exact loops."""
-    found = replay.episodes.repetitions
-    most = found.repeated_tokens[np.isin(found.owner, requests)].max(initial=0)
-    in_force = {"enabled": True, "shadow": False, "near_shadow": False}
-    return [
-        StoppingRule(NEAR_LOOP, loop=in_force | {"near_repeated_tokens": number, "entropy_collapse_ratio": ratio})
-        for number, ratio in product(near_repeated(replay.episodes), COLLAPSES)
-        if number <= most
-    ]
 
 
 def _confirmed(rules: list[StoppingRule]) -> list[StoppingRule]:
@@ -174,7 +142,7 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     """Return the rule with every threshold loosened by a quarter and every token budget shortened by a tenth."""
     if rule.either:
         return reduce(either, map(loosened, rule.either))
-    entropy, scheduler, loop = dict(rule.entropy), dict(rule.scheduler), dict(rule.loop)
+    entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
     for name in LOOSENED:
         if name in entropy:
             entropy[name] = LAXER * entropy[name]
@@ -183,8 +151,6 @@ def loosened(rule: StoppingRule) -> StoppingRule:
             RankCondition(max_ranks=tuple(math.ceil(LAXER * bound) for bound in condition.max_ranks))
             for condition in entropy["rank_conditions"]
         )
-    if "same_answer_samples" in entropy:
-        entropy["same_answer_samples"] = max(1, int(entropy["same_answer_samples"] / LAXER))
     if "give_up_tokens" in entropy:
         entropy["give_up_tokens"] = int(SHORTER * entropy["give_up_tokens"])
         entropy["give_up_eat_nats"] /= LAXER
@@ -195,10 +161,7 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     for name in ("soft_think_tokens", "max_think_tokens"):
         if name in scheduler:
             scheduler[name] = int(SHORTER * scheduler[name])
-    if loop:
-        loop["near_repeated_tokens"] = int(loop["near_repeated_tokens"] / LAXER)
-        loop["entropy_collapse_ratio"] *= LAXER
-    return StoppingRule(rule.family, entropy, scheduler, loop)
+    return StoppingRule(rule.family, entropy, scheduler)
 
 
 def _eat(
@@ -225,19 +188,6 @@ def _eat(
             "eat_probe_placement": "paragraph" if family == EAT_PARAGRAPH else "sentence",
             "eat_probe_max_rank": max_rank,
             "eat_probe_max_margin_nats": max_margin_nats,
-        },
-    )
-
-
-def same_answer(samples: int) -> StoppingRule:
-    """Make a same-answer rule that probes at every sentence end."""
-    return StoppingRule(
-        SAME,
-        {
-            "same_answer_samples": samples,
-            "eat_probe_interval_tokens": 1,
-            "eat_probe_placement": "sentence",
-            "eat_probe_max_rank": 0,
         },
     )
 

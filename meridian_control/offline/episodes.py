@@ -1,8 +1,7 @@
 """Reads the requests of a trace: their sentence ends, with the signals there, as flat NumPy columns.
 
-The module turns trace records into columns, and decides which requests can be used. The module knows no rule, and of
-all thresholds only the one from which agents report repeated tokens. The columns have the values that a live session's
-`RequestTable` has at the moment of its decision.
+The module turns trace records into columns, and decides which requests can be used. The module knows no rule, and no
+threshold. The columns have the values that a live session's `RequestTable` has at the moment of its decision.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from meridian_control.decisions.token_rows import (
     sentence_goes_on,
 )
 from meridian_control.offline.trace_file import FileError, read
-from meridian_control.policy.effects import repeats_from_tokens
-from meridian_control.policy.formats import from_proto
 from meridian_control.session.think_ends import FINISHED
 
 if TYPE_CHECKING:
@@ -42,22 +39,6 @@ if TYPE_CHECKING:
 FLAG_PARAGRAPH = 64
 # Above any number of thinking tokens or reports, so that the keys request * KEY + number sort by request.
 KEY = 1 << 40
-
-
-@dataclass(frozen=True)
-class Repetitions:
-    """Cycles and counts of repeated tokens that reports brought of requests that thought on, as columns [repetitions],
-    sorted by request, then by report."""
-
-    # Number of the request, and at the end of the report its thinking tokens, and count and place of its entropies.
-    owner: NDArray[np.int64]
-    think_tokens: NDArray[np.int64]
-    entropy_count: NDArray[np.int64]
-    entropy_place: NDArray[np.int64]
-    # Tokens of a round of the cycle, tokens that repeat with it, and repeated tokens, as in the request table.
-    loop_period: NDArray[np.int64]
-    loop_tokens: NDArray[np.int64]
-    repeated_tokens: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -103,9 +84,6 @@ class Episodes:
     cost_tokens: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
-    repetitions: Repetitions
-    # Number of repeated tokens from which on every policy in the trace had agents report them, 0 if one did not.
-    repeats_from_tokens: int
     # Every request id in the trace, the number of unusable requests by reason, and the newest policy in the trace.
     seen: frozenset[str]
     left_out: dict[str, int]
@@ -141,7 +119,6 @@ PROBE_COLUMNS = {
     "same_answer": INTEGER,
     "empty_answer": INTEGER,
 }
-REPETITION_COLUMNS = {"period_tokens": INTEGER, "loop_tokens": INTEGER, "repeated_tokens": INTEGER}
 
 
 class _Columns:
@@ -187,11 +164,8 @@ class _Collector:
     requests: list[_Request] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     policy: policy_pb2.Policy | None = None
-    # By policy in the trace: number of repeated tokens from which on agents report them, 0 for never.
-    repeats_from: list[int] = field(default_factory=list)
     tokens: _Columns = field(default_factory=lambda: _Columns(TOKEN_COLUMNS))
     probes: _Columns = field(default_factory=lambda: _Columns(PROBE_COLUMNS))
-    repetitions: _Columns = field(default_factory=lambda: _Columns(REPETITION_COLUMNS))
     # By session: the request in each slot, and the model that the engine serves.
     slots: dict[str, dict[int, int]] = field(default_factory=dict)
     served: dict[str, str] = field(default_factory=dict)
@@ -202,7 +176,6 @@ class _Collector:
         kind, session = record.up.WhichOneof("message"), record.session_id
         if record.HasField("policy"):
             self.policy = record.policy.policy
-            self.repeats_from.append(repeats_from_tokens(from_proto(self.policy)))
         if kind == "hello":
             self.slots[session], self.served[session] = {}, record.up.hello.model
         elif kind is not None and session not in self.slots:
@@ -230,8 +203,6 @@ class _Collector:
             self._open(session, opened)
         self.tokens.add(slots, self.report, report.tokens)
         self.probes.add(slots, self.report, report.probes)
-        self.repetitions.add(slots, self.report, report.loops)
-        self.repetitions.add(slots, self.report, report.repeats)
         for closed in report.closed:
             if (request := slots.pop(closed.slot, None)) is not None:
                 self.requests[request].finish = closed.reason
@@ -280,8 +251,7 @@ def _episodes(seen: _Collector) -> Episodes:
     running = np.concatenate([[0.0], np.cumsum(np.where(measured, entropy, 0.0)[measured])])
     place = np.cumsum(measured)
     count = _within(begins, owner, place)
-    rows, thinks = owner * KEY + report, (phase == THINK) & ((flags & FLAG_END) == 0)
-    samples = _samples(seen.probes.grouped(numbers), rows, think)
+    samples = _samples(seen.probes.grouped(numbers), owner * KEY + report, think)
     return Episodes(
         ids=[seen.requests[number].request_id for number in kept],
         natural_tokens=think[begins[1:] - 1],
@@ -300,8 +270,6 @@ def _episodes(seen: _Collector) -> Episodes:
         earlier_places=newest(place, CONFIRM_HISTORY)[:, 1:],
         sample=_sample_of(owner[at], think[at], samples["sample_owner"], samples["sample_tokens"]),
         **samples,
-        repetitions=_repetitions(seen.repetitions.grouped(numbers), rows, thinks, (think, count, place)),
-        repeats_from_tokens=max(seen.repeats_from, default=0) if all(seen.repeats_from) else 0,
         seen=frozenset(r.request_id for r in seen.requests),
         left_out=dict(sorted(Counter(filter(None, reasons)).items())),
         policy=seen.policy,
@@ -318,16 +286,6 @@ def _samples(rows: list[Any], row_keys: NDArray[np.int64], think: NDArray[np.int
     *others, empty = others
     columns = zip(names, (owner, tokens, eat, *others, empty != 0), strict=True)
     return {name: column[order] for name, column in columns} | {"sample_arrived": arrived}
-
-
-def _repetitions(
-    rows: list[Any], row_keys: NDArray[np.int64], thinks: NDArray[np.bool_], columns: tuple[NDArray[np.int64], ...]
-) -> Repetitions:
-    """Return the repetitions in thinking. columns: thinking tokens, count and place of the entropies, [token rows]."""
-    owner, report, *found = rows
-    at = np.searchsorted(row_keys, owner * KEY + report, "right") - 1
-    kept = thinks[at] & (row_keys[at] // KEY == owner)
-    return Repetitions(owner[kept], *(column[at[kept]] for column in columns), *(column[kept] for column in found))
 
 
 def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:

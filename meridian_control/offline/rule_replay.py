@@ -1,7 +1,7 @@
 """Finds the places at which a rule would have stopped the requests of a trace, with the code that decides live.
 
 One call of `entropy.rule` evaluates every sentence end of every request at once, because the table that it reads has a
-slot for each sentence end; `loops.rule` reads a table with a slot for each repetition. The module knows no statistics.
+slot for each sentence end. The module knows no statistics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 
 from meridian_control.capabilities.entropy import probes
 from meridian_control.capabilities.entropy import rule as entropy_rule
-from meridian_control.capabilities.loops import rule as loop_rule
 from meridian_control.decisions.request_table import THINK, RequestTable
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
 EAT_GATED, EAT_NEAR = "EAT gated by rank", "EAT gated by margin"
 RANK, MARGIN, RPDI, SOFT, CAP = "rank", "margin", "RPDI", "soft close", "fixed cap"
-SAME, GIVE_UP, NEAR_LOOP = "same answer", "give up", "near loop"
+GIVE_UP = "give up"
 SIGNALS = {
     EAT_SENTENCE: ("EAT",),
     EAT_PARAGRAPH: ("EAT",),
@@ -44,15 +43,12 @@ SIGNALS = {
     RANK: ("rank",),
     MARGIN: ("margin",),
     RPDI: ("RPDI",),
-    SAME: ("same answer",),
     GIVE_UP: ("EAT",),
     SOFT: ("rank",),
-    # Thinking that repeats itself is mostly that of wrong answers, which no separation of stops is measured on.
-    NEAR_LOOP: (),
     CAP: (),
 }
 # Families whose rules read probes.
-PROBED = frozenset(family for family, signals in SIGNALS.items() if {"EAT", "same answer"} & set(signals))
+PROBED = frozenset(family for family, signals in SIGNALS.items() if "EAT" in signals)
 
 
 # Columns of the request table from which RPDI follows.
@@ -66,7 +62,6 @@ class StoppingRule:
     family: str
     entropy: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    loop: Mapping[str, Any] = field(default_factory=dict)
     either: tuple[StoppingRule, ...] = ()
 
     @property
@@ -85,10 +80,7 @@ class StoppingRule:
         return self._once() + (f", {wanted} times in a row" if wanted > 1 else "")
 
     def _once(self) -> str:
-        e, s, loop = self.entropy, self.scheduler, self.loop
-        if self.family == NEAR_LOOP:
-            collapse = f", RPDI <= {loop['entropy_collapse_ratio']:g}" if loop["entropy_collapse_ratio"] else ""
-            return f"a loop or {loop['near_repeated_tokens']} repeated tokens{collapse}"
+        e, s = self.entropy, self.scheduler
         if self.family in SPELLED:
             return SPELLED[self.family](e, s)
         text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
@@ -101,13 +93,11 @@ class StoppingRule:
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
 
 
-# How the families other than near-loops and those of the EAT rule are spelled, from their fields of `entropy` and
-# `scheduler`.
+# How the families other than those of the EAT rule are spelled, from their fields of `entropy` and `scheduler`.
 SPELLED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     CAP: lambda _, s: f"at {s['max_think_tokens']} tokens",
     SOFT: lambda _, s: f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on",
     RPDI: lambda e, _: f"RPDI > {e['rpdi_threshold']:g}",
-    SAME: lambda e, _: f"the same trial answer {e['same_answer_samples']} times in a row",
     GIVE_UP: lambda e, _: f"EAT >= {e['give_up_eat_nats']:g} nats from {e['give_up_tokens']} tokens on",
     MARGIN: lambda e, _: f"margin <= {e['margin_threshold_nats']:g} nats",
     RANK: lambda e, _: f"end marker <= {list(e['rank_conditions'][0].max_ranks)}",
@@ -119,7 +109,6 @@ def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
         f"{first.family} or {second.family}",
         {**first.entropy, **second.entropy},
         {**first.scheduler, **second.scheduler},
-        {**first.loop, **second.loop},
         (*first.parts, *second.parts),
     )
 
@@ -151,14 +140,10 @@ class Replay:
         self._late = delay_tokens - 1
         self.cost_tokens = float(np.median(episodes.cost_tokens)) if len(episodes.cost_tokens) else 0.0
         self.window_tokens = self._window(base.entropy.rpdi_window_tokens)
-        self._table, self._repetitions = self._boundary_table(), self._repetition_table()
+        self._table = self._boundary_table()
         found = episodes.sample
         has = found >= 0
         self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
-        # A rule on probes may fire only at a boundary with a sample, so all others count no equal answers.
-        empty = np.where(has, episodes.empty_answer[found] if len(episodes.empty_answer) else False, False)
-        self.same_answer = np.where(has, episodes.same_answer[found] if len(episodes.same_answer) else 0, 0)
-        self._table.fill(len(found), same_answer=self.same_answer, empty_answer=empty)
         self.right = self._judged(episodes.owner, episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
         self._table.fill(len(found), eat_think_tokens=placed)
@@ -203,16 +188,6 @@ class Replay:
         table.fill(count, boundary_rpdi=ratios)
         return table
 
-    def _repetition_table(self) -> RequestTable:
-        found, count = self.episodes.repetitions, len(self.episodes.repetitions.owner)
-        table = RequestTable.without_windows(self.window_tokens, max(1, count))
-        table.fill(count, live=True, phase=THINK, think_tokens=found.think_tokens)
-        table.fill(count, loop_period=found.loop_period, loop_tokens=found.loop_tokens)
-        table.fill(count, repeated_tokens=found.repeated_tokens)
-        entropies = self.episodes.entropies(found.entropy_count, found.entropy_place, self.window_tokens)
-        table.fill(count, **dict(zip(ENTROPIES, entropies, strict=True)))
-        return table
-
     @property
     def rpdi(self) -> NDArray[np.float64]:
         return rpdi(self._table)[: len(self.episodes.owner)]
@@ -223,8 +198,7 @@ class Replay:
         """Return the base policy with a rule's fields."""
         entropy = self.base.entropy.model_copy(update={**rule.entropy, "rpdi_window_tokens": self.window_tokens})
         scheduler = self.base.scheduler.model_copy(update=dict(rule.scheduler))
-        loop = self.base.loop.model_copy(update=dict(rule.loop))
-        return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler, "loop": loop})
+        return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler})
 
     def stops(self, rule: StoppingRule) -> Stops:
         """Return the effect that a rule would have had."""
@@ -244,8 +218,7 @@ class Replay:
             at = np.full(len(natural), rule.scheduler["max_think_tokens"])
             right, first = self.judge.at(everyone, at), at.astype(float)
         else:
-            fires = self._loop_fires if rule.family == NEAR_LOOP else self._fires
-            place, places, rights, decided = fires(rule)
+            place, places, rights, decided = self._fires(rule)
             fired = place >= 0
             at = np.where(fired, places[place], KEY) if len(places) else np.full(len(natural), KEY)
             right = rights[place] if len(rights) else self.judge.natural
@@ -272,9 +245,6 @@ class Replay:
             table.fill(count, earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
             ends = entropy_rule.given_up if rule.family == GIVE_UP else entropy_rule.eat_converged
             fires, (places, right) = ends(policy.entropy, table), self._eat[effects.is_gated(policy.entropy)]
-        elif rule.family == SAME:
-            fires = entropy_rule.same_answered(policy.entropy, table)
-            places, right = self._eat[False]
         elif rule.family == RANK:
             fires = entropy_rule.rank_reached(policy.entropy, table)
         elif rule.family == MARGIN:
@@ -284,17 +254,6 @@ class Replay:
         else:
             fires = entropy_rule.soft_closed(policy.scheduler, table)
         return self._first(episodes.owner, np.flatnonzero(fires[:count])), places, right, episodes.decided_tokens
-
-    def _loop_fires(self, rule: StoppingRule) -> tuple[NDArray[Any], ...]:
-        """Return the same as `_fires` for both rules of the section `loop`, by repetition instead of by boundary.
-
-        The section has one shadow for both rules, so a policy with near-loops in force ends exact loops too.
-        """
-        policy, table = self.policy(rule), self._repetitions
-        found = np.union1d(loop_rule.loops(policy, table), loop_rule.near_loops(policy, table))
-        owner, tokens = self.episodes.repetitions.owner, self.episodes.repetitions.think_tokens
-        places = tokens + self._late
-        return self._first(owner, found), places, self._judged(owner, tokens, places), tokens
 
     def _first(self, owner: NDArray[np.int64], found: NDArray[np.intp]) -> NDArray[np.int64]:
         """Return the first of the found places of each request, -1 for none. found: ascending places in `owner`."""

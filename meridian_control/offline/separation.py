@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.offline.correctness import RIGHT
-from meridian_control.offline.rule_replay import SAME
 from meridian_control.offline.statistics import Area, Interval, percentiles, resampled
 
 if TYPE_CHECKING:
@@ -42,13 +41,12 @@ def scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
 
     Entropy and position have no rule and serve as comparisons. The position is the number of thinking tokens.
     """
-    episodes, same = replay.episodes, replay.same_answer
+    episodes = replay.episodes
     return {
         "EAT": -replay.eat_nats,
         "rank": np.where(episodes.ranks[:, 0] > 0, -episodes.ranks[:, 0], np.nan),
         "margin": -episodes.margins[:, 0],
         "RPDI": replay.rpdi,
-        "same answer": np.where(same > 0, same, np.nan),
         "entropy": -episodes.entropy_nats,
         "position": episodes.think_tokens.astype(float),
     }
@@ -78,8 +76,6 @@ def separation(
     right = replay.right[where] >= RIGHT
     if not len(where):
         return Separation(name, np.nan, Interval(np.nan, np.nan), "it was not measured")
-    if name == SAME and replay.judge.is_proxy:
-        return Separation(name, np.nan, Interval(np.nan, np.nan), "without labels the same trial answers judge it")
     if right.all() or not right.any():
         reason = f"every stop is {'right' if right.all() else 'wrong'}: there is nothing to tell apart"
         return Separation(name, np.nan, Interval(np.nan, np.nan), reason)

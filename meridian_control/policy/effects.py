@@ -52,7 +52,7 @@ def needs_signals(policy: Policy) -> bool:
     entropy, scheduler = _of_any_request(policy)
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
     reads = reads or may_shorten(policy)
-    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
+    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
 
 
 def reads_every_token(policy: Policy) -> bool:
@@ -60,7 +60,7 @@ def reads_every_token(policy: Policy) -> bool:
     because a section in shadow may be recorded. Everything else reads signals at sentence ends only."""
     entropy, _ = _of_any_request(policy)
     reads = any(e.rpdi_threshold or e.shadow for e in entropy)
-    return (reads and any(e.enabled for e in entropy)) or reads_entropy(policy)
+    return reads and any(e.enabled for e in entropy)
 
 
 def may_shorten(policy: Policy) -> bool:
@@ -109,13 +109,13 @@ def eat_may_end(policy: EntropyPolicy) -> bool:
 
 def only_gives_up(policy: EntropyPolicy) -> bool:
     """Whether the give-up rule is the only rule that reads probes."""
-    return bool(policy.give_up_tokens) and not eat_may_end(policy) and not policy.same_answer_samples
+    return bool(policy.give_up_tokens) and not eat_may_end(policy)
 
 
 def probes_may_end(policy: EntropyPolicy) -> bool:
     """Whether a rule that reads probes may end thinking, unless the whole section is in shadow."""
     gives_up = policy.give_up_tokens and not policy.give_up_shadow
-    return bool(eat_may_end(policy) or policy.same_answer_samples or gives_up)
+    return bool(eat_may_end(policy) or gives_up)
 
 
 def hold_ms(policy: EntropyPolicy) -> int:
@@ -126,7 +126,7 @@ def hold_ms(policy: EntropyPolicy) -> int:
 def probe_lead_tokens(policy: EntropyPolicy) -> int:
     """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
     samples = policy.eat_warmup_samples + policy.confirm_sentence_ends - 1
-    return max(samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
+    return samples * policy.eat_probe_interval_tokens
 
 
 def _loop_of_any_request(policy: Policy) -> list[Any]:
@@ -143,17 +143,3 @@ def finds_loops(policy: Policy) -> bool:
 def loops_in_force(policy: Policy) -> bool:
     """Return whether a loop may end the thinking of any request."""
     return finds_loops(policy) and any(loop.shadow is False for loop in _loop_of_any_request(policy))
-
-
-def repeats_from_tokens(policy: Policy) -> int:
-    """Return the smallest number of repeated tokens at which the thinking of any request may end as a near-loop.
-
-    The result is 0 if the rule on near-loops is off for every request.
-    """
-    asked = [loop.near_repeated_tokens for loop in _loop_of_any_request(policy) if loop.near_repeated_tokens]
-    return min(asked, default=0) if finds_loops(policy) else 0
-
-
-def reads_entropy(policy: Policy) -> bool:
-    """Return whether the rule on near-loops may read the entropy of any request."""
-    return repeats_from_tokens(policy) > 0 and any(loop.entropy_collapse_ratio for loop in _loop_of_any_request(policy))

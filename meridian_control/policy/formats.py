@@ -17,15 +17,15 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from meridian_control.common.environment import config_home
 from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
+from meridian_control.policy.removed_fields import Found, named, removed_at, without_removed
 from meridian_control.policy.section import Section
-from meridian_control.policy.validation_errors import syntax_message, violation
+from meridian_control.policy.validation_errors import dotted, syntax_message, violation
 
 FILE_NAME = "meridian.toml"
 
@@ -39,11 +39,21 @@ def parse_toml(text: str, source: str = "<string>") -> Policy:
 
 def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> Schema:
     """Read TOML text that has the given schema. Raises PolicyError."""
+    return _validate(schema, _tables(text, source))
+
+
+def parse_stored_toml(text: str) -> tuple[Policy, list[Found]]:
+    """Read a policy that this version or an earlier one has stored; return it without the fields that were removed
+    since, and those of them that had another value than their default. Raises PolicyError."""
+    kept, found = without_removed(_tables(text, "<string>"))
+    return _validate(Policy, kept), [field for field in found if not field.is_default]
+
+
+def _tables(text: str, source: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise PolicyError([Violation(f"{source}:", syntax_message(error, text))]) from error
-    return _validate(schema, values)
 
 
 def load(path: str | os.PathLike[str]) -> Policy:
@@ -76,8 +86,19 @@ def find(explicit: Path | None) -> Path | None:
 
 
 def from_proto(message: policy_pb2.Policy) -> Policy:
-    """Validate a policy message; absent fields get their defaults. Raises PolicyError, also for unknown fields."""
-    return from_proto_as(Policy, message)
+    """Validate a policy message; absent fields get their defaults. Raises PolicyError, also for unknown fields, and for
+    removed fields, unless they have their old default, which older clients send with every policy."""
+    policy, found = from_older_proto(message)
+    if found:
+        raise PolicyError(Violation(dotted(field.loc), field.removed.message) for field in found)
+    return policy
+
+
+def from_older_proto(message: policy_pb2.Policy) -> tuple[Policy, list[Found]]:
+    """Validate a policy message that an earlier version may have made; return it without the fields that were removed
+    since, and those of them that had another value than their default. Raises PolicyError, also for unknown fields."""
+    kept, found = without_removed(_plain(message))
+    return _validate(Policy, kept), [field for field in found if not field.is_default]
 
 
 def from_proto_as(schema: type[Schema], message: Message) -> Schema:
@@ -124,27 +145,34 @@ def _changed(entry: Section) -> set[str]:
     return set(entry.model_dump(exclude_defaults=True))
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message's set fields by name, as plain Python values. Unlike in protobuf's JSON, NaN stays a number."""
+def _plain(message: Message, section: str = "") -> dict[str, Any]:
+    """Return a message's set fields by name, as plain Python values. Unlike in protobuf's JSON, NaN stays a number.
+
+    section: name of the field that holds the message, by which the names of removed fields are known.
+    """
     known = {field.name: _plain_value(field, value) for field, value in message.ListFields()}
     unknown = UnknownFieldSet(message)
-    return known | {f"field {unknown[index].field_number}": None for index in range(len(unknown))}
+    return known | dict(_unknown(section, unknown[index]) for index in range(len(unknown)))
+
+
+def _unknown(section: str, field: Any) -> tuple[str, Any]:
+    return named(section, field) or (f"field {field.field_number}", None)
 
 
 def _plain_value(field: FieldDescriptor, value: Any) -> Any:
     if field.message_type is None:
         return list(value) if field.is_repeated else value
     if field.is_repeated and not field.message_type.GetOptions().map_entry:
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, field.name) for entry in value]
     if field.message_type.GetOptions().map_entry:
-        return {key: _plain_entry(entry) for key, entry in value.items()}
-    return _plain(value)
+        return {key: _plain_entry(entry, field.name) for key, entry in value.items()}
+    return _plain(value, field.name)
 
 
-def _plain_entry(entry: Any) -> Any:
+def _plain_entry(entry: Any, name: str) -> Any:
     if isinstance(entry, Struct):
         return _whole(json_format.MessageToDict(entry))
-    return _plain(entry) if isinstance(entry, Message) else entry
+    return _plain(entry, name) if isinstance(entry, Message) else entry
 
 
 def _whole(value: Any) -> Any:
@@ -160,4 +188,11 @@ def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise PolicyError(violation(schema, found) for found in error.errors()) from None
+        raise PolicyError(_violation(schema, found) for found in error.errors()) from None
+
+
+def _violation(schema: type[Section], error: ErrorDetails) -> Violation:
+    """Turn one validation error into a violation; a removed field is told from one that never was."""
+    if error["type"] == "extra_forbidden" and (removed := removed_at(error["loc"])) is not None:
+        return Violation(dotted(error["loc"]), removed.message)
+    return violation(schema, error)

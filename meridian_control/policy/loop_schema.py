@@ -1,4 +1,4 @@
-"""The policy's section about loops: thinking that repeats itself, exactly or except for a counter or a name.
+"""The policy's section about loops: thinking that repeats the same tokens, round after round.
 
 The module knows no engine and no request. Its values are immutable, so any thread may use them.
 """
@@ -10,7 +10,7 @@ from meridian_control.policy.section import Section, advice
 
 class LoopPolicy(Section):
     """Ends thinking that repeats the same tokens, round after round. In shadow by default, like every rule that ends
-    thinking by itself. The rule on near-loops, in which a counter or a name changes, is off by default."""
+    thinking by itself."""
 
     enabled: bool = Field(
         True,
@@ -37,25 +37,4 @@ class LoopPolicy(Section):
         description="Thinking tokens that repeat, the first round included, from which on thinking ends; min_rounds "
         "must be reached too.",
         json_schema_extra=advice("Raise it if legitimate text repeats short parts, such as rows of zeros."),
-    )
-    near_repeated_tokens: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Near-loops: of the newest 1024 thinking tokens, how many must end a sequence of 8 tokens that the "
-        "thinking already had; 0 disables the rule.",
-        json_schema_extra=advice("Set it to 720, and keep near_shadow until `meridianctl shadow` shows its ends."),
-    )
-    entropy_collapse_ratio: float = Field(
-        0.5,
-        ge=0,
-        le=10,
-        description="Near-loops: largest mean entropy of the newest entropy.rpdi_window_tokens, as a fraction of the "
-        "mean over all thinking, at which thinking ends; 0 leaves entropy out.",
-        json_schema_extra=advice("Set it to 0 for thinking that may loop from its beginning on."),
-    )
-    near_shadow: bool = Field(
-        True,
-        description="Near-loops: make and count decisions, but do not end thinking; `shadow` covers near-loops too.",
-        json_schema_extra=advice("Set it to false once `meridianctl explain` shows that only near-loops would end."),
     )

@@ -180,8 +180,7 @@ class EntropyPolicy(Section):
 
     enabled: bool = Field(
         True,
-        description="Evaluate the EAT, rank, margin, RPDI, same-answer and give-up rules; false switches all of them "
-        "off.",
+        description="Evaluate the EAT, rank, margin, RPDI and give-up rules; false switches all of them off.",
         json_schema_extra=advice("Set it to false if you want no entropy rule, to save the cost of measuring."),
     )
     shadow: bool = Field(
@@ -307,16 +306,6 @@ class EntropyPolicy(Section):
         "harm, the control plane withdraws this kind. 1 switches this off.",
         json_schema_extra=advice(
             "Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers."
-        ),
-    )
-    same_answer_samples: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="Same-answer rule: thinking ends once this many EAT probes in a row had the same trial answer, of "
-        "which a probe reads the first token; 0 switches the rule off.",
-        json_schema_extra=advice(
-            "Leave it at 0 unless `calibrate --labels` recommends it: 8 cost an 8B model 11 to 25 points of accuracy."
         ),
     )
     give_up_tokens: int = Field(

@@ -29,7 +29,7 @@ from meridian_control.common.errors import (
     StoredPolicyUnreadable,
 )
 from meridian_control.policy import extensions as sections
-from meridian_control.policy.formats import parse_toml, to_stored_toml
+from meridian_control.policy.formats import parse_stored_toml, to_stored_toml
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import Section
 from meridian_control.storage.database import Database, utc
@@ -75,6 +75,8 @@ class PolicyStore:
 
     def __init__(self, database: Database, extensions: Mapping[str, type[Section]] = MappingProxyType({})) -> None:
         self.database, self.extensions = database, extensions
+        # The revisions about whose removed fields a warning was logged.
+        self._warned: set[int] = set()
 
     async def current(self) -> StoredRevision | None:
         """Return the revision in force, which is the newest one except for an active rollout's candidate.
@@ -82,7 +84,7 @@ class PolicyStore:
         The result is None in an empty store. Raises StoreUnavailable, StoredPolicyUnreadable.
         """
         row = await self._newest()
-        return None if row is None else _stored(row)
+        return None if row is None else self._stored(row)
 
     async def get(self, revision: int) -> StoredRevision:
         """Return one revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
@@ -90,7 +92,7 @@ class PolicyStore:
         row = await self._one(query) if revision <= MAX_REVISION else None
         if row is None:
             raise NotFound(f"policy revision {revision} is not stored")
-        return _stored(row)
+        return self._stored(row)
 
     async def history(self, limit: int, before: int | None = None) -> list[RevisionHeader]:
         """Return up to `limit` revisions, newest first, all older than `before`. Raises StoreUnavailable."""
@@ -125,7 +127,7 @@ class PolicyStore:
         row = await self._one(query) if request_id else None
         if row is None:
             return None
-        stored = _stored(row)
+        stored = self._stored(row)
         if stored.policy != policy:
             message = f'must be a new one; got "{request_id}", which stored another policy as revision {row.revision}'
             raise InvalidRequest("request_id", message)
@@ -174,6 +176,20 @@ class PolicyStore:
 
         await self.database.follow(look)
 
+    def _stored(self, row: Row[Any]) -> StoredRevision:
+        """Return the revision of a row. Raises StoredPolicyUnreadable."""
+        values = _values(row)
+        del values["request_id"]
+        try:
+            values["policy"], removed = parse_stored_toml(row.policy)
+        except PolicyError as error:
+            raise StoredPolicyUnreadable(row.revision, error) from error
+        if removed and row.revision not in self._warned:
+            self._warned.add(row.revision)
+            for found in removed:
+                logger.warning("stored policy revision %d: %s", row.revision, found)
+        return StoredRevision(**values)
+
     async def _newest(self) -> Row[Any] | None:
         return await self._one(select(_revisions).where(_in_force).order_by(_revisions.c.revision.desc()).limit(1))
 
@@ -206,16 +222,6 @@ async def insert_revision(connection: AsyncConnection, stored: StoredRevision, r
 
 def _etag(revision: int, text: str) -> str:
     return hashlib.sha256(f"{revision}\n{text}".encode()).hexdigest()[:16]
-
-
-def _stored(row: Row[Any]) -> StoredRevision:
-    values = _values(row)
-    del values["request_id"]
-    try:
-        values["policy"] = parse_toml(row.policy)
-    except PolicyError as error:
-        raise StoredPolicyUnreadable(row.revision, error) from error
-    return StoredRevision(**values)
 
 
 def _values(row: Row[Any]) -> dict[str, Any]:

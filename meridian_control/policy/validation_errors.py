@@ -25,7 +25,7 @@ def violation(schema: type[Section], error: ErrorDetails) -> Violation:
     path = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return Violation(path, "is not a known key")
-    return Violation(path, _requirement(schema, error), _render(error["input"]))
+    return Violation(path, _requirement(schema, error), rendered(error["input"]))
 
 
 def dotted(loc: tuple[int | str, ...]) -> str:
@@ -96,7 +96,7 @@ def _field(schema: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
     return field
 
 
-def _render(value: Any) -> str:
+def rendered(value: Any) -> str:
     """Spell a value as TOML does, shortened to MAX_VALUE_CHARS characters."""
     if isinstance(value, float):
         return repr(value)

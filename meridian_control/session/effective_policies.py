@@ -66,8 +66,8 @@ AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "margin": "boundary_margins", "rpd
 BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
 # Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
-# Reasons of the rules on loops, and of decisions about a cap or near it.
-LOOPS, CAP_REASONS = ("loop", "near_loop"), ("hard_cap", "empty_answer")
+# Reasons of decisions about a cap or near it.
+CAP_REASONS = ("hard_cap", "empty_answer")
 
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
@@ -112,7 +112,7 @@ class Held(NamedTuple):
             own = self.own.scheduler.soft_think_tokens
             by_entry = by is not None and (not own or policy.scheduler.soft_think_tokens < own)
             return by.soft.kind if by is not None and by_entry else SOFT_CLOSE
-        if reason in LOOPS and not (policy.loop.shadow or (reason == "near_loop" and policy.loop.near_shadow)):
+        if reason == "loop" and not policy.loop.shadow:
             return LOOP
         return None
 

@@ -100,7 +100,7 @@ class Stream:
             kind = self.policies.kind_of_rule(slot, named)
             ends = kind is not None and request.ends_by_rule(kind, tokens, gives_up)
             # These rules fire on the newest probe, except if a request passes its floor or a policy changes later.
-            by_probe = gives_up or reason in {agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_SAME_ANSWER}
+            by_probe = gives_up or reason == agent_pb2.FORCE_REASON_EAT
             if ends and by_probe and turn.reported and slot in table.history.sampled:
                 request.ends_at_newest_probe()
         made = self.ledger.make("force", named, slot, shadow, (seen, index))

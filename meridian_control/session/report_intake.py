@@ -123,10 +123,10 @@ class Intake:
             self._add_probes(report.probes, step_of(report, "probes", len(report.probes.slot)))
         if self._steps or report.HasField("probes"):
             table.history.tell_steps(step_of_rows(report))
-        if report.HasField("loops") or report.HasField("repeats"):
-            self._take_loops(report.loops, report.repeats)
+        if report.HasField("loops"):
+            self._take_loops(report.loops)
         else:
-            table.forget_repetitions()
+            table.forget_loops()
         for slot in filter(table.holds, preempted):
             table.set_preempted(slot, True)
         for slot in filter(table.holds, resumed):
@@ -250,30 +250,25 @@ class Intake:
         """Take in results of probes of different requests: rows of ProbeColumns, and the step."""
         table, groups = self._table, self._groups
         _, *columns, _ = zip(*rows, strict=True)
-        slots, tokens, eat_nats, empty, same_answer = map(np.array, columns)
+        slots, tokens, eat_nats, empty, _ = map(np.array, columns)
         add_eat_samples(table, slots, eat_nats, groups.ema_alpha(slots), tokens)
-        table.note_trial_answers(slots, empty, same_answer)
+        table.note_empty_answers(slots, empty)
         groups.count_samples(slots, tokens, eat_nats)
 
-    def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
-        """Take in the cycles and the repeated tokens that the agent has found.
+    def _take_loops(self, loops: agent_pb2.LoopColumns) -> None:
+        """Take in the cycles that the agent has found.
 
         Raises BadReport if the columns differ in length, or if a cycle is empty or shorter than a round.
         """
         columns = loops.slot, loops.period_tokens, loops.loop_tokens
         if len({len(column) for column in columns}) != 1:
             raise BadReport("loop columns must have one length")
-        if len(repeats.slot) != len(repeats.repeated_tokens):
-            raise BadReport("repeat columns must have one length")
         slots, periods, tokens = (np.array(column, np.int64) for column in columns)
         if (bad := (periods < 1) | (tokens < periods)).any():
             row = int(bad.argmax())
             raise BadReport(f"loops must have a round of at least 1 token; got {periods[row]} of {tokens[row]} tokens")
         live = np.array([self._table.holds(slot) for slot in slots.tolist()], bool)
         self._table.set_loops(slots[live], periods[live], tokens[live])
-        repeated = dict(zip(repeats.slot, repeats.repeated_tokens, strict=True))
-        held = [(slot, tokens) for slot, tokens in repeated.items() if self._table.holds(slot)]
-        self._table.set_repeats(*np.array(held, np.int64).reshape(-1, 2).T)
 
     def _compare(self, ended: list[tuple[int, int]]) -> None:
         """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""

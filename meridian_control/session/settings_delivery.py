@@ -150,8 +150,6 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
     )
     if limits := policy.engine_limits(hello.labels):
         made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
-    if made.find_loops:
-        made.repeats_from_tokens = effects.repeats_from_tokens(policy)
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
         made.max_think_tokens = policy.scheduler.max_think_tokens
         made.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens

@@ -17,15 +17,14 @@ from meridian_control.common.enum_names import ENTROPY_REASONS
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
-# Policy section of each rule, by the rule's reason. The rules on near-loops and give-up have shadows of their own, so
-# each counts as a section. All budgets together count as one section and one rule, with the caps that they would set,
-# and so do all pressure entries.
+# Policy section of each rule, by the rule's reason. The give-up rule has a shadow of its own, so it counts as a
+# section. All budgets together count as one section and one rule, with the caps that they would set, and so do all
+# pressure entries.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(ENTROPY_REASONS, "entropy"),
     "give_up": "give_up",
     "loop": "loop",
-    "near_loop": "near_loop",
     "budget": "budget",
     "pressure": "pressure",
 }
@@ -166,10 +165,8 @@ class Comparison:
 
 def _in_shadow(policy: Policy) -> list[str]:
     """Return the sections that are on and in shadow."""
-    loop = policy.loop
     shadowed = {name: getattr(policy, name).shadow for name in ("scheduler", "entropy", "loop")}
     found = [name for name, shadow in shadowed.items() if shadow and getattr(policy, name).enabled]
-    near = loop.enabled and loop.near_repeated_tokens > 0 and (loop.shadow or loop.near_shadow)
     entropy = policy.entropy
     gives_up = entropy.enabled and entropy.give_up_tokens > 0 and (entropy.shadow or entropy.give_up_shadow)
-    return [*found, *(["near_loop"] if near else []), *(["give_up"] if gives_up else [])]
+    return [*found, *(["give_up"] if gives_up else [])]

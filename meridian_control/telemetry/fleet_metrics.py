@@ -51,8 +51,8 @@ STATES = {number: name for number, name in enum_names.STATES.items() if number}
 PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
 # These label values are exposed from 0 on, because Prometheus does not see the first increment of a new series.
 ENDS = (
-    *("natural", "hard_cap", "answer_reserve", "eat", "rank", "margin", "rpdi", "same_answer", "soft_close"),
-    *("give_up", "loop", "near_loop", "operator", "extension"),
+    *("natural", "hard_cap", "answer_reserve", "eat", "rank", "margin", "rpdi", "soft_close"),
+    *("give_up", "loop", "operator", "extension"),
 )
 ANSWERS = tuple(
     f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")

@@ -32,7 +32,7 @@ _QUIET: dict[str, Any] = {
 # Rule families of the calibration report, each of which becomes one arm.
 FAMILIES = (
     *("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank", "EAT gated by margin"),
-    *("rank", "margin", "RPDI", "same answer", "soft close"),
+    *("rank", "margin", "RPDI", "soft close"),
 )
 
 

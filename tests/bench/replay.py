@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.offline.calibration import Goal, calibrate
-from meridian_control.offline.candidates import same_answer
 from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import TooFewRequests, halved
-from meridian_control.offline.rule_replay import CAP, GIVE_UP, SAME, StoppingRule, Stops
+from meridian_control.offline.rule_replay import CAP, GIVE_UP, StoppingRule, Stops
 from meridian_control.offline.statistics import Interval, percentiles, resampled
 from meridian_control.offline.trace_file import FileError
 from tests.bench import program, replay_data, replay_report
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES, CONFIDENCE = 2000, 0.95
-# Numbers of equal trial answers in a row that are shown.
-SHOWN_SAMES = (3, 4, 6, 8, 12, 16, 24)
 # The yardstick without a rule of ours: so many samples of one problem agree at so many places in a row.
 SIBLINGS, TIMES = 4, 2
 # Number of fixed caps that are tried on a recording whose trial answers have no regular places.
@@ -85,8 +82,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Findings:
-    """All figures of one recording. chosen: for each kind of trial answer, what calibration recommends on each
-    split."""
+    """All figures of one recording. chosen: what calibration recommends on each split."""
 
     name: str
     requests: int
@@ -95,7 +91,7 @@ class Findings:
     think_tokens: float
     headroom: list[Row]
     rows: list[Row]
-    chosen: dict[str, list[Chosen]] = field(default_factory=dict)
+    chosen: list[Chosen] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -176,19 +172,10 @@ class Evaluation:
 
     # ------------------------------------------------------------------------------------------------------------ rules
 
-    def same_answers(self, in_force: dict[str, list[str]]) -> Iterator[Row]:
-        """Yield the same-answer rule, for each kind of trial answer."""
-        for kind, replay in self.recording.replays.items():
-            most = int(replay.same_answer.max(initial=0))
-            for number in (n for n in SHOWN_SAMES if n <= most):
-                rule = same_answer(number)
-                name = f"{SAME} {number}" + (f", {kind}" if kind else "")
-                yield self.stops(replay, rule, name, recommended=in_force[kind].count(str(rule)))
-
     def families(self, found: Calibration, in_force: list[str]) -> Iterator[Row]:
-        """Yield the best rule of each other family on the half that did not choose it."""
+        """Yield the best rule of each family on the half that did not choose it."""
         for family, points in found.fronts.items():
-            if family not in {SAME, CAP} and not points[0].rule.either:
+            if family != CAP and not points[0].rule.either:
                 best = _best(points, self.options.max_loss)
                 figures, times = best.held_out, in_force.count(str(best.rule))
                 interval = figures.accuracy_interval
@@ -223,23 +210,22 @@ def evaluate(recording: Recording, options: Options) -> Findings:
     """Compute all figures of a recording. Raises BenchError if it has too few requests or groups."""
     began, goal = time.monotonic(), Goal(options.max_loss)
     try:
-        found = {k: [calibrate(r, goal, n) for n in range(options.splits)] for k, r in recording.replays.items()}
+        found = [calibrate(recording.replay, goal, number) for number in range(options.splits)]
     except TooFewRequests as error:
         raise BenchError(f"{recording.name}: {error}") from error
-    chosen = {kind: [_chosen(c) for c in calibrations] for kind, calibrations in found.items()}
-    in_force = {kind: [c.rule for c in choices if c.recommended] for kind, choices in chosen.items()}
-    first, made = next(iter(found)), Evaluation(recording, options)
+    chosen = [_chosen(calibration) for calibration in found]
+    in_force = [choice.rule for choice in chosen if choice.recommended]
+    made = Evaluation(recording, options)
     rows = [
         *made.caps(),
-        *made.same_answers(in_force),
-        *made.families(found[first][0], in_force[first]),
-        *made.second_threshold(found[first]),
+        *made.families(found[0], in_force),
+        *made.second_threshold(found),
         *made.consensus(),
     ]
     return Findings(
         recording.name,
         len(made.tokens),
-        found[first][0].groups,
+        found[0].groups,
         float(made.natural.mean()),
         float(made.tokens.mean()),
         list(made.headroom()),

@@ -14,7 +14,7 @@ import numpy as np
 
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.correctness import Judge, from_labels
-from meridian_control.offline.episodes import Episodes, Repetitions, collect
+from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.policy import formats as forms
 from meridian_control.policy.model import Policy
@@ -35,9 +35,8 @@ HOW_TO_GET = (
 INTERVAL_TOKENS = 500
 # The set's entry for a trial answer that could not be read.
 UNREADABLE = "ERR"
-# Tokens that a trial answer costs: a whole answer has to be generated, a probe of ours reads its first token. The set
-# does not give the first number.
-WHOLE_TOKENS, FIRST_TOKENS = 16, 2
+# Tokens that a trial answer costs, which has to be generated. The set does not give the number.
+WHOLE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -59,44 +58,31 @@ class Siblings:
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded thinking of one task. replays: by what a trial answer is, one replay of the same requests."""
+    """Recorded thinking of one task."""
 
     name: str
-    replays: dict[str, Replay]
+    replay: Replay
     siblings: Siblings | None = None
-
-    @property
-    def replay(self) -> Replay:
-        return next(iter(self.replays.values()))
 
 
 def own(trace: Path, labels: Path) -> Recording:
     """Read a trace and its labels, as calibration reads them. Raises FileError."""
     episodes = collect([trace])
-    policy = forms.from_proto(episodes.policy) if episodes.policy is not None else Policy()
-    return Recording(trace.stem, {"": Replay(episodes, from_labels(labels, episodes), policy, delay_tokens=2)})
+    policy = forms.from_older_proto(episodes.policy)[0] if episodes.policy is not None else Policy()
+    return Recording(trace.stem, Replay(episodes, from_labels(labels, episodes), policy, delay_tokens=2))
 
 
 def public(path: Path) -> Recording:
     """Read a file of the public set. Raises BenchError if the file does not have the set's form."""
     try:
-        siblings, texts = _siblings(json.loads(path.read_text(encoding="utf-8")))
+        siblings = _siblings(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path}: is not a file of {PUBLIC}: {type(error).__name__}: {error}") from error
-    # A probe of ours reads one token, for which the first character stands: the tokenizer writes digits one by one.
-    _, first = np.unique([text[:1] for text in texts], return_inverse=True)
-    return Recording(
-        path.stem,
-        {
-            "whole": _replay(siblings, siblings.trial, WHOLE_TOKENS),
-            "first token": _replay(siblings, np.where(siblings.trial < 0, -1, first[siblings.trial]), FIRST_TOKENS),
-        },
-        siblings,
-    )
+    return Recording(path.stem, _replay(siblings), siblings)
 
 
-def _siblings(problems: Sequence[dict[str, Any]]) -> tuple[Siblings, list[str]]:
-    """Return a file's answers as numbers, and the text of each number."""
+def _siblings(problems: Sequence[dict[str, Any]]) -> Siblings:
+    """Return a file's answers as numbers."""
     numbers: dict[str, int] = {}
 
     def number(answer: str) -> int:
@@ -119,12 +105,12 @@ def _siblings(problems: Sequence[dict[str, Any]]) -> tuple[Siblings, list[str]]:
     gold = np.array([number(right) for _, right, *_ in samples], np.int64)
     final_answers = np.array([number(final) for *_, final in samples], np.int64)
     of = np.array([problem for problem, *_ in samples], np.int64)
-    return Siblings(interval, trial, tokens, asked, final_answers, gold, of), list(numbers)
+    return Siblings(interval, trial, tokens, asked, final_answers, gold, of)
 
 
-def _replay(siblings: Siblings, trial: NDArray[np.int64], cost_tokens: int) -> Replay:
+def _replay(siblings: Siblings) -> Replay:
     """Return the samples as requests whose trial answers are probes at sentence ends; nothing else was measured."""
-    width = trial.shape[1]
+    trial, width = siblings.trial, siblings.trial.shape[1]
     places = siblings.interval * (np.arange(width) + 1)
     thinks = np.arange(width) < siblings.asked[:, None]
     owner, column = np.nonzero(thinks)
@@ -151,14 +137,12 @@ def _replay(siblings: Siblings, trial: NDArray[np.int64], cost_tokens: int) -> R
         sample_tokens=at,
         sample_arrived=at,
         eat_nats=nothing,
-        cost_tokens=np.full(count, cost_tokens),
+        cost_tokens=np.full(count, WHOLE_TOKENS),
         margins=np.full((count, CONFIRM_HISTORY), np.nan),
         earlier_counts=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
         earlier_places=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
         same_answer=same[thinks],
         empty_answer=trial[thinks] < 0,
-        repetitions=Repetitions(*np.zeros((7, 0), np.int64)),
-        repeats_from_tokens=0,
         seen=frozenset(),
         left_out={},
         policy=None,

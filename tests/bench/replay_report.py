@@ -45,9 +45,8 @@ def _recording(found: Findings, max_loss: float) -> Iterator[str]:
     for row in (*found.headroom, *found.rows):
         in_force = "" if row.recommended is None else str(row.recommended)
         yield f"| {row.name} | {100 * row.saved:.1f} | {_accuracy(row)} | {in_force} | {row.note} |"
-    for kind, chosen in found.chosen.items():
-        yield ""
-        yield _chosen(kind, chosen, max_loss)
+    yield ""
+    yield _chosen(found.chosen, max_loss)
 
 
 def _accuracy(row: Row) -> str:
@@ -57,9 +56,8 @@ def _accuracy(row: Row) -> str:
     return text
 
 
-def _chosen(kind: str, chosen: Sequence[Chosen], max_loss: float) -> str:
+def _chosen(chosen: Sequence[Chosen], max_loss: float) -> str:
     """Say what calibration recommends."""
-    what = f" ({kind} trial answers)" if kind else ""
     refused = sum(not c.rule for c in chosen)
     told = [f"finds no rule on {refused} of {len(chosen)} splits"] if refused else []
     for rule, count in Counter(c.rule for c in chosen if c.rule).most_common():
@@ -69,7 +67,7 @@ def _chosen(kind: str, chosen: Sequence[Chosen], max_loss: float) -> str:
             f'chooses "{rule}" on {count} and recommends it on {sum(c.recommended for c in those)}, where the other '
             f"half proves that its loss is small (worst change on the other half: {100 * worst:+.1f} points)"
         )
-    return f"`calibrate --max-loss {max_loss:g}`{what} {'; it '.join(told)}."
+    return f"`calibrate --max-loss {max_loss:g}` {'; it '.join(told)}."
 
 
 def summary(found: Sequence[Findings]) -> dict[str, Any]:

@@ -251,35 +251,6 @@ def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any,
     control.settled()
 
 
-def test_equal_answers_end_thinking_where_they_were_measured(llm: Any, agent: Any, control: Control) -> None:
-    """Thinking ends exactly at the probe that is the third in a row with its answer; the agent's counts come from the
-    recorded probes, and an empty answer ends nothing."""
-    free, _ = free_run(llm, agent)
-    end = agent.tracker.markers.end[0]
-    rule = paragraph_rule(MAX_HOLD_MS)
-    entropy = {"eat_level_threshold_nats": 0.0, "eat_probe_placement": "sentence", "same_answer_samples": 3}
-    control.apply({**rule, "entropy": {**rule["entropy"], **entropy}})
-    before = control.settled().ends.get("same_answer", 0)
-    with records(agent) as seen:
-        held = chat(llm, CASES, GREEDY)
-    fired = {
-        think_tokens
-        for record, *_ in seen
-        for _, _, think_tokens, _, _, same_answer, empty in record.probes
-        if same_answer >= 3 and not empty
-    }
-    ended = control.settled().ends.get("same_answer", 0) - before
-    assert ended > 0
-    for f, h in zip(free, held, strict=True):
-        at = h.index(end)
-        assert h[:at] == f[:at]
-        if len(h) < len(f):
-            ended -= 1
-            assert at in fired
-    assert ended <= 0
-    assert not agent.probing.held
-
-
 def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_alone(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:

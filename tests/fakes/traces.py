@@ -14,13 +14,11 @@ import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.core.token_cycles import LOOK_TOKENS, REPEAT_WINDOW, RepeatCount
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.token_rows import FLAG_END, FLAG_FORCED, FLAG_MARKER
 from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
-from meridian_control.policy.effects import repeats_from_tokens
 from tests.fakes.agent import hello
 
 if TYPE_CHECKING:
@@ -44,9 +42,6 @@ class MadeUp:
     margins: list[float] = field(default_factory=list)
     # EAT and the number of probes in a row with the same answer, by thinking tokens.
     probes: dict[int, tuple[float, int]] = field(default_factory=dict)
-    # By thinking tokens: repeated tokens that the agent reports, and period and tokens of the cycle that it reports.
-    repeats: dict[int, int] = field(default_factory=dict)
-    cycles: dict[int, tuple[int, int]] = field(default_factory=dict)
     settled_tokens: int = 0
     natural_right: bool = True
     finish: agent_pb2.FinishReason.ValueType = STOP
@@ -123,33 +118,6 @@ def hopeless(number: int, **kinds: Any) -> MadeUp:
     return request
 
 
-def near_looping(
-    number: int, entropies: tuple[float, float] = (1.0, 0.1), eat_nats: tuple[float, float] = (0.0, 2.0)
-) -> MadeUp:
-    """Return a long request whose thinking repeats itself except for a counter until it ends with a wrong answer.
-
-    The real agent counts the repeated tokens. entropies: mean entropy in nats before the rounds, and in the rounds.
-    eat_nats: lowest and highest EAT.
-    """
-    round_tokens = 40
-    rng, count = np.random.default_rng((number, 3)), RepeatCount()
-    before, rounds = int(rng.integers(200, 400)), int(rng.integers(1200, 1700)) // round_tokens
-    tokens = list(range(1000, 1000 + before))
-    tokens += [token for n in range(rounds) for token in (100_000 + n, *range(round_tokens - 1))]
-    request = MadeUp(f"n{number}-{rng.integers(1 << 30):08x}", natural_right=False)
-    for at in range(1, len(tokens) + 1):
-        flags = SENTENCE if at % round_tokens == 0 else 0
-        nats = float(rng.exponential(entropies[at > before]))
-        request.rows.append((THINK, flags, nats, int(rng.integers(1, 1000))))
-        if flags:
-            request.probes[at] = (float(rng.uniform(*eat_nats)), 1)
-        if at % LOOK_TOKENS == 0 and (repeated := count.take(tokens[:at])) and at >= REPEAT_WINDOW:
-            request.repeats[at] = repeated
-    request.rows.append((THINK, FLAG_MARKER | FLAG_END, 0.1, 1))
-    request.rows += [(OUTPUT, 0, 0.1, 4000)] * 3
-    return request
-
-
 def _eat(rng: np.random.Generator, kind: str, low: bool) -> float:
     if kind == "blind":
         return float(rng.exponential(0.01))
@@ -183,8 +151,7 @@ def records(
         return made[-1]
 
     add(up=agent_pb2.ConnectRequest(hello=hello()))
-    given, repeats_from = forms.to_proto(policy or schema.Policy()), repeats_from_tokens(policy or schema.Policy())
-    add(policy=fleet_pb2.TracedPolicy(revision=1, policy=given))
+    add(policy=fleet_pb2.TracedPolicy(revision=1, policy=forms.to_proto(policy or schema.Policy())))
     add(up=agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1)))
     waiting, live, free = list(requests), dict[int, tuple[MadeUp, int, int]](), list(range(at_once))
     due: list[tuple[int, int, int, MadeUp]] = []
@@ -206,7 +173,6 @@ def records(
                 _add_margin(report.tokens, row, request.margins[at] if at < len(request.margins) else math.nan)
             tokens += phase == THINK and not flags & FLAG_MARKER
             live[slot] = request, at + 1, tokens
-            _add_repetitions(report, slot, request, tokens if phase == THINK else 0, repeats_from)
             if phase == THINK and flags & SENTENCE:
                 due.append((step + PROBE_STEPS, slot, tokens, request))
         for when, slot, tokens, request in [d for d in due if d[0] <= step]:
@@ -233,17 +199,6 @@ def _add_rows(columns: agent_pb2.TokenColumns, slots: list[int], rows: list[tupl
 def _add_margin(columns: agent_pb2.TokenColumns, row: int, margin_nats: float) -> None:
     columns.top_logprob_nats.append(-0.25)
     columns.end_logprob_nats[row] = -0.25 - margin_nats
-
-
-def _add_repetitions(report: agent_pb2.StepReport, slot: int, request: MadeUp, tokens: int, repeats_from: int) -> None:
-    if repeats_from and (repeated := request.repeats.get(tokens, 0)) >= repeats_from:
-        report.repeats.slot.append(slot)
-        report.repeats.repeated_tokens.append(repeated)
-    if tokens in request.cycles:
-        period, repeated = request.cycles[tokens]
-        report.loops.slot.append(slot)
-        report.loops.period_tokens.append(period)
-        report.loops.loop_tokens.append(repeated)
 
 
 def _add_probe(columns: agent_pb2.ProbeColumns, slot: int, tokens: int, eat: float, same: int) -> None:

@@ -155,7 +155,7 @@ class Script:
     priority: int = 0
     # Tokens of the round that the thinking repeats from its beginning on; 0 for thinking that does not loop.
     loop: int = 0
-    # Whether the first token of each round counts the rounds, so that only near-loops are found.
+    # Whether the first token of each round counts the rounds, so that the rounds are no exact loop.
     counts: bool = False
 
 

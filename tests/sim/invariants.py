@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core import token_cycles
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
 from meridian_control.budgets.stages import in_stages, matching, shortened
@@ -30,7 +29,6 @@ ENTROPY_RULES = (
     agent_pb2.FORCE_REASON_RANK,
     agent_pb2.FORCE_REASON_MARGIN,
     agent_pb2.FORCE_REASON_RPDI,
-    agent_pb2.FORCE_REASON_SAME_ANSWER,
     agent_pb2.FORCE_REASON_GIVE_UP,
 )
 GAUGES = ("round_trip_ms",)
@@ -132,7 +130,7 @@ class Invariants:
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
         assert info is not None
-        floors = dict.fromkeys((agent_pb2.FORCE_REASON_LOOP, agent_pb2.FORCE_REASON_NEAR_LOOP), 0)
+        floors = {agent_pb2.FORCE_REASON_LOOP: 0}
         floors[agent_pb2.FORCE_REASON_SOFT_CLOSE] = own.scheduler.soft_think_tokens
         floor = own.scheduler.min_think_tokens if force.reason in ENTROPY_RULES else floors[force.reason]
         floor = max(floor, info.min_think_tokens)
@@ -143,11 +141,6 @@ class Invariants:
             assert force.shadow == own.loop.shadow
             assert repeated >= max(own.loop.min_tokens, own.loop.min_rounds * period), f"{repeated} tokens are no loop"
             assert repeated <= told, f"{info.request_id} repeats {repeated} of {told} thinking tokens"
-        if force.reason == agent_pb2.FORCE_REASON_NEAR_LOOP:
-            repeated = int(session.table.repeated_tokens[force.slot])
-            assert own.loop.enabled, f"{info.request_id} repeats itself, and nothing is to be decided from it"
-            assert force.shadow == (own.loop.shadow or own.loop.near_shadow)
-            assert 0 < own.loop.near_repeated_tokens <= repeated <= token_cycles.REPEAT_WINDOW <= told
         gives_up = force.reason == agent_pb2.FORCE_REASON_GIVE_UP
         if force.reason in ENTROPY_RULES:
             shadowed = own.entropy.shadow or bool(session.table.control[force.slot])

@@ -6,9 +6,10 @@ Values are usually near those that matter at the scale of a test, and sometimes 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.engine_schema import EnginePolicy
@@ -18,7 +19,7 @@ from meridian_control.policy.schema import EntropyPolicy, FallbackPolicy, Schedu
 from meridian_control.policy.section import INT32_MAX
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
+    from collections.abc import Iterator
 
     from meridian_control.policy.section import Section
 
@@ -51,7 +52,6 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "rpdi_window_tokens": (1, 2, 8, 512),
     "holdout_share": (0.0, 0.02, 0.5),
     "max_loss": (0.01, 0.2, 1.0),
-    "same_answer_samples": (0, 0, 0, 1, 2, 4),
     "give_up_tokens": (0, 1, 10, 30),
     "give_up_eat_nats": (0.1, 1.0, 3.0),
     "report_interval_steps": (0, 0, 1, 2, 5),
@@ -59,13 +59,28 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "think_phase_memory_fraction": (0.01, 0.2, 0.4),
     "min_rounds": (2, 3, 4),
     "min_tokens": (32, 32, 48, 192),
-    "near_repeated_tokens": (0, 10, 20, 720),
-    "entropy_collapse_ratio": (0.0, 0.5, 2.0),
     "offload_threshold_blocks": (1, 2, 4),
     "max_pool_kv_used": (0.1, 0.5, 0.8),
     "max_num_active_seqs": (0, 1, 2, 3, 64),
     "max_num_scheduled_tokens": (0, 1, 20, 100),
     "long_prefill_token_threshold": (0, 1, 9, 40),
+    # Of removed fields.
+    "same_answer_samples": (0, 0, 0, 1, 2, 4),
+    "near_repeated_tokens": (0, 10, 20, 720),
+    "entropy_collapse_ratio": (0.0, 0.5, 2.0),
+}
+# The removed fields of a section, and the field before which they stood, "" for the end of the section. They are drawn
+# and left out, so that existing seeds keep their other fields.
+REMOVED: dict[type[Section], tuple[str, dict[str, Any]]] = {
+    EntropyPolicy: ("give_up_tokens", {"same_answer_samples": Annotated[int, Field(ge=0, le=1000)]}),
+    LoopPolicy: (
+        "",
+        {
+            "near_repeated_tokens": Annotated[int, Field(ge=0, le=1024)],
+            "entropy_collapse_ratio": Annotated[float, Field(ge=0, le=10)],
+            "near_shadow": bool,
+        },
+    ),
 }
 # The section of engines that keep their start-up values.
 NO_LIMITS = dict.fromkeys(EnginePolicy.model_fields, 0)
@@ -95,7 +110,7 @@ def _value(rng: random.Random, name: str, info: FieldInfo, extreme: float) -> An
 def _section(rng: random.Random, section: type[Section], extreme: float, only: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return some of a section's fields; each is left at its default in half of the draws."""
     drawn = {}
-    for name, info in section.model_fields.items():
+    for name, info in _fields(section):
         if name == "lease_ms" and section is not FallbackPolicy:
             # The books expect caps without a lease of their own.
             continue
@@ -115,7 +130,18 @@ def _section(rng: random.Random, section: type[Section], extreme: float, only: t
             drawn[name] = [{"max_nats": edge, "requests": 30} for edge in edges]
         elif name.endswith("_reference") and not only:
             drawn[name] = [{"max_value": edge, "requests": 30} for edge in (0.5, 1.0, 5.0)]
-    return drawn
+    return {name: value for name, value in drawn.items() if name in section.model_fields}
+
+
+def _fields(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the fields of a section, with the removed ones in their old places."""
+    before, removed = REMOVED.get(section, ("", {}))
+    for name, info in section.model_fields.items():
+        if name == before:
+            yield from ((gone, FieldInfo.from_annotation(kind)) for gone, kind in removed.items())
+        yield name, info
+    if not before:
+        yield from ((gone, FieldInfo.from_annotation(kind)) for gone, kind in removed.items())
 
 
 def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
@@ -124,7 +150,7 @@ def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
         drawn["engine_labels"] = {"zone": rng.choice("ab")}
     drawn["scheduler"] = _section(rng, SchedulerPolicy, extreme, PER_REQUEST["scheduler"])
     others = tuple(name for name in PER_REQUEST["entropy"] if name not in ASIDE)
-    drawn["entropy"] = _section(rng, EntropyPolicy, extreme, others)
+    drawn["entropy"] = _section(rng, EntropyPolicy, extreme, (*others, *REMOVED[EntropyPolicy][1]))
     aside = random.Random(rng.getstate()[1][0])
     drawn["loop"] = _section(aside, LoopPolicy, extreme)
     drawn["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)

@@ -59,38 +59,6 @@ def test_ends_of_operators_are_decided_under_faults_and_are_in_the_recording(see
     assert 0 < len(decided) == world.ended <= len(asked)
 
 
-@pytest.mark.parametrize(("ratio", "ends"), [(2.0, 1), (0.01, 0)])
-def test_a_near_loop_is_found_and_ended_if_entropy_has_collapsed(ratio: float, ends: int) -> None:
-    """The agent counts repeated tokens and the session decides; a request without repetition thinks on to its limit.
-
-    The simulated entropies do not fall, so only a high ratio finds a collapse.
-    """
-    start, end, *_ = words()
-    near = {"near_repeated_tokens": 20, "entropy_collapse_ratio": ratio, "near_shadow": False, "shadow": False}
-    quiet = {"enabled": False, "rpdi_window_tokens": 8}
-    policy = Policy.model_validate({"loop": near, "entropy": quiet, "scheduler": {"soft_think_tokens": 0}})
-    with started(Shape(places=8, blocks=200), policy) as world:
-        (plant,) = world.plants
-        world.network.latency_ms = 0.0
-        for name, round_tokens in (("repeats", 16), ("thinks", 0)):
-            script = Script(1, 10_000, 5, restless=False, max_tokens=120, loop=round_tokens, counts=True)
-            plant.open(name, [start], script, {})
-    assert plant.link is not None
-    assert plant.link.stream is not None
-    totals = plant.link.stream.connection.session.totals  # type: ignore[union-attr]
-    counted = {key: n for key, n in totals.decisions.items() if key.startswith("force")}
-    assert counted == ({"force/near_loop": 1} if ends else {})
-    assert {key: n for key, n in totals.settled.items() if key[0].startswith("force")} == (
-        {("force/near_loop", "applied"): 1} if ends else {}
-    )
-    assert totals.ends["near_loop"] == plant.books.forced_tokens == ends
-    generated = plant.engine.model.tokens
-    assert end not in generated["thinks"]
-    assert (end in generated["repeats"]) == bool(ends)
-    # The agent looks after 64 tokens; then the newest 48 tokens are thinking and repeat in rounds of 16.
-    assert not ends or 64 <= generated["repeats"].index(end) - 1 <= 70
-
-
 def test_mutations_fit_the_source() -> None:
     """Each mutation changes exactly one place; `python -m tests.sim.mutations` checks that the simulator notices
     them."""

@@ -16,7 +16,6 @@ from meridian.v1 import fleet_pb2
 from meridian.v1.fleet_pb2 import BudgetStage
 
 from meridian_agent.core import guard as guard_module
-from meridian_agent.core import token_cycles
 from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.guard import Guard
 from meridian_agent.engine import lifecycle as lifecycle_module
@@ -50,7 +49,6 @@ LIMITS: tuple[tuple[Any, str, int], ...] = (
     (outbox_module, "MERGE_RECORDS", 4),
     (connection_module, "QUEUE_MESSAGES", 16),
     (dispatch, "WARM_STEPS", 4),
-    (token_cycles, "REPEAT_WINDOW", 48),
 )
 NOTHING = {"enabled": False}
 CALM_TICKS = 3000

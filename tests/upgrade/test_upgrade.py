@@ -173,7 +173,7 @@ def moved(fleet: Fleet, version: Version, older: int, newer: int) -> None:
     fleet.commands_of(fleet.newer)
 
 
-def test_the_contract_only_adds_to_the_previous_one(versions: tuple[Version, Version]) -> None:
+def test_the_contract_adds_to_the_previous_one_and_reserves_what_it_removes(versions: tuple[Version, Version]) -> None:
     older, newer = versions
     assert older.number != newer.number
     command = [str(Path(sys.executable).with_name("buf")), "breaking", "proto", "--against", str(older.tree / "proto")]

@@ -91,9 +91,7 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
 
 def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it."""
-    rules = 1 << agent_pb2.FORCE_REASON_SAME_ANSWER if policy.same_answer_samples else 0
-    if policy.give_up_tokens:
-        rules |= 1 << agent_pb2.FORCE_REASON_GIVE_UP
+    rules = 1 << agent_pb2.FORCE_REASON_GIVE_UP if policy.give_up_tokens else 0
     if not rules or eat_may_end(policy):
         rules |= 1 << agent_pb2.FORCE_REASON_EAT
     waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0)

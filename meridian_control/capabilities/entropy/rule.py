@@ -2,9 +2,9 @@
 
 Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
-If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, same answer,
-give-up, soft close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent
-ahead and the agent applies it, so that the cap is exact to the token and holds without a stream.
+If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, give-up, soft
+close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the
+agent applies it, so that the cap is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -179,8 +179,6 @@ def _entropy_rules(
         yield agent_pb2.FORCE_REASON_MARGIN, True, margin_reached(entropy, seen)
     if entropy.rpdi_threshold:
         yield agent_pb2.FORCE_REASON_RPDI, True, rpdi_exceeded(entropy, seen)
-    if entropy.same_answer_samples and probes_agree:
-        yield agent_pb2.FORCE_REASON_SAME_ANSWER, False, same_answered(entropy, seen)
     if entropy.give_up_tokens and probes_agree:
         yield agent_pb2.FORCE_REASON_GIVE_UP, False, given_up(entropy, seen)
 
@@ -201,15 +199,6 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     return converged
 
 
-def same_answered(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
-    """Whether enough probes in a row, up to the newest one, had the same trial answer, and it is not empty.
-
-    A trial answer is its first token (Dynasor, arXiv 2412.20993, compares whole answers). The rule must be on.
-    """
-    same: NDArray[np.bool_] = (seen.same_answer >= policy.same_answer_samples) & ~seen.empty_answer
-    return same
-
-
 def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether EAT was still high at a probe from `give_up_tokens` thinking tokens on, so that more thinking is not
     expected to decide the answer (the second threshold of Conformal Thinking, arXiv 2602.03814).
@@ -225,8 +214,6 @@ def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]
 def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether a rule that reads nothing but probes holds."""
     agree = eat_converged(policy, seen)
-    if policy.same_answer_samples:
-        agree = agree | same_answered(policy, seen)
     return agree | given_up(policy, seen) if policy.give_up_tokens else agree
 
 

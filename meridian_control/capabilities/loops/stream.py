@@ -24,12 +24,8 @@ class Loops(Part):
         return cls(stream) if stream.ends_thinking else None
 
     def ends(self, turn: Turn) -> None:
-        if not self._table.repeats:
+        if not self._table.has_loops:
             return
         for own, among in turn.groups:
-            shadow = own.loop.shadow
             for slot in rule.loops(own, self._table, among).tolist():
-                self._stream.end_thinking(turn, agent_pb2.FORCE_REASON_LOOP, slot, shadow=shadow)
-            near = shadow or own.loop.near_shadow
-            for slot in rule.near_loops(own, self._table, among).tolist():
-                self._stream.end_thinking(turn, agent_pb2.FORCE_REASON_NEAR_LOOP, slot, shadow=near)
+                self._stream.end_thinking(turn, agent_pb2.FORCE_REASON_LOOP, slot, shadow=own.loop.shadow)

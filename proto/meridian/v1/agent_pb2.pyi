@@ -362,12 +362,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The request is past its soft limit, and the end marker ranks high enough."""
     FORCE_REASON_LOOP: _ForceReason.ValueType  # 6
     """The thinking repeats the same tokens, round after round."""
-    FORCE_REASON_NEAR_LOOP: _ForceReason.ValueType  # 12
-    """The thinking repeats itself except for a counter or a name, and its entropy has collapsed."""
     FORCE_REASON_OPERATOR: _ForceReason.ValueType  # 7
     """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
-    FORCE_REASON_SAME_ANSWER: _ForceReason.ValueType  # 10
-    """The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
     FORCE_REASON_MARGIN: _ForceReason.ValueType  # 9
     """At a sentence end the end marker was hardly less likely than the likeliest token."""
     FORCE_REASON_ANSWER_RESERVE: _ForceReason.ValueType  # 8
@@ -396,12 +392,8 @@ FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
 """The request is past its soft limit, and the end marker ranks high enough."""
 FORCE_REASON_LOOP: ForceReason.ValueType  # 6
 """The thinking repeats the same tokens, round after round."""
-FORCE_REASON_NEAR_LOOP: ForceReason.ValueType  # 12
-"""The thinking repeats itself except for a counter or a name, and its entropy has collapsed."""
 FORCE_REASON_OPERATOR: ForceReason.ValueType  # 7
 """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
-FORCE_REASON_SAME_ANSWER: ForceReason.ValueType  # 10
-"""The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
 FORCE_REASON_MARGIN: ForceReason.ValueType  # 9
 """At a sentence end the end marker was hardly less likely than the likeliest token."""
 FORCE_REASON_ANSWER_RESERVE: ForceReason.ValueType  # 8
@@ -1409,38 +1401,6 @@ class LoopColumns(_message.Message):
 Global___LoopColumns: _TypeAlias = LoopColumns  # noqa: Y015
 
 @_typing.final
-class RepeatColumns(_message.Message):
-    """Requests whose newest thinking tokens are mostly sequences that were written before. All columns have the same length."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SLOT_FIELD_NUMBER: _builtins.int
-    REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slot of the request."""
-
-    @_builtins.property
-    def repeated_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many of the newest 1024 thinking tokens end a sequence of 8 tokens that the thinking already had, with at least
-        5 different tokens.
-        """
-
-    def __init__(
-        self,
-        *,
-        slot: _abc.Iterable[_builtins.int] | None = ...,
-        repeated_tokens: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["repeated_tokens", b"repeated_tokens", "slot", b"slot"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RepeatColumns: _TypeAlias = RepeatColumns  # noqa: Y015
-
-@_typing.final
 class ContinuedColumns(_message.Message):
     """Requests that continue a request of another engine and have generated their first token. All columns have the same
     length.
@@ -1602,7 +1562,6 @@ class StepReport(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     MERGED_FIELD_NUMBER: _builtins.int
     LOOPS_FIELD_NUMBER: _builtins.int
-    REPEATS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
@@ -1664,10 +1623,6 @@ class StepReport(_message.Message):
         """Requests whose newest thinking tokens repeat in a cycle; reported only if Settings.find_loops is set."""
 
     @_builtins.property
-    def repeats(self) -> Global___RepeatColumns:
-        """Requests that repeat at least Settings.repeats_from_tokens of their newest thinking tokens."""
-
-    @_builtins.property
     def continued(self) -> Global___ContinuedColumns:
         """Requests with a handed_over_ref that have generated their first token."""
 
@@ -1696,13 +1651,12 @@ class StepReport(_message.Message):
         state: Global___AgentState.ValueType = ...,
         merged: Global___StepColumns | None = ...,
         loops: Global___LoopColumns | None = ...,
-        repeats: Global___RepeatColumns | None = ...,
         continued: Global___ContinuedColumns | None = ...,
         joined: Global___JoinedColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "joined", b"joined", "loops", b"loops", "merged", b"merged", "probes", b"probes", "repeats", b"repeats", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "joined", b"joined", "loops", b"loops", "merged", b"merged", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "joined", b"joined", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "repeats", b"repeats", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "joined", b"joined", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2000,7 +1954,6 @@ class Settings(_message.Message):
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     FIND_LOOPS_FIELD_NUMBER: _builtins.int
-    REPEATS_FROM_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     MERGE_OPENINGS_FIELD_NUMBER: _builtins.int
     MERGE_ANSWERS_FIELD_NUMBER: _builtins.int
@@ -2046,10 +1999,6 @@ class Settings(_message.Message):
     """Answer reserve of a request, in tokens, from its first token until its own ThinkCap arrives; 0 for none."""
     find_loops: _builtins.bool
     """Whether the agent looks for cycles of tokens in the thinking and reports them."""
-    repeats_from_tokens: _builtins.int
-    """Number of repeated tokens among the newest 1024 thinking tokens from which on the agent reports a request in
-    StepReport.repeats; 0 if the agent does not count repeated tokens. The agent counts only while find_loops is set.
-    """
     merge_openings: _builtins.bool
     """Whether a step in which a request arrives or changes its phase waits for others like a step of text, unless an
     answer begins while other requests think, or the request has a cap of its own below 128 tokens. The control plane
@@ -2060,9 +2009,9 @@ class Settings(_message.Message):
     neither the share of a step nor the order of requests depends on it.
     """
     merge_loops: _builtins.bool
-    """Whether a step in which the agent finds a cycle or repeated tokens waits for others like a step of text. Without it
-    the report ends with that step. The control plane sets this if no rule that is in force reads them, and the agent
-    then looks for cycles half as often.
+    """Whether a step in which the agent finds a cycle waits for others like a step of text. Without it the report ends
+    with that step. The control plane sets this if no rule that is in force reads cycles, and the agent then looks for
+    them half as often.
     """
     only_sentence_ends: _builtins.bool
     """Whether no rule reads the signals of other tokens than those that follow a sentence end. The engine may then leave
@@ -2102,7 +2051,6 @@ class Settings(_message.Message):
         kv_memory_lease_ms: _builtins.int = ...,
         answer_reserve_tokens: _builtins.int = ...,
         find_loops: _builtins.bool = ...,
-        repeats_from_tokens: _builtins.int = ...,
         engine_limits: Global___EngineLimitValues | None = ...,
         merge_openings: _builtins.bool = ...,
         merge_answers: _builtins.bool = ...,
@@ -2111,7 +2059,7 @@ class Settings(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "repeats_from_tokens", b"repeats_from_tokens", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -1146,10 +1146,9 @@ class ShadowComparison(_message.Message):
     WOULD_END_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SAVED_TOKENS_FIELD_NUMBER: _builtins.int
     section: _builtins.str
-    """Policy section of the rule: scheduler, entropy or loop. The rule on near-loops and the give-up rule, which have
-    shadows of their own, count as the sections near_loop and give_up. All thinking budgets in shadow count as the
-    section budget, with the caps that they would have set, without soft close; pressure entries in shadow likewise
-    count as the section pressure.
+    """Policy section of the rule: scheduler, entropy or loop. The give-up rule, which has a shadow of its own, counts as
+    the section give_up. All thinking budgets in shadow count as the section budget, with the caps that they would have
+    set, without soft close; pressure entries in shadow likewise count as the section pressure.
     """
     reason: _builtins.str
     """Reason of the rule (a force's reason, hard_cap or answer_reserve), for that rule alone. Empty for the section as a
@@ -2411,12 +2410,10 @@ class Signals(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_PERIOD_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_TOKENS_FIELD_NUMBER: _builtins.int
-    SAME_ANSWER_FIELD_NUMBER: _builtins.int
     BOUNDARY_MARGINS_NATS_FIELD_NUMBER: _builtins.int
     BOUNDARY_RPDI_FIELD_NUMBER: _builtins.int
     EARLIER_EAT_EMA_NATS_FIELD_NUMBER: _builtins.int
     EARLIER_EAT_EMA_VARIANCE_FIELD_NUMBER: _builtins.int
-    REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
     EAT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     phase: _agent_pb2.Phase.ValueType
     """Phase that the request was in."""
@@ -2444,10 +2441,6 @@ class Signals(_message.Message):
     """Tokens of one round of the cycle in which the thinking repeats; 0 for no cycle."""
     loop_tokens: _builtins.int
     """Newest thinking tokens that repeat in that cycle."""
-    same_answer: _builtins.int
-    """Number of EAT probes in a row, up to the newest one, that had the same trial answer."""
-    repeated_tokens: _builtins.int
-    """Tokens among the newest 1024 thinking tokens that repeat earlier thinking; 0 if the agent reported none."""
     eat_think_tokens: _builtins.int
     """Thinking tokens at which the newest EAT sample was measured."""
     @_builtins.property
@@ -2490,17 +2483,15 @@ class Signals(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         loop_period_tokens: _builtins.int = ...,
         loop_tokens: _builtins.int = ...,
-        same_answer: _builtins.int = ...,
         boundary_margins_nats: _abc.Iterable[_builtins.float] | None = ...,
         boundary_rpdi: _abc.Iterable[_builtins.float] | None = ...,
         earlier_eat_ema_nats: _abc.Iterable[_builtins.float] | None = ...,
         earlier_eat_ema_variance: _abc.Iterable[_builtins.float] | None = ...,
-        repeated_tokens: _builtins.int = ...,
         eat_think_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_margins_nats", b"boundary_margins_nats", "boundary_ranks", b"boundary_ranks", "boundary_rpdi", b"boundary_rpdi", "earlier_eat_ema_nats", b"earlier_eat_ema_nats", "earlier_eat_ema_variance", b"earlier_eat_ema_variance", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "eat_think_tokens", b"eat_think_tokens", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "repeated_tokens", b"repeated_tokens", "rpdi", b"rpdi", "same_answer", b"same_answer", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_margins_nats", b"boundary_margins_nats", "boundary_ranks", b"boundary_ranks", "boundary_rpdi", b"boundary_rpdi", "earlier_eat_ema_nats", b"earlier_eat_ema_nats", "earlier_eat_ema_variance", b"earlier_eat_ema_variance", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "eat_think_tokens", b"eat_think_tokens", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

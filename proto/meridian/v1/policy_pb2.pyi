@@ -362,9 +362,6 @@ class LoopOverride(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     MIN_ROUNDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
-    ENTROPY_COLLAPSE_RATIO_FIELD_NUMBER: _builtins.int
-    NEAR_REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
-    NEAR_SHADOW_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Replaces LoopPolicy.enabled."""
     shadow: _builtins.bool
@@ -373,12 +370,6 @@ class LoopOverride(_message.Message):
     """Replaces LoopPolicy.min_rounds."""
     min_tokens: _builtins.int
     """Replaces LoopPolicy.min_tokens."""
-    entropy_collapse_ratio: _builtins.float
-    """Replaces LoopPolicy.entropy_collapse_ratio."""
-    near_repeated_tokens: _builtins.int
-    """Replaces LoopPolicy.near_repeated_tokens."""
-    near_shadow: _builtins.bool
-    """Replaces LoopPolicy.near_shadow."""
     def __init__(
         self,
         *,
@@ -386,40 +377,25 @@ class LoopOverride(_message.Message):
         shadow: _builtins.bool | None = ...,
         min_rounds: _builtins.int | None = ...,
         min_tokens: _builtins.int | None = ...,
-        entropy_collapse_ratio: _builtins.float | None = ...,
-        near_repeated_tokens: _builtins.int | None = ...,
-        near_shadow: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["entropy_collapse_ratio"]  # noqa: Y015
-    _WhichOneofArgType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["_entropy_collapse_ratio", b"_entropy_collapse_ratio"]  # noqa: Y015
     _WhichOneofReturnType__min_rounds: _TypeAlias = _typing.Literal["min_rounds"]  # noqa: Y015
     _WhichOneofArgType__min_rounds: _TypeAlias = _typing.Literal["_min_rounds", b"_min_rounds"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__near_repeated_tokens: _TypeAlias = _typing.Literal["near_repeated_tokens"]  # noqa: Y015
-    _WhichOneofArgType__near_repeated_tokens: _TypeAlias = _typing.Literal["_near_repeated_tokens", b"_near_repeated_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__near_shadow: _TypeAlias = _typing.Literal["near_shadow"]  # noqa: Y015
-    _WhichOneofArgType__near_shadow: _TypeAlias = _typing.Literal["_near_shadow", b"_near_shadow"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_collapse_ratio) -> _WhichOneofReturnType__entropy_collapse_ratio | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_rounds) -> _WhichOneofReturnType__min_rounds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_repeated_tokens) -> _WhichOneofReturnType__near_repeated_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_shadow) -> _WhichOneofReturnType__near_shadow | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
@@ -443,7 +419,6 @@ class EntropyOverride(_message.Message):
     EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
-    SAME_ANSWER_SAMPLES_FIELD_NUMBER: _builtins.int
     MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
@@ -472,8 +447,6 @@ class EntropyOverride(_message.Message):
     """Replaces EntropyPolicy.eat_probe_max_rank."""
     eat_hold_ms: _builtins.int
     """Replaces EntropyPolicy.eat_hold_ms."""
-    same_answer_samples: _builtins.int
-    """Replaces EntropyPolicy.same_answer_samples."""
     margin_threshold_nats: _builtins.float
     """Replaces EntropyPolicy.margin_threshold_nats."""
     confirm_sentence_ends: _builtins.int
@@ -505,7 +478,6 @@ class EntropyOverride(_message.Message):
         eat_warmup_samples: _builtins.int | None = ...,
         eat_probe_max_rank: _builtins.int | None = ...,
         eat_hold_ms: _builtins.int | None = ...,
-        same_answer_samples: _builtins.int | None = ...,
         margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
         eat_probe_max_margin_nats: _builtins.float | None = ...,
@@ -513,9 +485,9 @@ class EntropyOverride(_message.Message):
         give_up_eat_nats: _builtins.float | None = ...,
         give_up_shadow: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -549,8 +521,6 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
-    _WhichOneofReturnType__same_answer_samples: _TypeAlias = _typing.Literal["same_answer_samples"]  # noqa: Y015
-    _WhichOneofArgType__same_answer_samples: _TypeAlias = _typing.Literal["_same_answer_samples", b"_same_answer_samples"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
@@ -585,8 +555,6 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__same_answer_samples) -> _WhichOneofReturnType__same_answer_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
@@ -785,7 +753,6 @@ class EntropyPolicy(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     HOLDOUT_SHARE_FIELD_NUMBER: _builtins.int
     MAX_LOSS_FIELD_NUMBER: _builtins.int
-    SAME_ANSWER_SAMPLES_FIELD_NUMBER: _builtins.int
     MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
@@ -797,7 +764,7 @@ class EntropyPolicy(_message.Message):
     MARGIN_REFERENCE_FIELD_NUMBER: _builtins.int
     RPDI_REFERENCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Evaluate the EAT, rank, margin, RPDI, same-answer and give-up rules; false switches all of them off."""
+    """Evaluate the EAT, rank, margin, RPDI and give-up rules; false switches all of them off."""
     shadow: _builtins.bool
     """Make and count decisions, but do not end thinking."""
     ema_alpha: _builtins.float
@@ -841,10 +808,6 @@ class EntropyPolicy(_message.Message):
     """Largest share of requests, a fraction, whose answer one kind of shortening may change: the entropy rules, soft
     close, caps, loop rules, a budget or a pressure entry. If the control group shows more harm, the control plane
     withdraws this kind. 1 switches this off.
-    """
-    same_answer_samples: _builtins.int
-    """Same-answer rule: thinking ends once this many EAT probes in a row had the same trial answer, of which a probe
-    reads the first token; 0 switches the rule off.
     """
     margin_threshold_nats: _builtins.float
     """Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability of the likeliest
@@ -915,7 +878,6 @@ class EntropyPolicy(_message.Message):
         lease_ms: _builtins.int | None = ...,
         holdout_share: _builtins.float | None = ...,
         max_loss: _builtins.float | None = ...,
-        same_answer_samples: _builtins.int | None = ...,
         margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
         eat_probe_max_margin_nats: _builtins.float | None = ...,
@@ -927,9 +889,9 @@ class EntropyPolicy(_message.Message):
         margin_reference: _abc.Iterable[Global___SignalBin] | None = ...,
         rpdi_reference: _abc.Iterable[Global___SignalBin] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_reference", b"margin_reference", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_reference", b"margin_reference", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -971,8 +933,6 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_window_tokens: _TypeAlias = _typing.Literal["rpdi_window_tokens"]  # noqa: Y015
     _WhichOneofArgType__rpdi_window_tokens: _TypeAlias = _typing.Literal["_rpdi_window_tokens", b"_rpdi_window_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__same_answer_samples: _TypeAlias = _typing.Literal["same_answer_samples"]  # noqa: Y015
-    _WhichOneofArgType__same_answer_samples: _TypeAlias = _typing.Literal["_same_answer_samples", b"_same_answer_samples"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
@@ -1015,8 +975,6 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_window_tokens) -> _WhichOneofReturnType__rpdi_window_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__same_answer_samples) -> _WhichOneofReturnType__same_answer_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
@@ -1126,9 +1084,6 @@ class LoopPolicy(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     MIN_ROUNDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
-    ENTROPY_COLLAPSE_RATIO_FIELD_NUMBER: _builtins.int
-    NEAR_REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
-    NEAR_SHADOW_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Have agents look for cycles of up to 512 tokens in the thinking; false looks for none."""
     shadow: _builtins.bool
@@ -1137,16 +1092,6 @@ class LoopPolicy(_message.Message):
     """Rounds of a cycle, the first one included, from which on thinking ends; min_tokens must be reached too."""
     min_tokens: _builtins.int
     """Thinking tokens that repeat, the first round included, from which on thinking ends; min_rounds must be reached too."""
-    entropy_collapse_ratio: _builtins.float
-    """Largest mean entropy of the newest entropy.rpdi_window_tokens thinking tokens, as a fraction of the mean of all
-    thinking tokens, at which a near-loop ends; 0 leaves entropy out.
-    """
-    near_repeated_tokens: _builtins.int
-    """Tokens among the newest 1024 thinking tokens that must repeat earlier thinking for the thinking to end as a
-    near-loop; 0 disables the rule on near-loops.
-    """
-    near_shadow: _builtins.bool
-    """Make and count decisions on near-loops, but do not end their thinking; true also while the section is in shadow."""
     def __init__(
         self,
         *,
@@ -1154,40 +1099,25 @@ class LoopPolicy(_message.Message):
         shadow: _builtins.bool | None = ...,
         min_rounds: _builtins.int | None = ...,
         min_tokens: _builtins.int | None = ...,
-        entropy_collapse_ratio: _builtins.float | None = ...,
-        near_repeated_tokens: _builtins.int | None = ...,
-        near_shadow: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["entropy_collapse_ratio"]  # noqa: Y015
-    _WhichOneofArgType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["_entropy_collapse_ratio", b"_entropy_collapse_ratio"]  # noqa: Y015
     _WhichOneofReturnType__min_rounds: _TypeAlias = _typing.Literal["min_rounds"]  # noqa: Y015
     _WhichOneofArgType__min_rounds: _TypeAlias = _typing.Literal["_min_rounds", b"_min_rounds"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__near_repeated_tokens: _TypeAlias = _typing.Literal["near_repeated_tokens"]  # noqa: Y015
-    _WhichOneofArgType__near_repeated_tokens: _TypeAlias = _typing.Literal["_near_repeated_tokens", b"_near_repeated_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__near_shadow: _TypeAlias = _typing.Literal["near_shadow"]  # noqa: Y015
-    _WhichOneofArgType__near_shadow: _TypeAlias = _typing.Literal["_near_shadow", b"_near_shadow"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_collapse_ratio) -> _WhichOneofReturnType__entropy_collapse_ratio | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_rounds) -> _WhichOneofReturnType__min_rounds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_repeated_tokens) -> _WhichOneofReturnType__near_repeated_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_shadow) -> _WhichOneofReturnType__near_shadow | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 

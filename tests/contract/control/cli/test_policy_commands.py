@@ -43,12 +43,11 @@ async def test_get_before_anything_is_stored(control: Control) -> None:
     assert result.stderr == "NOT_FOUND: no policy is stored yet\n"
 
 
-async def test_get_says_that_the_control_plane_is_newer() -> None:
-    """The server's policy has the field 1000, which this version does not know."""
+async def got(policy: policy_pb2.Policy) -> Any:
+    """Return the result of `policy get` from a server of another version that has this policy."""
 
     async def get(request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
-        stored = policy_pb2.PolicyRevision(revision=3, policy=policy_pb2.Policy.FromString(b"\xc0\x3e\x01"))
-        return policy_pb2.GetPolicyResponse(revision=stored)
+        return policy_pb2.GetPolicyResponse(revision=policy_pb2.PolicyRevision(revision=3, policy=policy))
 
     to_bytes, from_bytes = policy_pb2.GetPolicyResponse.SerializeToString, policy_pb2.GetPolicyRequest.FromString
     methods = {"GetPolicy": grpc.unary_unary_rpc_method_handler(get, from_bytes, to_bytes)}
@@ -57,9 +56,33 @@ async def test_get_says_that_the_control_plane_is_newer() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        result = await run("policy", "get", server=f"127.0.0.1:{port}")
+        return await run("policy", "get", server=f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
+
+
+async def test_get_from_an_older_control_plane_leaves_out_removed_fields() -> None:
+    """A field that had an effect there is named, because applying the printed policy would lose it."""
+    policy = policy_pb2.Policy()
+    policy.loop.MergeFromString(b"\x30\xd0\x05\x38\x01")  # near_repeated_tokens = 720, near_shadow = true
+    result = await got(policy)
+    assert (result.exit_code, parse_toml(result.stdout)) == (OK, parse_toml(""))
+    assert result.stderr.startswith(
+        "warning: not printed: loop.near_repeated_tokens = 720 has no effect: it was removed after version 0.3.0: "
+    )
+    assert result.stderr.count("\n") == 1
+
+
+async def test_a_file_with_a_removed_field_is_refused_before_it_is_sent(control: Control, file: Path) -> None:
+    file.write_text("loop.near_repeated_tokens = 0\n")
+    result = await control("policy", "apply", "-f", file)
+    assert (result.exit_code, result.stdout) == (INVALID, "")
+    assert result.stderr.startswith("loop.near_repeated_tokens was removed after version 0.3.0: loop.min_rounds and ")
+
+
+async def test_get_says_that_the_control_plane_is_newer() -> None:
+    """The server's policy has the field 1000, which this version does not know."""
+    result = await got(policy_pb2.Policy.FromString(b"\xc0\x3e\x01"))
     assert (result.exit_code, result.stdout) == (FAILED, "")
     reason, *fields = result.stderr.splitlines()
     assert reason.startswith(f"the control plane is newer than this meridianctl ({__version__})")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("labelled", [True, False])
 def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
     found = calibrate(replay(tmp_path, made(), labelled), GOAL)
-    assert separating(found) == {"EAT", "rank"} | ({"same answer"} if labelled else set())
+    assert separating(found) == {"EAT", "rank"}
     assert found.recommended is not None
     assert found.confirmed
     figures = found.recommended.held_out
@@ -63,7 +63,7 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
 
 def test_a_margin_that_tells_is_found(tmp_path: Path) -> None:
     found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", margin="tells")), GOAL)
-    assert separating(found) - {"same answer"} == {"margin"}
+    assert separating(found) == {"margin"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"margin"}
     assert found.recommended.held_out.saved > 0.2
@@ -77,7 +77,7 @@ def test_a_margin_that_does_not_tell_is_switched_off(tmp_path: Path) -> None:
     base = policy(entropy={"margin_threshold_nats": 2.0, "eat_probe_max_margin_nats": 3.0, "confirm_sentence_ends": 3})
     requests = made(rank="noise", margin="noise")
     found = calibrate(replay(tmp_path, requests, base=base), GOAL)
-    assert separating(found) - {"same answer"} == {"EAT"}
+    assert separating(found) == {"EAT"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"EAT"}
     entropy = found.policy.entropy
@@ -92,7 +92,7 @@ def test_a_trace_of_an_older_agent_has_no_margin(tmp_path: Path) -> None:
     found = calibrate(replay(tmp_path, requests), GOAL)
     assert {s.signal: s.why_not for s in found.separations}["margin"] == "it was not measured"
     assert not {MARGIN, EAT_NEAR} & set(found.fronts)
-    assert separating(found) == {"EAT", "rank", "same answer"}
+    assert separating(found) == {"EAT", "rank"}
 
 
 def test_pairs_agree_on_how_many_sentence_ends(tmp_path: Path) -> None:
@@ -144,12 +144,23 @@ def test_eat_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_nothing_is_found_in_noise(tmp_path: Path, labelled: bool) -> None:
-    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", same="noise"), labelled), GOAL)
+    """A late end harms few requests, whatever it is decided from, so the allowed loss is small."""
+    goal = replace(GOAL, max_loss=0.05)
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", same="noise"), labelled), goal)
     assert separating(found) == set()
-    assert (found.recommended, found.confirmed) == (None, False)
+    assert (found.recommended, found.confirmed, found.second) == (None, False, None)
     entropy = found.policy.entropy
     assert (entropy.shadow, entropy.eat_level_threshold_nats, entropy.rpdi_threshold) == (True, 0, 0)
     assert (entropy.rank_conditions, found.policy.scheduler.soft_think_tokens) == ((), 0)
+
+
+def test_a_trace_under_fields_that_were_removed(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, made(40))
+    assert replayed.episodes.policy is not None
+    replayed.episodes.policy.loop.MergeFromString(b"\x30\xe0\x03\x38\x01")  # near_repeated_tokens = 480
+    found = calibrate(replayed, GOAL)
+    (caution,) = (text for text in frontier.cautions(found, replayed) if "removed" in text)
+    assert caution.startswith("The policy of the trace: loop.near_repeated_tokens = 480 has no effect: it was removed ")
 
 
 def test_signals_that_were_not_measured(tmp_path: Path) -> None:
@@ -159,7 +170,7 @@ def test_signals_that_were_not_measured(tmp_path: Path) -> None:
         request.rows = [(phase, flags, float("nan"), rank) for phase, flags, _, rank in request.rows]
     found = calibrate(replay(tmp_path, requests), GOAL)
     why = {s.signal: s.why_not for s in found.separations}
-    assert why["EAT"] == why["RPDI"] == why["entropy"] == why["same answer"] == "it was not measured"
+    assert why["EAT"] == why["RPDI"] == why["entropy"] == "it was not measured"
     assert not why["rank"]
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"rank"}
@@ -175,7 +186,7 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
         values = request.probes.items()
         request.probes = {at: (eat, number) for number, (at, (eat, _)) in enumerate(values, 1)}
     found = calibrate(replay(tmp_path, requests, labelled=False), GOAL)
-    why = {s.why_not for s in found.separations if s.signal not in ("margin", "same answer")}
+    why = {s.why_not for s in found.separations if s.signal != "margin"}
     assert why == {"every stop is right: there is nothing to tell apart"}
     assert found.recommended is None
 

@@ -1,6 +1,7 @@
 """PolicyService on a real grpc.aio server over a real store."""
 
 import asyncio
+import base64
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -23,7 +24,9 @@ from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
+from tests.processes import ROOT
 
+DATA = ROOT / "tests" / "data" / "policies"
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 
 
@@ -201,6 +204,18 @@ async def test_validate_only_answers_alike(service: Service) -> None:
     assert checked.changes == done.changes
     done.revision.revision, done.revision.etag = 0, ""
     assert checked == done
+
+
+async def test_an_older_client_may_send_removed_fields_only_with_their_defaults(service: Service) -> None:
+    """It sends every field that it knows: what version 0.3.0 sends for an empty file is the default policy."""
+    policy = policy_pb2.Policy.FromString(base64.b64decode((DATA / "default-0.3.0.b64").read_text()))
+    await service.update(policy=policy)
+    assert (await service.get()).policy == to_proto(Policy())
+    policy.loop.MergeFromString(b"\x30\xd0\x05")  # near_repeated_tokens = 720
+    (violation,) = detail(await service.refusal(policy=policy), error_details_pb2.BadRequest).field_violations
+    assert violation.field == "loop.near_repeated_tokens"
+    assert violation.description.startswith("was removed after version 0.3.0: loop.min_rounds and loop.min_tokens end ")
+    assert (await service.get()).revision == 1
 
 
 async def test_a_repeated_request_gets_the_same_answer(service: Service) -> None:

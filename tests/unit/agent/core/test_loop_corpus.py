@@ -1,4 +1,4 @@
-"""Text that repeats itself for a reason, and is no loop: source code, tables, sums, records; and near-loops.
+"""Text that repeats itself for a reason, and is no loop: source code, tables, sums, records.
 
 The corpus is Python's standard library and generated text of the kinds that reasoning models write. A pattern of words,
 numbers and signs cuts text into tokens roughly as the vocabularies of large models do.
@@ -7,7 +7,6 @@ numbers and signs cuts text into tokens roughly as the vocabularies of large mod
 from __future__ import annotations
 
 import json
-import random
 import re
 import sysconfig
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_agent.core.token_cycles import LOOK_TOKENS, REPEAT_WINDOW, RepeatCount, TokenCycle, TokenTail
+from meridian_agent.core.token_cycles import LOOK_TOKENS, TokenCycle, TokenTail
 from meridian_control.policy.loop_schema import LoopPolicy
 
 if TYPE_CHECKING:
@@ -24,36 +23,6 @@ if TYPE_CHECKING:
 TOKEN = re.compile(r" ?[A-Za-z_]+| ?\d{1,3}| ?[^\sA-Za-z0-9_]{1,8}|\s+")
 LEAST_TOKENS = 100_000
 ENOUGH_TOKENS = 400_000
-# The number of repeated tokens that the policy's reference advises. No entropy is known for this corpus, so the tests
-# judge the count alone; the condition on entropy can only prevent ends.
-ADVISED = 720
-NAMES = (
-    "Alice",
-    "Bob",
-    "Carol",
-    "Dave",
-    "Erin",
-    "Frank",
-    "Grace",
-    "Heidi",
-    "Ivan",
-    "Judy",
-    "Mallory",
-    "Olivia",
-    "Peggy",
-)
-# Rounds in which a counter (k) or a name changes.
-ROUNDS = {
-    "counter": "Wait, let me check this once more. In attempt {k} the sum is 42, so the answer must be 42, which is "
-    "what I had before. ",
-    "case": "Case {k}: the equation does not hold for this value either, because the left side is even and the right "
-    "side is odd, so we go on with the next case and see. ",
-    "name": "Maybe {name} is the liar. If {name} is the liar, then the statement is false, which contradicts the "
-    "second one. So this is not possible. ",
-    "long": "Let me reconsider the problem from the start. Suppose that {name} takes the first train. Then the "
-    "distance is twelve miles, the time is three hours, and the speed is four miles per hour. But wait, the problem "
-    "says that the speed is five miles per hour, so that does not work. Let me try another way. ",
-}
 
 
 def tokens_of(text: str, ids: dict[str, int]) -> list[int]:
@@ -69,13 +38,6 @@ def would_end(tokens: list[int], rounds: int = LoopPolicy().min_rounds, least: i
         if cycle is not None and cycle.rounds >= rounds and cycle.tokens >= least:
             return min(seen, len(tokens))
     return 0
-
-
-def most_repeated(tokens: list[int]) -> int:
-    """Return the largest number of repeated tokens that the agent would report for this text."""
-    count = RepeatCount()
-    looks = range(LOOK_TOKENS, len(tokens) + LOOK_TOKENS, LOOK_TOKENS)
-    return max(count.take(tokens[:seen]) for seen in looks)
 
 
 def library() -> Iterator[str]:
@@ -118,21 +80,18 @@ def test_generated_text_is_not_ended(text: Callable[[], str]) -> None:
     tokens = tokens_of(text(), {})
     assert len(tokens) > 1500
     assert would_end(tokens) == 0
-    assert most_repeated(tokens) < ADVISED
 
 
 def test_source_code_is_not_ended() -> None:
     ids: dict[str, int] = {}
-    seen, ended, most = 0, 0, 0
+    seen, ended = 0, 0
     for text in library():
         tokens = tokens_of(text, ids)
         seen, ended = seen + len(tokens), ended + bool(would_end(tokens))
-        most = max(most, most_repeated(tokens))
         if seen > ENOUGH_TOKENS:
             break
     assert seen >= LEAST_TOKENS
     assert ended == 0
-    assert most < ADVISED
 
 
 def test_a_loop_in_such_text_is_ended() -> None:
@@ -142,16 +101,3 @@ def test_a_loop_in_such_text_is_ended() -> None:
     sentence = tokens_of("Wait, let me check this once more. The sum is 42, so the answer must be 42. ", ids)
     at = would_end(before + sentence * 40)
     assert 0 < at - len(before) <= max(4 * len(sentence), 256)
-
-
-@pytest.mark.parametrize("kind", ROUNDS)
-def test_a_near_loop_after_such_text_is_found_within_1200_tokens(kind: str) -> None:
-    """The rule on exact cycles does not find these loops."""
-    ids: dict[str, int] = {}
-    before = tokens_of(long_sum(), ids)[:3000]
-    names = random.Random(1)
-    rounds = [ROUNDS[kind].format(k=k, name=names.choice(NAMES)) for k in range(1, 60)]
-    looping = tokens_of("".join(rounds), ids)[: REPEAT_WINDOW + 176]
-    assert len(looping) == 1200
-    assert most_repeated(before) < ADVISED <= most_repeated(before + looping)
-    assert would_end(before + looping) == 0

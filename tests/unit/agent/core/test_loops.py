@@ -1,7 +1,4 @@
-"""Thinking that repeats itself: what the agent reports of it, and what the control plane decides from that.
-
-The rule on near-loops has a part of its own at the end.
-"""
+"""Thinking that repeats itself: what the agent reports of it, and what the control plane decides from that."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, REPEAT_WINDOW, LoopSearch
+from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, LoopSearch
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report as report_of
 from meridian_control.common.errors import InvalidRequest
@@ -42,9 +39,7 @@ class Looking(Tracker):
 
     def look(self) -> None:
         self.look_for_loops()
-        loops, repeats = self.search.search(self.record.looks)
-        self.record.loops += loops
-        self.record.repeats += repeats
+        self.record.loops += self.search.search(self.record.looks)
         self.record.looks = []
 
 
@@ -96,7 +91,7 @@ def test_a_step_of_several_tokens_is_looked_at_no_later(tokens_per_step: int) ->
 @pytest.mark.parametrize(("merge_loops", "gap"), [(False, LOOK_TOKENS), (True, 2 * LOOK_TOKENS)])
 def test_looks_are_half_as_often_while_no_end_follows_from_one(merge_loops: bool, gap: int) -> None:
     writer = Writer(tracker(), "a")
-    writer.tracker.loops.obey(find_loops=True, repeats_from=0, merge_loops=merge_loops)
+    writer.tracker.loops.obey(find_loops=True, merge_loops=merge_loops)
     for _ in range(300):
         writer.write(100)
     tokens = [tokens for _, _, tokens in writer.tracker.record.loops]
@@ -219,6 +214,19 @@ def test_a_report_that_breaks_the_contract(columns: dict[str, Any], error: str) 
         made.say(loops=agent_pb2.LoopColumns(**columns))
 
 
+def test_columns_of_repeated_tokens_that_older_agents_send_are_ignored() -> None:
+    """Agents up to version 0.3.0 count repeated tokens if their control plane asks for it (StepReport.repeats = 19)."""
+    made, slot = begun(LOOP)
+    repeats = bytes([0x9A, 0x01, 7, 0x0A, 1, slot, 0x12, 2, 0xD0, 0x05])
+    for period, tokens, ends in ((1, 39, 0), (1, 40, 1)):
+        loops = agent_pb2.LoopColumns(slot=[slot], period_tokens=[period], loop_tokens=[tokens])
+        report = agent_pb2.StepReport(step=made.session._ledger.step + 1, steps=1, loops=loops)
+        sent = agent_pb2.StepReport.FromString(report.SerializeToString() + repeats)
+        assert sent != report
+        responses = made.session.on_message(agent_pb2.ConnectRequest(step=sent), made.now)
+        assert sum(len(response.directives.forces) for response in responses) == ends
+
+
 def test_a_loop_in_a_free_slot_is_ignored() -> None:
     made, _ = begun(LOOP)
     assert looping(made, 40_000, 1, 300) == []
@@ -245,195 +253,3 @@ def test_the_agent_looks_only_if_a_policy_asks() -> None:
         made = stream(policy(**sections))
         sent = [response.settings for response in made.responses if response.HasField("settings")]
         assert [settings.find_loops for settings in sent] == [expected]
-
-
-# ---------------------------------------------------------------------------------------------------------- near-loops
-
-NEAR = {"near_repeated_tokens": 700, "near_shadow": False, "shadow": False, "min_rounds": 1000}
-
-
-def write_rounds(writer: Writer, tokens: int, per_step: int = 1) -> None:
-    """Write rounds of 40 tokens, the first of which counts the rounds."""
-    rounds = [token for count in range(10_000, 10_100) for token in (count, *range(100, 139))][:tokens]
-    for begin in range(0, len(rounds), per_step):
-        writer.write(*rounds[begin : begin + per_step])
-
-
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 7])
-def test_a_near_loop_is_reported_once_enough_tokens_repeat(tokens_per_step: int) -> None:
-    writer = Writer(tracker(tokens_per_step), "a")
-    writer.tracker.loops.obey(True, 700)
-    write_rounds(writer, 1200, tokens_per_step)
-    record = writer.tracker.record
-    assert record.loops == []
-    # 32 of the 40 tokens of each round end a sequence that the round before had too.
-    assert {slot for slot, _ in record.repeats} == {0}
-    assert min(tokens for _, tokens in record.repeats) >= 700
-    assert max(tokens for _, tokens in record.repeats) <= 32 * (REPEAT_WINDOW // 40) + REPEAT_WINDOW % 40
-    assert record.urgent
-    columns = report_of([writer.tracker.take_record()]).repeats
-    assert list(columns.repeated_tokens) == [tokens for _, tokens in record.repeats]
-
-
-def test_repetition_is_not_urgent_if_no_end_follows_from_it() -> None:
-    writer = Writer(tracker(), "a")
-    writer.tracker.merge_openings = True
-    writer.tracker.take_record()
-    writer.tracker.loops.obey(True, 700, merge_loops=True)
-    write_rounds(writer, 1200)
-    assert writer.tracker.record.repeats
-    assert not writer.tracker.record.urgent
-
-
-def test_repeated_tokens_are_counted_only_if_asked_for_and_only_in_thinking() -> None:
-    writer = Writer(tracker(), "a")
-    write_rounds(writer, 1500)
-    assert writer.tracker.record.repeats == []
-    writer.tracker.loops.obey(True, 700)
-    writer.write(END)
-    write_rounds(writer, 1500)
-    writer.write(START)
-    write_rounds(writer, 1000)
-    assert writer.tracker.record.repeats == [], "the thinking that goes on has not filled the window"
-    write_rounds(writer, 100)
-    assert writer.tracker.record.repeats
-    writer.tracker.loops.obey(True, 0)
-    write_rounds(writer, LOOK_TOKENS)
-    assert writer.tracker.search._repeats == {}
-
-
-def test_counts_of_a_slot_begin_anew_with_its_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meridian_agent.core.tracker.RESTING_SLOTS", 0)
-    shared = tracker()
-    shared.loops.obey(True, 700)
-    first = Writer(shared, "a")
-    write_rounds(first, 1000)
-    shared.close(first.live, 1)
-    shared.take_record()
-    after = Writer(shared, "b")
-    assert after.live.slot == first.live.slot
-    write_rounds(after, 600)
-    assert shared.record.repeats == []
-
-
-def repeating(made: Stream, slot: int, tokens: int) -> list[agent_pb2.ForceEnd]:
-    """Report a request's repeated tokens and return the ends that are decided."""
-    columns = agent_pb2.RepeatColumns(slot=[slot], repeated_tokens=[tokens])
-    report = agent_pb2.StepReport(step=made.session._ledger.step + 1, steps=1, repeats=columns)
-    responses = made.session.on_message(agent_pb2.ConnectRequest(step=report), made.now)
-    return [force for response in responses for force in response.directives.forces]
-
-
-def thinking(loop: dict[str, Any], entropies: tuple[float, float] = (2.0, 0.2), **sections: Any) -> tuple[Stream, int]:
-    """Return a stream with a request that has thought 24 tokens at the first entropy and 8 at the second.
-
-    RPDI, over the newest 8 tokens, is then 0.2 / 1.55 = 0.13.
-    """
-    made = stream(policy(scheduler=EARLY, entropy={"enabled": False, "rpdi_window_tokens": 8}, loop=loop, **sections))
-    slot = made.open("a")
-    think(made, "a", entropies)
-    return made, slot
-
-
-def think(made: Stream, name: str, entropies: tuple[float, float] = (2.0, 0.2)) -> None:
-    """Let all requests think 24 tokens, and then 8; a request's entropy falls in between."""
-    made.agent.scripts[name].entropy_nats = entropies[0]
-    made.step(24)
-    made.agent.scripts[name].entropy_nats = entropies[1]
-    made.step(8)
-
-
-@pytest.mark.parametrize(("tokens", "ends"), [(699, False), (700, True)])
-def test_a_near_loop_ends_if_enough_repeats_and_entropy_has_collapsed(tokens: int, ends: bool) -> None:
-    made, slot = thinking(NEAR)
-    found = [(force.slot, force.reason, force.shadow) for force in repeating(made, slot, tokens)]
-    assert found == [(slot, agent_pb2.FORCE_REASON_NEAR_LOOP, False)] * ends
-
-
-@pytest.mark.parametrize(("ratio", "ends"), [(0.5, False), (1.2, True), (0.0, True)])
-def test_without_a_collapse_only_a_policy_that_leaves_entropy_out_ends(ratio: float, ends: bool) -> None:
-    made, slot = thinking({**NEAR, "entropy_collapse_ratio": ratio}, (1.0, 1.0))
-    assert len(repeating(made, slot, 1000)) == ends
-
-
-def test_unknown_entropy_is_no_collapse() -> None:
-    made = stream(policy(scheduler=EARLY, entropy={"enabled": False, "rpdi_window_tokens": 512}, loop=NEAR))
-    slot = made.open("a")
-    made.step(32)
-    assert repeating(made, slot, 1000) == []
-
-
-@pytest.mark.parametrize(("shadow", "near_shadow"), [(True, False), (False, True), (True, True)])
-def test_near_loops_are_in_shadow_with_the_section_or_alone(shadow: bool, near_shadow: bool) -> None:
-    made, slot = thinking({**NEAR, "shadow": shadow, "near_shadow": near_shadow})
-    forces = [force for _ in range(3) for force in repeating(made, slot, 1000)]
-    assert [(force.reason, force.shadow) for force in forces] == [(agent_pb2.FORCE_REASON_NEAR_LOOP, True)]
-
-
-def test_near_loops_are_ended_for_some_requests_and_above_their_floor() -> None:
-    shadowed = {"near_shadow": True}
-    override = [{"tenant": "tables", "loop": shadowed}, {"tenant": "high", "loop": {"near_repeated_tokens": 1000}}]
-    made, slot = thinking(NEAR, override=[*override, {"tenant": "none", "loop": {"enabled": False}}])
-    others = {tenant: made.open(tenant, tenant=tenant) for tenant in ("tables", "high", "none")}
-    think(made, "tables")
-    others["floored"] = made.open("floored", min_think_tokens=1000)
-    for name in ("tables", "high", "none", "floored"):
-        think(made, name)
-    assert [force.shadow for force in repeating(made, others["tables"], 720)] == [True]
-    assert [len(repeating(made, others[tenant], 720)) for tenant in ("high", "none")] == [0, 0]
-    assert repeating(made, others["floored"], 1024) == []
-    assert len(repeating(made, slot, 720)) == 1
-
-
-def test_an_exact_loop_in_the_same_report_comes_first() -> None:
-    made, slot = thinking({**NEAR, "min_rounds": 3})
-    report = agent_pb2.StepReport(
-        step=made.session._ledger.step + 1,
-        steps=1,
-        loops=agent_pb2.LoopColumns(slot=[slot], period_tokens=[1], loop_tokens=[400]),
-        repeats=agent_pb2.RepeatColumns(slot=[slot], repeated_tokens=[1000]),
-    )
-    responses = made.session.on_message(agent_pb2.ConnectRequest(step=report), made.now)
-    forces = [force.reason for response in responses for force in response.directives.forces]
-    assert forces == [agent_pb2.FORCE_REASON_LOOP]
-
-
-def test_repeats_of_one_report_say_nothing_about_the_next() -> None:
-    made, slot = thinking({**NEAR, "entropy_collapse_ratio": 0.01})
-    assert repeating(made, slot, 1000) == []
-    assert made.session.table.repeated_tokens[slot] == 1000
-    made.step(2)
-    assert not made.session.table.repeated_tokens.any()
-
-
-def test_repeats_that_break_the_contract_or_name_a_free_slot() -> None:
-    made, slot = thinking(NEAR)
-    assert repeating(made, 40_000, 1000) == []
-    with pytest.raises(InvalidRequest, match="repeat columns must have one length"):
-        made.say(repeats=agent_pb2.RepeatColumns(slot=[slot], repeated_tokens=[]))
-
-
-def test_explain_names_the_values_of_a_near_loop() -> None:
-    made, slot = thinking(NEAR)
-    repeating(made, slot, 800)
-    (decision,) = (d for d in made.session.open_decisions.values() if d.kind == "force")
-    told = decision_message(decision)
-    assert (told.reason, told.signals.repeated_tokens) == ("near_loop", 800)
-    assert [(c.signal, c.value, c.limit_name, c.limit) for c in told.comparisons] == [
-        ("repeated_tokens", 800, "loop.near_repeated_tokens", 700),
-        ("rpdi", pytest.approx(0.2 / 1.55), "loop.entropy_collapse_ratio", 0.5),
-    ]
-
-
-def test_the_agent_counts_repeats_and_measures_entropy_only_if_a_policy_asks() -> None:
-    near = {"tenant": "a", "loop": {"near_repeated_tokens": 600}}
-    for sections, expected in (
-        ({"loop": {}}, (0, False)),
-        ({"loop": NEAR}, (700, True)),
-        ({"loop": {**NEAR, "entropy_collapse_ratio": 0.0}}, (700, False)),
-        ({"loop": NEAR, "override": [near]}, (600, True)),
-        ({"loop": {**NEAR, "enabled": False}}, (0, False)),
-    ):
-        made = stream(policy(scheduler={"soft_think_tokens": 0}, entropy=OFF, **sections))
-        sent = [response.settings for response in made.responses if response.HasField("settings")]
-        assert [(told.repeats_from_tokens, told.observe_entropy) for told in sent] == [expected]

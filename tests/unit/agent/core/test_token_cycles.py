@@ -1,34 +1,24 @@
-"""Exact cycles of tokens are found, the shortest of them, and nothing else is; repeated sequences are counted."""
+"""Exact cycles of tokens are found, the shortest of them, and nothing else is."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meridian_agent.core.token_cycles import (
-    DIFFERENT_TOKENS,
     KEPT_TOKENS,
     LOOK_TOKENS,
-    MAX_NEW_TOKENS,
     MAX_PERIOD,
     MIN_ROUNDS,
     MIN_TOKENS,
-    REPEAT_WINDOW,
-    SEQUENCE_SLOTS,
-    SEQUENCE_TOKENS,
     SUFFIX_TOKENS,
-    RepeatCount,
     TokenCycle,
     TokenTail,
     weight,
 )
-
-if TYPE_CHECKING:
-    import random
 
 
 def tail_of(tokens: list[int]) -> TokenTail:
@@ -123,72 +113,3 @@ def test_memory_stays_bounded() -> None:
     for end in range(0, len(text), LOOK_TOKENS):
         tail.take(text[:end])
     assert len(tail._text) <= (2 * KEPT_TOKENS + LOOK_TOKENS) * 4
-
-
-# ------------------------------------------------------------------------------------------------- repeated sequences
-
-
-def repeated_slowly(tokens: list[int]) -> int:
-    """Count with a set of all sequences, which forgets none."""
-    seen, hits = set[tuple[int, ...]](), list[bool]()
-    for end in range(SEQUENCE_TOKENS, len(tokens) + 1):
-        sequence = tuple(tokens[end - SEQUENCE_TOKENS : end])
-        hits.append(sequence in seen and len(set(sequence)) >= DIFFERENT_TOKENS)
-        seen.add(sequence)
-    return sum(hits[-REPEAT_WINDOW:])
-
-
-def count_of(tokens: list[int], *ends: int) -> int:
-    """Count the text's repeated tokens, taken in at these ends, or in steps of LOOK_TOKENS."""
-    count, found = RepeatCount(), 0
-    for end in ends or (*range(0, len(tokens), LOOK_TOKENS), len(tokens)):
-        found = count.take(tokens[:end])
-    return found
-
-
-@given(st.lists(st.integers(1, MAX_NEW_TOKENS), min_size=1, max_size=5))
-@settings(max_examples=50)
-def test_repeated_tokens_are_the_same_however_they_arrive(lengths: list[int]) -> None:
-    tokens = [token for name in range(1000, 1012) for token in (*range(60), name)]
-    ends = [0]
-    while ends[-1] < len(tokens):
-        ends.append(min(len(tokens), ends[-1] + lengths[len(ends) % len(lengths)]))
-    assert count_of(tokens, *ends) == count_of(tokens)
-
-
-@given(st.integers(20, 600), st.randoms(use_true_random=False))
-@settings(max_examples=30)
-def test_the_table_forgets_few_sequences_of_a_round(length: int, rng: random.Random) -> None:
-    """Two sequences that share a place of the table displace each other, so a few repeated tokens are missed."""
-    round_ = [rng.randrange(50_000) for _ in range(length)]
-    tokens = [token for name in range(50_000, 50_000 + 3000 // length) for token in (*round_, name)]
-    assert 0.8 * repeated_slowly(tokens) <= count_of(tokens) <= repeated_slowly(tokens) + 2
-
-
-def test_only_the_newest_tokens_count_as_repeated() -> None:
-    looping = list(range(40)) * 60
-    assert count_of(looping) == REPEAT_WINDOW
-    assert count_of(looping + list(range(1000, 1000 + REPEAT_WINDOW // 2))) == REPEAT_WINDOW // 2
-    assert count_of(looping + list(range(1000, 1000 + REPEAT_WINDOW))) == 0
-
-
-def test_sequences_of_few_different_tokens_do_not_count_as_repeated() -> None:
-    assert count_of([0, 1, 2, 3] * 400) == 0
-    assert count_of([0, 1, 2, 3, 4] * 400) == REPEAT_WINDOW
-
-
-def test_a_count_begins_anew_after_a_gap_and_after_tokens_were_taken_back() -> None:
-    looping = list(range(40)) * 60
-    count = RepeatCount()
-    assert count.take(looping) == MAX_NEW_TOKENS - 40 - SEQUENCE_TOKENS + 1
-    before = count.take(looping + looping[:20])
-    assert before == MAX_NEW_TOKENS - 40 - SEQUENCE_TOKENS + 1 + 20
-    assert count.take(looping) == MAX_NEW_TOKENS - 40 - SEQUENCE_TOKENS + 1
-
-
-def test_memory_of_sequences_stays_bounded() -> None:
-    count, text = RepeatCount(), list(range(100_000))
-    for end in range(0, len(text), LOOK_TOKENS):
-        count.take(text[:end])
-    assert len(count._seen) == SEQUENCE_SLOTS
-    assert count._bits.bit_length() <= REPEAT_WINDOW

@@ -68,7 +68,6 @@ def records(draw: st.DrawFn) -> StepRecord:
     record.handed_over = [slot for slot, reason in record.closed if reason == 1]
     record.preempted, record.resumed = draw(many(SLOTS)), draw(many(SLOTS))
     record.joined, record.loops = draw(many(st.tuples(SLOTS, MS))), draw(many(st.tuples(SLOTS, NUMBERS, NUMBERS)))
-    record.repeats = draw(many(st.tuples(SLOTS, NUMBERS)))
     record.continued = draw(many(st.tuples(SLOTS, NUMBERS, MS)))
     record.counters = (1,) * 11
     return record
@@ -80,7 +79,7 @@ def said(report: agent_pb2.StepReport) -> dict[str, list[Any]]:
         name: [str(row) for row in getattr(report, name)]
         for name in ("opened", "closed", "outcomes", "preempted", "resumed")
     }
-    for name in ("probes", "loops", "repeats", "continued", "joined"):
+    for name in ("probes", "loops", "continued", "joined"):
         columns = getattr(report, name)
         found[name] = list(zip(*(list(getattr(columns, f.name)) for f in columns.DESCRIPTOR.fields), strict=True))
     found["tokens"] = [tuple(row) for row in columns_of(report.tokens)[0].T.tolist()]
@@ -104,7 +103,7 @@ def test_the_reports_of_a_step_say_what_one_report_would(record: StepRecord, mos
 
 
 # The order in which `report_intake` takes in the fields of a report.
-ORDER = ["opened", "tokens", "joined", "probes", "loops", "repeats", "preempted", "resumed", "continued"]
+ORDER = ["opened", "tokens", "joined", "probes", "loops", "preempted", "resumed", "continued"]
 ORDER += ["outcomes", "closed"]
 
 

@@ -112,6 +112,14 @@ def test_what_cannot_be_used_is_ignored_with_one_line(
     assert said.lower() in record.getMessage().lower()
 
 
+def test_a_field_that_was_removed_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Agents up to version 0.3.0 keep repeats_from_tokens; their caps must not be lost with it."""
+    settings = {"revision": "7", "maxThinkTokens": 99, "repeatsFromTokens": 720}
+    (tmp_path / "e.json").write_text(content(settings=settings))
+    assert StateFile(tmp_path, "e", "m").load() == agent_pb2.Settings(revision=7, max_think_tokens=99)
+    assert not caplog.records
+
+
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     file = StateFile(tmp_path / "file", "e", "m")

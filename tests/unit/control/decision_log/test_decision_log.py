@@ -99,19 +99,6 @@ def test_what_the_eat_rule_saw_and_compared() -> None:
     assert compared(cap) == {"max_think_tokens": (32768, "=", "scheduler.max_think_tokens", 32768)}
 
 
-def test_what_the_same_answer_rule_saw_and_compared() -> None:
-    off = {"eat_level_threshold_nats": 0.0, "same_answer_samples": 3}
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | off))
-    made.open("a")
-    made.step(20)
-    (force,) = decisions(made, kind="force")
-    assert force.reason == "same_answer"
-    assert compared(force) == {
-        "think_tokens": (force.signals.think_tokens, ">=", "scheduler.min_think_tokens", 0),
-        "same_answer": (3, ">=", "entropy.same_answer_samples", 3),
-    }
-
-
 def test_what_a_confirmed_eat_rule_compared() -> None:
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"confirm_sentence_ends": 2}))
     made.open("a")

@@ -21,7 +21,6 @@ def lacking(*names: str) -> agent_pb2.Capabilities:
 
 
 IN_FORCE = {"shadow": False}
-NEAR = {**IN_FORCE, "near_repeated_tokens": 720, "near_shadow": False}
 ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"scheduler": {"strategy": "deadline"}}, "dispatch", "scheduler.strategy"),
     ({"scheduler": {"output_tpot_budget_ms": 5.0}}, "dispatch", "scheduler.output_tpot_budget_ms"),
@@ -37,15 +36,9 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"entropy": IN_FORCE}, "eat_probe", "entropy.eat_level_threshold_nats"),
     ({"entropy": IN_FORCE}, "token_entropy", "entropy.rpdi_threshold"),
     ({"entropy": {**IN_FORCE, "rank_conditions": [{"max_ranks": [5]}]}}, "token_entropy", "entropy.rank_conditions"),
-    (
-        {"entropy": {**IN_FORCE, "same_answer_samples": 8, "eat_level_threshold_nats": 0.0}},
-        "eat_probe",
-        "entropy.same_answer_samples",
-    ),
     ({"entropy": {**IN_FORCE, "margin_threshold_nats": 0.5}}, "token_entropy", "entropy.margin_threshold_nats"),
-    ({"loop": {**NEAR, "entropy_collapse_ratio": 0.3}}, "token_entropy", "loop.entropy_collapse_ratio"),
-    ({"loop": NEAR}, "force_end", "loop.enabled"),
-    ({"override": [{"loop": NEAR}]}, "token_entropy", "override[0].loop.entropy_collapse_ratio"),
+    ({"loop": IN_FORCE}, "force_end", "loop.enabled"),
+    ({"override": [{"loop": IN_FORCE}]}, "force_end", "override[0].loop.enabled"),
     (
         {"entropy": {**IN_FORCE, "give_up_tokens": 9, "give_up_shadow": False, "eat_level_threshold_nats": 0.0}},
         "eat_probe",

@@ -17,9 +17,9 @@ from tests.fakes.tables import policy, table, thinking
 from tests.unit.control.session.test_control_group import CONTROL, TREATED, counts
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
-EAT, SAME, GIVE_UP = (
+EAT, MARGIN, GIVE_UP = (
     agent_pb2.FORCE_REASON_EAT,
-    agent_pb2.FORCE_REASON_SAME_ANSWER,
+    agent_pb2.FORCE_REASON_MARGIN,
     agent_pb2.FORCE_REASON_GIVE_UP,
 )
 # A request whose EAT was still high at a probe after 2000 thinking tokens.
@@ -64,10 +64,11 @@ def test_the_floor_of_the_policy_holds() -> None:
 
 def test_it_comes_after_the_other_entropy_rules_and_before_soft_close() -> None:
     at_end = {"boundary_now": True, "boundary_ranks": [3] + [0] * 10, "boundary_count": 1}
-    rows = [UNDECIDED | {"same_answer": 8}, UNDECIDED | at_end, thinking(think_tokens=2003, **at_end)]
-    both = policy(entropy=RULE | {"same_answer_samples": 8}, scheduler={"soft_think_tokens": 100})
+    near = {**at_end, "boundary_margins": [0.1] + [9.0] * 3}
+    rows = [UNDECIDED | near, UNDECIDED | at_end, thinking(think_tokens=2003, **at_end)]
+    both = policy(entropy=RULE | {"margin_threshold_nats": 0.5}, scheduler={"soft_think_tokens": 100})
     found = sorted(ends(both, table(*rows)))
-    assert found == [(0, SAME), (1, GIVE_UP), (2, agent_pb2.FORCE_REASON_SOFT_CLOSE)]
+    assert found == [(0, MARGIN), (1, GIVE_UP), (2, agent_pb2.FORCE_REASON_SOFT_CLOSE)]
 
 
 @pytest.mark.parametrize("shadow", [{"shadow": True}, {"give_up_shadow": True}, {}])
@@ -172,7 +173,7 @@ def test_without_other_rules_on_probes_they_begin_shortly_before_the_rule() -> N
         return list(probes_due(asked, table(*rows)))
 
     assert begins() == [2, 3]
-    assert begins(eat_level_threshold_nats=0.1) == begins(same_answer_samples=1) == [0, 1, 2, 3]
+    assert begins(eat_level_threshold_nats=0.1) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,6 @@ def test_without_other_rules_on_probes_they_begin_shortly_before_the_rule() -> N
         ({"shadow": True}, False),
         ({"give_up_tokens": 0}, False),
         ({"give_up_shadow": True, "eat_level_threshold_nats": 0.1}, True),
-        ({"give_up_shadow": True, "same_answer_samples": 2}, True),
     ],
 )
 def test_a_request_waits_only_for_a_rule_in_force(entropy: dict[str, Any], waits: bool) -> None:

@@ -20,7 +20,6 @@ from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI
 RANK, SOFT = agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_SOFT_CLOSE
 MARGIN = agent_pb2.FORCE_REASON_MARGIN
-SAME = agent_pb2.FORCE_REASON_SAME_ANSWER
 
 ACTIVE = {"shadow": False}
 # A request for which EAT fires under the defaults, with exactly the evidence that is needed.
@@ -123,64 +122,6 @@ def test_the_rpdi_window_has_an_effect() -> None:
     rows = [DERAILED | {"entropy_count": 8, "entropy_sum": 8.0, "entropy_window_sum": 24.0}]
     assert ends(policy(), table(*rows, window=8)) == [(0, RPDI)]
     assert ends(policy(), table(*rows, window=16)) == []
-
-
-# ----------------------------------------------------------------------------------------------------- same answer
-
-# A request whose newest eight probes had the same trial answer.
-REPEATED = thinking(think_tokens=512, same_answer=8)
-
-
-def test_the_same_answer_fires_and_zero_switches_the_rule_off() -> None:
-    rows = table(REPEATED)
-    assert ends(policy(), rows) == []
-    assert ends(policy(entropy={"same_answer_samples": 8}), rows) == [(0, SAME)]
-    assert ends(policy(entropy={"same_answer_samples": 9}), rows) == []
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"think_tokens": 511},
-        {"same_answer": 7},
-        {"empty_answer": True},
-        {"phase": OUTPUT},
-        {"end_decided": True},
-        {"live": False},
-        {"own_min_think_tokens": 513},
-        {"shadow_decided": 1 << SAME},
-    ],
-)
-def test_the_same_answer_does_not_fire(changed: dict[str, Any]) -> None:
-    assert ends(policy(entropy={"same_answer_samples": 8}), table(REPEATED | changed)) == []
-
-
-def test_the_same_answer_comes_last_of_the_entropy_rules() -> None:
-    soft = {"soft_think_tokens": 100}
-    on = ACTIVE | {"same_answer_samples": 8, "rank_conditions": [{"max_ranks": [5]}]}
-    rows = [REPEATED | CONVERGED, REPEATED | ranked(3), REPEATED | DERAILED, REPEATED | ranked(15), REPEATED]
-    found = ends(policy(scheduler=soft, entropy=on), table(*rows))
-    assert sorted(found) == [(0, EAT), (1, RANK), (2, RPDI), (3, SAME), (4, SAME)]
-
-
-def test_a_request_is_probed_until_every_rule_on_probes_has_fired_in_shadow() -> None:
-    def due(fired: int, **entropy: Any) -> bool:
-        rows = table(thinking(think_tokens=600, shadow_decided=fired))
-        return bool(len(probes_due(policy(entropy=entropy), rows)))
-
-    both, only = {"same_answer_samples": 8}, {"same_answer_samples": 8, "eat_level_threshold_nats": 0.0}
-    assert due(1 << EAT, **both)
-    assert due(1 << SAME, **both)
-    assert not due(1 << EAT | 1 << SAME, **both)
-    assert not due(1 << SAME, **only)
-    assert due(1 << SAME, eat_level_threshold_nats=0.0), "the rule is off"
-
-
-def test_probes_begin_early_enough_for_the_answers_that_are_asked_for() -> None:
-    rows = table(thinking(think_tokens=512 - 40 * 5))
-    few = {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 5}
-    assert not len(probes_due(policy(entropy=few), rows))
-    assert probes_due(policy(entropy=few | {"same_answer_samples": 40}), rows).tolist() == [0]
 
 
 # ------------------------------------------------------------------------------------------------- rank, soft close

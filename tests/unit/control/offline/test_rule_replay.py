@@ -9,7 +9,6 @@ import pytest
 
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.offline.calibration import calibrate
-from meridian_control.offline.candidates import same_answer
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
@@ -193,52 +192,9 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
     return None, asked
 
 
-@pytest.mark.parametrize(("hold_ms", "late"), [(0, {2, 3, 4}), (50, {0})])
-def test_where_a_same_answer_rule_stops(tmp_path: Path, hold_ms: int, late: set[int]) -> None:
-    """The rule stops at the first sample that is the third with its answer, or once the decision from it has come."""
-    requests = made(30)
-    base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
-    replayed = replay(tmp_path, requests, base=base)
-    stops = replayed.stops(same_answer(3))
-    by_id = {request.request_id: request for request in requests}
-    for number, request_id in enumerate(replayed.episodes.ids):
-        ends = [tokens for tokens, _, _ in sentence_ends(by_id[request_id])]
-        probes = by_id[request_id].probes
-        at = next((tokens for tokens in ends if probes[tokens][1] >= 3), None)
-        natural = replayed.episodes.natural_tokens[number]
-        if at is not None and at < natural - 6:
-            assert stops.at_tokens[number] - at in late
-            assert stops.probes[number] >= sum(tokens <= at for tokens in ends)
-        elif at is None:
-            assert stops.at_tokens[number] == np.inf
-    assert np.isfinite(stops.at_tokens).sum() > 20
-
-
-def test_a_same_answer_rule_that_helps_is_found_and_its_policy_ends_thinking_nowhere_else(tmp_path: Path) -> None:
-    requests = made(eat="noise", rank="noise")
-    for request in requests:
-        runs = ((at, eat, run if at >= request.settled_tokens else 1) for at, (eat, run) in request.probes.items())
-        request.probes = {at: (eat, run) for at, eat, run in runs}
-    found = calibrate(replay(tmp_path, requests), GOAL)
-    assert separating(found) == {"same answer"}
-    assert found.recommended is not None
-    entropy = found.policy.entropy
-    assert entropy.same_answer_samples == found.recommended.rule.entropy["same_answer_samples"] > 0
-    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, 1)
-    assert (entropy.shadow, entropy.rank_conditions, entropy.rpdi_threshold) == (False, (), 0)
-    assert found.policy.scheduler.min_think_tokens == 0
-
-
-def test_without_labels_the_trial_answers_do_not_judge_themselves(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise"), labelled=False), GOAL)
-    (same,) = (s for s in found.separations if s.signal == "same answer")
-    assert same.why_not == "without labels the same trial answers judge it"
-    assert found.recommended is None
-
-
 def test_two_rules_on_probes_are_not_paired(tmp_path: Path) -> None:
     found = calibrate(replay(tmp_path, made(rank="noise")), GOAL)
-    assert separating(found) == {"EAT", "same answer"}
+    assert separating(found) == {"EAT"}
     assert not any(points[0].rule.either for points in found.fronts.values() if points)
 
 

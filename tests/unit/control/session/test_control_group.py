@@ -201,17 +201,6 @@ def test_harm_by_the_trial_answer_that_stays(course: Course, judged: tuple[int, 
     assert (told.shadow_saved_tokens > 10) == bool(judged[1])
 
 
-@pytest.mark.parametrize("last", [5, 6, 9, 12])
-def test_harm_of_the_same_answer_rule(last: int) -> None:
-    """The rule fires on a probe, and that probe's own answer is the one that the request would have got."""
-    rules = {"same_answer_samples": 3, "eat_level_threshold_nats": 0.0, "holdout_share": 0.5}
-    made = stream(policy(scheduler=EARLY, entropy={**RULES, **rules}))
-    made.open(CONTROL, 40, 2, eat_nats=lambda _: 2.0, trial_answer=lambda tokens: 1 + (tokens > last))
-    made.step(60)
-    told = counts(made)
-    assert (told.judged_stops, told.harmful, told.unjudged) == (1, 1, 0)
-
-
 def test_an_empty_answer_at_the_stop_is_harm() -> None:
     made = stream(HALF)
     made.agent.empty_answer = True

@@ -52,10 +52,8 @@ class Step:
     samples: dict[int, tuple[float, bool, int, int]] = field(default_factory=dict)
     # Slots whose newest probe is refused.
     refused: list[int] = field(default_factory=list)
-    # Cycles that are found, each with its slot, the tokens of a round and the tokens of the cycle; and the number of
-    # repeated tokens by slot.
+    # Cycles that are found, each with its slot, the tokens of a round and the tokens of the cycle.
     loops: list[tuple[int, int, int]] = field(default_factory=list)
-    repeats: dict[int, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -136,7 +134,7 @@ def _events(step: Step) -> StepRecord:
     record = StepRecord(preempted=step.preempted, resumed=step.resumed)
     record.opened = [(slot,) for slot in step.opened]
     record.closed = [(slot, agent_pb2.FINISH_REASON_STOP) for slot in step.closed]
-    record.loops, record.repeats = step.loops, [*step.repeats.items()]
+    record.loops = step.loops
     return record
 
 
@@ -163,7 +161,6 @@ def told(held: Policy, reports: Iterable[Sequence[Step]]) -> Engine:
 # Every rule alone and all rules together, in force and in shadow; each rule fires at some places of the streams below.
 OFF = {"rpdi_threshold": 0.0, "eat_probe_interval_tokens": 1 << 20}
 LOOP = {"enabled": True, "min_tokens": 256, "min_rounds": 3}
-NEAR_LOOP = LOOP | {"near_repeated_tokens": 512, "entropy_collapse_ratio": 0.75}
 RULES: dict[str, dict[str, Any]] = {
     "rank": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [3]}]}},
     "rank over several ends": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 6]}, {"max_ranks": [9] * 4}]}},
@@ -176,13 +173,12 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "rpdi, confirmed": {"entropy": {"rpdi_threshold": 1.1, "rpdi_window_tokens": 2, "confirm_sentence_ends": 2}},
     "loop": {"entropy": {"enabled": False}, "loop": LOOP},
-    "near loop": {"entropy": OFF | {"rpdi_window_tokens": 2}, "loop": NEAR_LOOP},
     "soft close": {"scheduler": {"soft_think_tokens": 4, "soft_close_rank": 4}, "entropy": {"enabled": False}},
     "all": {
         "scheduler": {"soft_think_tokens": 5, "soft_close_rank": 6},
         "entropy": {"rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "rank_conditions": [{"max_ranks": [3, 8]}]}
         | {"margin_threshold_nats": 0.25},
-        "loop": NEAR_LOOP,
+        "loop": LOOP,
     },
 }
 
@@ -201,7 +197,7 @@ def with_rule(name: str, shadow: bool, floor: int, **scheduler: Any) -> Policy:
         | sections.get("scheduler", {})
         | scheduler,
         entropy={"shadow": shadow, **sections["entropy"], **REFERENCES},
-        loop={"shadow": shadow, "near_shadow": shadow} | sections.get("loop", {}),
+        loop={"shadow": shadow} | sections.get("loop", {}),
     )
 
 
@@ -247,8 +243,6 @@ def streams(draw: st.DrawFn, slots: int = 2, drafts: int = 1) -> list[Step]:
                 step.tokens[slot] = rows
             if rows and phases[slot] == THINK and draw(st.integers(0, 5)) == 0:
                 step.loops.append((slot, 100, draw(st.sampled_from([200, 300, 400]))))
-            if rows and phases[slot] == THINK and draw(st.integers(0, 5)) == 0:
-                step.repeats[slot] = draw(st.sampled_from([500, 600]))
             if slot not in step.opened and draw(st.integers(0, 19)) == 0:
                 step.closed.append(slot)
                 del phases[slot]
@@ -291,11 +285,10 @@ def test_a_rule_sees_the_same_history_however_reports_are_cut(
     shadow=st.booleans(),
     floor=st.sampled_from([0, 3, 6]),
     extension=st.sampled_from([0, 4]),
-    equal=st.sampled_from([0, 1, 3]),
     gives_up=st.sampled_from([(0, True), (3, True), (3, False)]),
 )
-def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(  # noqa: PLR0917
-    data: st.DataObject, shadow: bool, floor: int, extension: int, equal: int, gives_up: tuple[int, bool]
+def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(
+    data: st.DataObject, shadow: bool, floor: int, extension: int, gives_up: tuple[int, bool]
 ) -> None:
     """A sample's step may be anywhere in a report, with other steps before and after it."""
     held = policy(
@@ -303,7 +296,7 @@ def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(  # noqa: 
         entropy=OFF
         | {"shadow": shadow, "eat_warmup_samples": 1, "ema_alpha": 1.0, "eat_probe_interval_tokens": 64}
         | {"eat_ema_variance_threshold": 1.0, "eat_level_threshold_nats": 1.0, "rank_conditions": [{"max_ranks": [2]}]}
-        | {"same_answer_samples": equal, "give_up_tokens": gives_up[0], "give_up_shadow": gives_up[1]},
+        | {"give_up_tokens": gives_up[0], "give_up_shadow": gives_up[1]},
     )
     first = Step(opened={0: THINK, 1: THINK}, tokens={0: [(THINK, 0, 1.0, 5)], 1: [(THINK, 0, 1.0, 5)]})
     steps = [first, *(replace(step, opened={}, closed=[]) for step in data.draw(streams(drafts=2)))]

@@ -179,8 +179,6 @@ SOFT: dict[str, Any] = {"scheduler": {"soft_think_tokens": 600}, "entropy": {"en
         ({"entropy": RANKS | {"shadow": True}}, False),
         ({"entropy": RANKS, "override": [{"tenant": "a", "entropy": {"rpdi_threshold": 2.0}}]}, False),
         ({"entropy": RANKS, "override": [{"tenant": "a", "entropy": {"shadow": True}}]}, False),
-        ({"entropy": RANKS, "loop": {"near_repeated_tokens": 600}}, False),
-        ({**SOFT, "loop": {"near_repeated_tokens": 600, "entropy_collapse_ratio": 0.0}}, True),
     ],
 )
 def test_all_tokens_are_measured_unless_sentence_ends_are_all_that_is_read(

@@ -256,51 +256,6 @@ def test_eat_probes_and_ends(shadow: bool) -> None:
     assert ("a" in made.agent.engine.live) == shadow
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_equal_answers_end_thinking(shadow: bool) -> None:
-    """Between the probes there are no sentence ends, and another answer starts the count again."""
-    off = {"eat_level_threshold_nats": 0.0, "same_answer_samples": 3}
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | off | {"shadow": shadow}))
-    slot = made.open("a")
-    # The probe that the first step asks for is measured in the second.
-    answers = iter((0, 7, 7, 8, 7, 7))
-    asked = 0
-    while (answer := next(answers, None)) is not None:
-        made.agent.trial_answer = answer
-        while not (found := made.step()).probes:
-            assert not found.forces
-        asked += 1
-    assert made.session.table.same_answer[slot] <= 2
-    while not (found := made.step()).forces:
-        asked += len(found.probes)
-    assert [(f.reason, f.shadow) for f in found.forces] == [(agent_pb2.FORCE_REASON_SAME_ANSWER, shadow)]
-    assert asked == 6
-    made.step(4)
-    assert made.session.totals.ends == {"same_answer_shadowed" if shadow else "same_answer": 1}
-    assert not made.step(20).probes, "no rule on probes is left"
-
-
-def test_probes_without_a_measurement_are_no_equal_answers() -> None:
-    off = {"eat_level_threshold_nats": 0.0, "same_answer_samples": 3}
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | off))
-    slot = made.open("a")
-    made.agent.eat_nats = float("nan")
-    for _ in range(20):
-        assert not made.step().forces
-    assert made.session.table.same_answer[slot] == 0
-    made.agent.eat_nats = 0.01
-    assert [f.reason for f in made.step(8).forces] == [agent_pb2.FORCE_REASON_SAME_ANSWER]
-
-
-def test_an_override_sets_its_own_number_of_equal_answers() -> None:
-    off = {"eat_level_threshold_nats": 0.0, "same_answer_samples": 9}
-    few = {"effort": "low", "entropy": {"same_answer_samples": 2}}
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | off, override=[few]))
-    made.open("plain")
-    low = made.open("low", effort="low")
-    assert {f.slot for f in made.step(12).forces} == {low}
-
-
 def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
     rules = {"shadow": False, "rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "eat_probe_interval_tokens": 10_000}
     made = stream(policy(scheduler=EARLY, entropy=rules))

@@ -156,26 +156,3 @@ def test_what_is_aborted_is_not_compared_and_what_ends_while_thinking_is() -> No
     made.agent.engine.finish("cut", 2)
     made.step()
     assert told(made.session.shadow)["entropy", ""][:3] == (1, 30, 1)
-
-
-@pytest.mark.parametrize(
-    ("loop", "counted"),
-    [
-        ({"shadow": True, "near_shadow": False}, {"loop", "near_loop"}),
-        ({"shadow": False}, {"near_loop"}),
-        ({"shadow": False, "near_shadow": False}, set()),
-        ({"shadow": False, "near_repeated_tokens": 0}, set()),
-        ({"shadow": False, "enabled": False}, set()),
-    ],
-)
-def test_near_loops_are_compared_by_themselves(loop: dict[str, Any], counted: set[str]) -> None:
-    off = {"enabled": False}
-    half = policy(scheduler=off, entropy=off, loop={"near_repeated_tokens": 720, **loop})
-    made = Comparison()
-    made.applied(1, half)
-    made.fired(0, "near_loop", 150)
-    made.ended(0, 200, half, NO_CAP)
-    rows = told(made)
-    assert {section for section, _ in rows} == counted
-    if "near_loop" in counted:
-        assert rows["near_loop", "near_loop"] == (1, 200, 1, 150, 50)
