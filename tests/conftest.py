@@ -38,7 +38,7 @@ FIRST = (
     "tests/contract/control/rollout/test_rollout.py",
     "tests/soak/test_soak.py",
     "tests/engine/test_replicated.py",
-    "tests/contract/control/cluster/test_whole_fleet.py",
+    "tests/contract/control/fleet/test_whole_fleet.py",
     "tests/engine/test_matrix.py[ngram",
     "tests/engine/test_data_parallel.py",
     "tests/engine/test_served.py",

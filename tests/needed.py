@@ -131,7 +131,7 @@ CHROMIUM = Need(
     "Chromium",
     program(*BROWSERS),
     "apt-get install chromium, or Google Chrome",
-    "tests/contract/control/status_page/test_status_page.py",
+    "tests/contract/control/page/test_status_page.py",
 )
 PROMTOOL = Need("promtool", program("promtool"), "apt-get install prometheus", "tests/deploy/test_generated.py")
 KUSTOMIZE = Need(

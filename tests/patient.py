@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 
 from meridian_control.app import main as app
-from meridian_control.cluster import cluster_fleet, decision_queries, peers, thinking_ends
+from meridian_control.fleet import decision_queries, peers, thinking_ends, whole_fleet
 
 # Seconds in place of the product's own limits.
 LONG_S = 120.0
 # Modules with the limit of a call to another replica.
-ASKING = (cluster_fleet, decision_queries, peers, thinking_ends)
+ASKING = (whole_fleet, decision_queries, peers, thinking_ends)
 
 if __name__ == "__main__":
     for module in ASKING:

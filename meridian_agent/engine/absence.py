@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Never
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.bad_settings import BadSettings
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.engine_name import EngineName
 from meridian_agent.link.identity import identity_of_engine, rank_of, targets
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 
-def say_absent(reason: str, scheduler: Any, connect: Callable[..., Link] = Link) -> None:
+def say_absent(reason: str, scheduler: Any, connect: Callable[..., ControlStream] = ControlStream) -> None:
     """Keep a stream open for as long as the engine runs, with a Hello that carries `reason` as the fault.
 
     scheduler: the engine's scheduler, of any version of vLLM.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_agent.engine.capabilities import EngineFacts
-    from meridian_agent.link.control_stream import Link
+    from meridian_agent.link.control_stream import ControlStream
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -49,7 +49,7 @@ SENTENCE_TOKENS = 512
 class Agent:
     """The agent of one engine; only the engine-core thread uses it."""
 
-    def __init__(self, scheduler: Any, markers: Markers, link: Link, facts: EngineFacts) -> None:
+    def __init__(self, scheduler: Any, markers: Markers, link: ControlStream, facts: EngineFacts) -> None:
         self.link, self.lease, self.mailbox, self.facts = link, link.lease, link.mailbox, facts
         self._outbox = link.outbox
         self.is_async = scheduler_api.is_async(scheduler)

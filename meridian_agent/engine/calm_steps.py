@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.engine.queue_order import Limit, QueueOrder
-    from meridian_agent.link.control_stream import Link
+    from meridian_agent.link.control_stream import ControlStream
 
 
 class CalmSteps:
@@ -27,7 +27,7 @@ class CalmSteps:
     the run stays the same, because its number changes as soon as anything changes for a live request."""
 
     def __init__(
-        self, tracker: Tracker, directives: Directives, probing: ProbeRunner, queues: QueueOrder, link: Link
+        self, tracker: Tracker, directives: Directives, probing: ProbeRunner, queues: QueueOrder, link: ControlStream
     ) -> None:
         self._tracker, self._directives, self._probing, self._queues = tracker, directives, probing, queues
         self._run, self._lease, self._mailbox = tracker.run, link.lease, link.mailbox

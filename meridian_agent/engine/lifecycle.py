@@ -24,7 +24,7 @@ from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.engine.start_facts import StartFacts
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.engine_name import EngineName
 from meridian_agent.link.environment import is_true
@@ -79,7 +79,7 @@ class Lifecycle:
         self._facts = EngineFacts(
             self._model, NO_SENTENCES, False, self._later_turns, guard.note, ("none", ""), self.limits
         )
-        self.link = Link(
+        self.link = ControlStream(
             self._targets,
             self.hello,
             self.prepare,

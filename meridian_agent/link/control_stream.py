@@ -67,7 +67,7 @@ CHANNEL_OPTIONS = [
 ]
 
 
-class Link:
+class ControlStream:
     """One engine's connection to one of `targets`: a random target after a stream that worked, else the next target.
 
     hello: builds the first message of every stream.

@@ -22,16 +22,16 @@ from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.budgets.store import BudgetStore
 from meridian_control.capabilities import listed
-from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.cluster.harm_guard import HarmGuard
-from meridian_control.cluster.membership import Replica, Replicas, new_id
-from meridian_control.cluster.peers import Peers
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.steady_clock import SteadyClock
 from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
+from meridian_control.fleet.harm_guard import HarmGuard
+from meridian_control.fleet.membership import Replica, Replicas, new_id
+from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.pressure_log import restore_idle
+from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
 from meridian_control.policy.directory import PolicyDirectory
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from meridian_control.decision_log.log import DecisionLog
+    from meridian_control.journal.log import DecisionLog
 
 logger = logging.getLogger("meridian_control")
 

@@ -23,9 +23,9 @@ from meridian_control.common.environment import BadVariable
 from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.common.metrics_listener import MetricsListener
 from meridian_control.common.plain_text import printable
-from meridian_control.decision_log.jsonl_file import decision_file
-from meridian_control.decision_log.log import DecisionLog
-from meridian_control.status_page.server import StatusPage
+from meridian_control.journal.jsonl_file import decision_file
+from meridian_control.journal.log import DecisionLog
+from meridian_control.page.server import StatusPage
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from meridian_control.telemetry.grpc_metrics import ServerMetrics
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 
-    from meridian_control.cluster.membership import Replicas
-    from meridian_control.decision_log.records import Life
     from meridian_control.fleet.budget_sharing import BudgetSharing
+    from meridian_control.fleet.membership import Replicas
+    from meridian_control.journal.records import Life
 
 logger = logging.getLogger("meridian_control")
 

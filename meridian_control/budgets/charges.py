@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
     from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.table.request_table import RequestTable
 
 K = TypeVar("K")
 # A tenant and a model.

@@ -6,7 +6,7 @@ from meridian_control.capabilities.entropy.stream import EntropyRules
 from meridian_control.capabilities.loops.stream import Loops
 from meridian_control.capabilities.order.stream import Order
 from meridian_control.capabilities.tiers.stream import Tiers
-from meridian_control.session.part import Capability
+from meridian_control.engine.part import Capability
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("caps", Caps.of),

@@ -30,7 +30,7 @@ from meridian_control.cli.console import (
 )
 from meridian_control.cli.expected import AllowNone, Expected, LeastEngines, all_engines, connected
 from meridian_control.cli.policy import Author
-from meridian_control.session.freeze_state import Match
+from meridian_control.engine.freeze_state import Match
 
 POLL_INTERVAL_S = 0.1
 # Seconds within which other replicas learn of a freeze.

@@ -50,7 +50,7 @@ from meridian_control.cli.tables import (
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
 from meridian_control.common.enum_names import entropy_backend_name
-from meridian_control.decision_log.request_ids import is_called
+from meridian_control.journal.request_ids import is_called
 
 POLL_INTERVAL_S = 0.3
 NONE_CONNECTED = "no engine is connected"

@@ -1,1 +1,1 @@
-"""All engines of one replica: their sessions, what is recorded of them, and their freezes. Knows no gRPC service."""
+"""All engines of one replica, their recordings and freezes, and all replicas as one. Knows no gRPC service."""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
     from meridian_control.common.slices import Sliced
-    from meridian_control.decision_log.records import Decision
+    from meridian_control.engine.session import Session
     from meridian_control.fleet.turns import Turns
-    from meridian_control.session.session import Session
+    from meridian_control.journal.records import Decision
 
 # Number and bytes of waiting responses at which the stream of a slow engine is closed; its agent then reconnects with a
 # snapshot.

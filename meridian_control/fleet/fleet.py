@@ -19,9 +19,9 @@ from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.tenant_usage import TenantUsage
 from meridian_control.common.errors import MeridianError, NotFound, TooMany
 from meridian_control.common.slices import at_once
-from meridian_control.decision_log.journal import Journal
-from meridian_control.decision_log.log import DecisionLog
-from meridian_control.decision_log.request_ids import is_called
+from meridian_control.engine.experiments import Experiments
+from meridian_control.engine.session import Session
+from meridian_control.engine.totals import Totals
 from meridian_control.fleet import store_reads
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
@@ -55,24 +55,24 @@ from meridian_control.fleet.status_messages import (
 from meridian_control.fleet.store_reads import read_stored
 from meridian_control.fleet.turns import Turns
 from meridian_control.handover.results import Handovers
-from meridian_control.session.arms import Experiments
-from meridian_control.session.counters import Totals
-from meridian_control.session.session import Session
+from meridian_control.journal.journal import Journal
+from meridian_control.journal.log import DecisionLog
+from meridian_control.journal.request_ids import is_called
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from meridian_control.common.slices import Sliced
+    from meridian_control.engine.freeze_state import Freeze
+    from meridian_control.engine.operator_ends import OperatorEnd
+    from meridian_control.engine.part import Capability
+    from meridian_control.engine.shadow_comparison import Comparison
     from meridian_control.fleet.memory import MemoryLimits
     from meridian_control.policy.diff import Subject
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
-    from meridian_control.session.freeze_state import Freeze
-    from meridian_control.session.operator_ends import OperatorEnd
-    from meridian_control.session.part import Capability
-    from meridian_control.session.shadow_comparison import Comparison
 
 logger = logging.getLogger(__name__)
 

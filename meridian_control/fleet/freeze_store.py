@@ -16,7 +16,7 @@ from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.common.errors import NotFound
-from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database, utc
 from meridian_control.storage.tables import freezes as _freezes
 

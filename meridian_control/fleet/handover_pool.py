@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from datetime import datetime
 
-    from meridian_control.session.session import Session
+    from meridian_control.engine.session import Session
 
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 # Time for which the engines of a replica that does not answer count as they were.

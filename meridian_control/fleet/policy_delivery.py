@@ -14,11 +14,11 @@ from meridian_control.rollout.transitions import revision_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from meridian_control.engine.session import Session
     from meridian_control.fleet.connection import Connection
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
-    from meridian_control.session.session import Session
 
 # A changed policy is sent after QUIET_S seconds without a newer change, at most MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from datetime import datetime
 
+    from meridian_control.engine.session import Session
     from meridian_control.fleet.connection import Connection
-    from meridian_control.session.session import Session
 
 logger = logging.getLogger(__name__)
 

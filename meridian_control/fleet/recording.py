@@ -16,16 +16,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import BadReport, RecordingTooSlow
-from meridian_control.decisions.token_rows import spell_out
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
-from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.table.token_rows import spell_out
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from datetime import datetime
 
-    from meridian_control.session.session import Session
+    from meridian_control.engine.session import Session
 
 # Bounds for the records that wait for a slow client, and for those of all clients together.
 QUEUE_BYTES = 32 << 20

@@ -15,7 +15,7 @@ from meridian_control.common.inference import share_difference
 
 if TYPE_CHECKING:
     from meridian_control.common.inference import Estimate
-    from meridian_control.session.arms import Ends
+    from meridian_control.engine.experiments import Ends
 
 # An answer is unusually long if it is longer than this share of the answers after natural ends.
 USUAL_SHARE = 0.95

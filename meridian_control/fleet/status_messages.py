@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import NotFound
-from meridian_control.decision_log.pressure_messages import pressure_messages
-from meridian_control.decision_log.request_ids import is_called
-from meridian_control.decisions.request_table import OUTPUT, THINK
-from meridian_control.decisions.signals import rpdi
 from meridian_control.handover import rule
+from meridian_control.journal.pressure_messages import pressure_messages
+from meridian_control.journal.request_ids import is_called
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
+from meridian_control.table.request_table import OUTPUT, THINK
+from meridian_control.table.signals import rpdi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.session.session import Session
+    from meridian_control.engine.session import Session
 
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:

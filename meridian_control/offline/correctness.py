@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decision_log.request_ids import shortened
+from meridian_control.journal.request_ids import shortened
 from meridian_control.offline.episodes import KEY
 from meridian_control.offline.trace_file import FileError
 

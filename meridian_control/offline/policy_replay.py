@@ -19,12 +19,12 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, MeridianError
-from meridian_control.decisions.request_table import THINK
-from meridian_control.decisions.token_rows import FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
+from meridian_control.engine.session import Session
+from meridian_control.engine.think_ends import FINISHED, by_limit
 from meridian_control.fleet.recording import given_freezes
 from meridian_control.offline.trace_file import FileError, read
-from meridian_control.session.session import Session
-from meridian_control.session.think_ends import FINISHED, by_limit
+from meridian_control.table.request_table import THINK
+from meridian_control.table.token_rows import FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

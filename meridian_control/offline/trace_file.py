@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.errors import BadReport
-from meridian_control.session.snapshot_parts import SnapshotParts
+from meridian_control.engine.snapshot_parts import SnapshotParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.budgets.stages import UNSHORTENED
-from meridian_control.decisions.request_table import OUTPUT, THINK
-from meridian_control.decisions.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
-from meridian_control.decisions.token_rows import FLAG_FROM_OUTPUT, differs
 from meridian_control.pressure.controller import (
     FORGET,
     MAX_HOLD,
@@ -29,6 +26,9 @@ from meridian_control.pressure.controller import (
 )
 from meridian_control.pressure.gains import least_gain_first
 from meridian_control.pressure.window import DECIMALS, Window
+from meridian_control.table.request_table import OUTPUT, THINK
+from meridian_control.table.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
+from meridian_control.table.token_rows import FLAG_FROM_OUTPUT, differs
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
-    from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.shortening_schema import PressurePolicy, Shortener
+    from meridian_control.table.request_table import RequestTable
 
 # Number of newest changes that are kept of each entry.
 CHANGES = 8

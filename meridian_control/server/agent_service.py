@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from meridian_control.engine.session import Session
     from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.fleet import Fleet
-    from meridian_control.session.session import Session
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from google.protobuf.message import Message
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.cluster import decision_queries, thinking_ends
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import fitting, page
+from meridian_control.fleet import decision_queries, thinking_ends
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     import grpc
 
-    from meridian_control.cluster.cluster_fleet import WholeFleet
+    from meridian_control.fleet.whole_fleet import WholeFleet
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -11,7 +11,7 @@ from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import page
-from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.engine.freeze_state import Freeze, Match
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.engine.experiments import Ends
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.policy.shortening_kinds import Kind
-    from meridian_control.session.arms import Ends
 
     Values = list[tuple[tuple[str, ...], float]]
 

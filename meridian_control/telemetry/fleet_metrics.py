@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 
 from meridian_control import __version__
 from meridian_control.common import enum_names
-from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.fleet.in_turns import in_turns
 from meridian_control.fleet.status_messages import engine_limits
 from meridian_control.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.rollout.state import State
+from meridian_control.table.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.telemetry.budget_metrics import budgets
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.control_group_metrics import control_group
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from meridian_control.common.histogram import Histogram
     from meridian_control.common.metric_entry import Entry
+    from meridian_control.engine.session import Session
+    from meridian_control.engine.totals import Totals
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.rollout.state import GuardrailReading, Rollout
-    from meridian_control.session.counters import Totals
-    from meridian_control.session.session import Session
 
     Labels: TypeAlias = tuple[str, ...]
     Rows: TypeAlias = Iterable[tuple[Labels, float]]

@@ -13,8 +13,8 @@ from meridian_control.policy.shortening_schema import TARGETS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from meridian_control.engine.totals import Totals
     from meridian_control.fleet.fleet import Fleet
-    from meridian_control.session.counters import Totals
 
 Values: TypeAlias = list[tuple[tuple[str, ...], float]]
 

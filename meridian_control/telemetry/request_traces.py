@@ -21,8 +21,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from meridian_control import __version__
 from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.decision_log.records import Decision
-from meridian_control.session.decision_ledger import CARRIED_OUT, ENDING
+from meridian_control.engine.decision_ledger import CARRIED_OUT, ENDING
+from meridian_control.journal.records import Decision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from meridian_control.decision_log.records import Life
+    from meridian_control.journal.records import Life
 
 # Timeout in seconds of an export, so an unreachable collector delays the control plane's exit by at most this long.
 EXPORT_TIMEOUT_S = 2

@@ -29,9 +29,9 @@ from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.app.garbage import FLOOD, NEVER, NEWEST
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.decision_log.journal import Journal
-from meridian_control.decision_log.log import DecisionLog
-from meridian_control.session.session import Session
+from meridian_control.engine.session import Session
+from meridian_control.journal.journal import Journal
+from meridian_control.journal.log import DecisionLog
 from meridian_control.telemetry.request_traces import Tracing
 from tests.contract.control.telemetry.test_tracing import Collector
 from tests.fakes.agent import FakeAgent

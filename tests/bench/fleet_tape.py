@@ -20,7 +20,7 @@ from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.link.messages import mergeable, step_report
-from meridian_control.session.settings_delivery import USUAL_INTERVAL_STEPS
+from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.bench.cost_load import ANSWER, MAX_TOKENS, PARAGRAPH, PROMPT_TOKENS, SENTENCE, SIGNALS, THINK, signals
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 from tests.fakes.sentences import ends_by_id

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.correctness import Judge, from_labels
 from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.policy import formats as forms
 from meridian_control.policy.model import Policy
+from meridian_control.table.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from tests.bench.program import BenchError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.step_record import Outcome
-from meridian_control.decisions.token_rows import spell_out
-from meridian_control.session.merged_steps import ages_ms
-from meridian_control.session.settings_delivery import USUAL_INTERVAL_STEPS
+from meridian_control.engine.merged_steps import ages_ms
+from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
+from meridian_control.table.token_rows import spell_out
 from tests.bench import fleet_report
 from tests.bench.fleet_engines import STEP_TAG, Decisions, varint
 from tests.bench.fleet_report import Beside, Setting

@@ -16,7 +16,7 @@ import grpc
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.record_queue import RecordQueue
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ STEPS = (StepRecord, tuple)
 def watch() -> None:
     """Make each stream's ring note the steps laid on it, each with the outcomes told so far, and the number of
     decisions received; call it before an engine is made."""
-    lay, receive = RecordQueue.lay, Link._receive
+    lay, receive = RecordQueue.lay, ControlStream._receive
 
     def laid(ring: Any, item: Any, presses: bool = False) -> None:
         if isinstance(item, STEPS):
@@ -49,13 +49,13 @@ def watch() -> None:
                 steps.popleft()
         lay(ring, item, presses)
 
-    def received(link: Link, response: agent_pb2.ConnectResponse) -> None:
+    def received(link: ControlStream, response: agent_pb2.ConnectResponse) -> None:
         ring: Any = link.outbox.ring
         receive(link, response)
         ring.heard = getattr(ring, "heard", 0) + sum(map(bool, _ids(response.directives)))
 
     setattr(RecordQueue, "lay", laid)  # noqa: B010
-    setattr(Link, "_receive", received)  # noqa: B010
+    setattr(ControlStream, "_receive", received)  # noqa: B010
 
 
 def _ids(directives: agent_pb2.Directives) -> list[int]:
@@ -95,7 +95,7 @@ class Settled:
                 raise TimeoutError(f"not within {PATIENCE_S} s: the control plane to answer the newest report")
             time.sleep(LOOK_S)
 
-    def _answered(self, link: Link, stub: Any) -> bool:
+    def _answered(self, link: ControlStream, stub: Any) -> bool:
         ring: Any = link.outbox.ring
         waiting = _waiting(ring)
         if waiting and (ring.presses or ring.qsize() >= ring._wanted):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.app.assembly import Parts, build
 from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.directives import STEP_DECISIONS
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.vllm_adapter.scheduler_limits import Bounds, SchedulerLimits
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
@@ -60,7 +60,7 @@ class LinkedEngine:
         self.scheduler = SimpleNamespace(max_num_active_reqs=8)
         bounds = Bounds(self.scheduler, "max_num_active_reqs", startup=8, lowest=1, highest=16)
         self.limits = SchedulerLimits({"max_num_active_seqs": bounds})
-        self.link = Link(
+        self.link = ControlStream(
             list(targets),
             self.hello,
             self._prepare,

@@ -16,11 +16,11 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError, NotFound, PolicyError
 from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.engine.decision_ledger import MAX_OPEN_DECISIONS
+from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
-from meridian_control.session.decision_ledger import MAX_OPEN_DECISIONS
-from meridian_control.session.step_cost import WARM_STEPS
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored

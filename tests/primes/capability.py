@@ -8,13 +8,13 @@ from meridian.v1 import agent_pb2
 from pydantic import Field
 
 from meridian_control.common.metric_entry import _counter
+from meridian_control.engine.part import Capability, Part
 from meridian_control.policy.extensions import extension
 from meridian_control.policy.section import Section
-from meridian_control.session.part import Capability, Part
 
 if TYPE_CHECKING:
-    from meridian_control.session.counters import Totals
-    from meridian_control.session.part import Stream, Turn
+    from meridian_control.engine.part import Stream, Turn
+    from meridian_control.engine.totals import Totals
 
 ENDS = "meridian_prime_ends_total"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from meridian_agent.link.mailbox import Arrived
-    from meridian_control.session.session import Session
+    from meridian_control.engine.session import Session
     from tests.sim.engine import Engine
     from tests.sim.invariants import Invariants
     from tests.sim.network import SteppedLink

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.engine.freeze_state import Freeze, Match
 
 if TYPE_CHECKING:
     import random

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.session.settings_delivery import model_of
+from meridian_control.engine.settings_delivery import model_of
 
 if TYPE_CHECKING:
+    from meridian_control.engine.session import Session
     from meridian_control.policy.model import Policy
-    from meridian_control.session.session import Session
 
 
 class Given:

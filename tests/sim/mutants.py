@@ -29,10 +29,10 @@ TRACKER, MESSAGES, SHARE = (
     "meridian_agent/link/messages.py",
     "meridian_agent/engine/queue_order.py",
 )
-SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
-POLICY_DELIVERY, HISTORY = "meridian_control/fleet/policy_delivery.py", "meridian_control/decisions/history.py"
-TABLE = "meridian_control/decisions/request_table.py"
-INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_control/session/settings_delivery.py"
+SESSION, ENDS = "meridian_control/engine/session.py", "meridian_control/table/termination.py"
+POLICY_DELIVERY, HISTORY = "meridian_control/fleet/policy_delivery.py", "meridian_control/table/history.py"
+TABLE = "meridian_control/table/request_table.py"
+INTAKE, DELIVERY = "meridian_control/engine/report_intake.py", "meridian_control/engine/settings_delivery.py"
 
 
 class Mutant(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link import control_stream as link_module
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.record_queue import RecordQueue
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
+    from meridian_control.engine.freeze_state import Freeze
     from meridian_control.fleet.connection import Connection
     from meridian_control.policy.store import StoredRevision
-    from meridian_control.session.freeze_state import Freeze
     from tests.sim.clock import Timeline
     from tests.sim.invariants import Invariants
 
@@ -85,7 +85,7 @@ class SteppedRing(RecordQueue[Any]):
     empty = property(lambda self: not self._items)
 
 
-class SteppedLink(Link):
+class SteppedLink(ControlStream):
     """The real link, whose `tick` does the work of its thread."""
 
     def __init__(self, network: Network, *args: Any, **named: Any) -> None:

@@ -11,9 +11,9 @@ from datetime import UTC
 from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.engine.session import Session
 from meridian_control.fleet.recording import given_freezes
 from meridian_control.policy import formats as forms
-from meridian_control.session.session import Session
 
 if TYPE_CHECKING:
     from datetime import datetime

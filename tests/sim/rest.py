@@ -14,7 +14,7 @@ from meridian_agent.core.step_record import StepRecord
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.session.session import Session
+    from meridian_control.engine.session import Session
     from tests.sim.engine import Engine
     from tests.sim.network import SteppedLink
 

@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.live_request import LiveRequest
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.policy.model import Policy
-from meridian_control.session.freeze_state import Freeze, Match
 from tests.sim.engine import Script, Shape, mix, words
 from tests.sim.inject import Fault
 from tests.sim.lines import OPTIONS, broken, cases

@@ -10,16 +10,16 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.link.messages import step_report as merge
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.decision_log.journal import Journal
-from meridian_control.decision_log.log import DecisionLog
-from meridian_control.session.session import Session
+from meridian_control.engine.session import Session
+from meridian_control.journal.journal import Journal
+from meridian_control.journal.log import DecisionLog
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
+    from meridian_control.engine.operator_ends import OperatorEnd
     from meridian_control.policy.model import Policy
-    from meridian_control.session.operator_ends import OperatorEnd
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}

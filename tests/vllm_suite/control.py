@@ -4,7 +4,7 @@ The decisions are the product's own, so an agent can wait until every decision h
 """
 
 from meridian_control.app.main import main
-from meridian_control.session import session
+from meridian_control.engine import session
 
 if __name__ == "__main__":
     session.ACK_INTERVAL_S = 0.0

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from meridian_control.common.masks import any_in
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.decisions.request_table import THINK
-from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
+from meridian_control.engine.part import Part
 from meridian_control.policy import effects
-from meridian_control.session.part import Part
+from meridian_control.table.request_table import THINK
+from meridian_control.table.table_columns import NO_CAP, UNTOLD
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.common.slices import Sliced
+    from meridian_control.engine.part import Stream, Turn
     from meridian_control.policy.model import Policy
-    from meridian_control.session.part import Stream, Turn
 
 
 class Caps(Part):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meridian_control.session.control_requests import HARM_PROBE
-from meridian_control.session.part import Part
+from meridian_control.engine.control_requests import HARM_PROBE
+from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
-    from meridian_control.session.part import Stream, Turn
+    from meridian_control.engine.part import Stream, Turn
 
 
 class ControlGroup(Part):

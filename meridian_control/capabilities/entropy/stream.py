@@ -9,17 +9,17 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.entropy import probes, rule
 from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.engine.part import Part
 from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, is_gated
-from meridian_control.session.part import Part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.common.slices import Sliced
-    from meridian_control.decisions.moments import Moments, Seen
+    from meridian_control.engine.effective_policies import Among
+    from meridian_control.engine.part import Stream, Turn
     from meridian_control.policy.model import Policy
-    from meridian_control.session.effective_policies import Among
-    from meridian_control.session.part import Stream, Turn
+    from meridian_control.table.moments import Moments, Seen
 
 PLACEMENTS = {
     "anywhere": agent_pb2.PLACEMENT_ANYWHERE,

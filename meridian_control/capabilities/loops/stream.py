@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.loops import rule
-from meridian_control.session.part import Part
+from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
-    from meridian_control.session.part import Stream, Turn
+    from meridian_control.engine.part import Stream, Turn
 
 
 class Loops(Part):

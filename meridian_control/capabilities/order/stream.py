@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.capabilities.order import rule
-from meridian_control.session.merged_steps import steps
-from meridian_control.session.part import Part
+from meridian_control.engine.merged_steps import steps
+from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
-    from meridian_control.session.part import Stream, Turn
+    from meridian_control.engine.part import Stream, Turn
 
 NOBODY = np.zeros(0, np.intp)
 # Steps that took longer than this many milliseconds were interrupted, so their durations are not used.

@@ -8,14 +8,14 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.tiers import rule
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.session.part import Part
+from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from meridian_control.common.slices import Sliced
-    from meridian_control.session.part import Stream, Turn
+    from meridian_control.engine.part import Stream, Turn
 
 
 class Tiers(Part):

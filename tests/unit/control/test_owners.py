@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_control.decisions.table_columns import COLUMNS, HISTORIES
+from meridian_control.table.table_columns import COLUMNS, HISTORIES
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOURCES = sorted((ROOT / "meridian_control").rglob("*.py"))
-OWNERS = {ROOT / "meridian_control/decisions" / name for name in ("request_table.py", "decided_columns.py")}
+OWNERS = {ROOT / "meridian_control/table" / name for name in ("request_table.py", "decided_columns.py")}
 # The columns, and what else the table keeps by slot.
 NAMES = {*COLUMNS, *HISTORIES, "window", "info", "slot"}
 # Attributes of the table's `history` that are kept by slot.

@@ -15,8 +15,8 @@ import pytest
 from meridian.v1 import policy_pb2
 
 from meridian_control.access.roles import Access
+from meridian_control.engine.session import Session
 from meridian_control.server import server as control_server
-from meridian_control.session.session import Session
 from tests.contract.control.access.test_open_access import HERE, opened
 from tests.contract.control.app.test_server import Process
 from tests.contract.control.telemetry.test_metrics import value

@@ -22,12 +22,12 @@ from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.access.roles import Access, Role, rule_of
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.cluster.membership import Replica, own_host
-from meridian_control.cluster.peers import CALL_TIMEOUT_S, Peers
-from meridian_control.cluster.thinking_ends import end_thinking
 from meridian_control.common.errors import PermissionDenied, ReplicaUnavailable
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.membership import Replica, own_host
+from meridian_control.fleet.peers import CALL_TIMEOUT_S, Peers
+from meridian_control.fleet.thinking_ends import end_thinking
+from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.store import PolicyStore
 from meridian_control.server import server as control_server
 from meridian_control.storage.database import Database

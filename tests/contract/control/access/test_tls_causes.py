@@ -12,13 +12,13 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 from typer.testing import CliRunner
 
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli.main import app
-from meridian_control.cluster import peers
-from meridian_control.cluster.membership import Replica
-from meridian_control.cluster.peers import Peers
+from meridian_control.fleet import peers
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.peers import Peers
 from tests.certificates import Authority, Issued
 from tests.fakes.agent import hello
 from tests.processes import Control, Process, wait_for
@@ -104,7 +104,7 @@ def test_meridianctl_names_the_cause(servers: Servers, name: str) -> None:
 def test_the_agents_log_names_the_cause(servers: Servers, name: str, caplog: pytest.LogCaptureFixture) -> None:
     found = case(name, servers)
     credentials = AgentCredentials(*map(str, found.files))
-    link = Link([found.target], hello, _nothing, lambda _: None, credentials=credentials, jitter=lambda: 0.0)
+    link = ControlStream([found.target], hello, _nothing, lambda _: None, credentials=credentials, jitter=lambda: 0.0)
     with caplog.at_level(logging.WARNING, "vllm.meridian"):
         link.start()
         wait_for(lambda: "no stream to" in caplog.text, 60, "the agent to complain")

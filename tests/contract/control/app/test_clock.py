@@ -13,7 +13,7 @@ from meridian.v1 import audit_pb2, audit_pb2_grpc, freeze_pb2, freeze_pb2_grpc, 
 
 from meridian_control.app import assembly
 from meridian_control.app.flags import parser
-from meridian_control.decision_log.log import DecisionLog
+from meridian_control.journal.log import DecisionLog
 from meridian_control.storage import database
 from tests.fakes.linked import LinkedEngine, until
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from meridian.v1 import fleet_pb2
 
+from meridian_control.engine.experiments import Ends
 from meridian_control.fleet import spills
 from meridian_control.fleet.savings import estimate
-from meridian_control.session.arms import Ends
 from tests.contract.ctl import OK, Control, engine
 
 

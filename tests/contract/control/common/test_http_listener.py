@@ -13,12 +13,12 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
-from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.common import http_listener
 from meridian_control.common.http_listener import MAX_CONNECTIONS, HttpListener
 from meridian_control.common.metrics_listener import MetricsListener
+from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.page.server import StatusPage
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.status_page.server import StatusPage
 from tests.contract.control.app.test_server import Process
 
 if TYPE_CHECKING:

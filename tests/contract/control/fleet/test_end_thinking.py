@@ -10,14 +10,14 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.cluster import thinking_ends
-from meridian_control.cluster.membership import LEASE_S
-from meridian_control.cluster.thinking_ends import MAX_WAIT_MS, NAMED
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.status_page.contents import newest_ends, plain
+from meridian_control.fleet import thinking_ends
+from meridian_control.fleet.membership import LEASE_S
+from meridian_control.fleet.thinking_ends import MAX_WAIT_MS, NAMED
+from meridian_control.page.contents import newest_ends, plain
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.cluster.test_whole_fleet import stepping
 from tests.contract.control.fleet.test_record import Recorder, replayed
+from tests.contract.control.fleet.test_whole_fleet import stepping
 from tests.contract.control.telemetry.test_metrics import scraped, value
 from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, run
 from tests.contract.ctl import Control as FakeControl

@@ -18,8 +18,8 @@ from meridian.v1 import fleet_pb2, freeze_pb2, freeze_pb2_grpc
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
 from meridian_control.common.errors import NotFound
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.fleet.freeze_store import FreezeStore
-from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database
 from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, run

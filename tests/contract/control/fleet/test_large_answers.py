@@ -8,12 +8,12 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.cluster import cluster_fleet
-from meridian_control.cluster.cluster_fleet import WATCH_BYTES
-from meridian_control.cluster.membership import Replica
-from meridian_control.cluster.peers import OPTIONS, Peer
 from meridian_control.common.paging import fitting
+from meridian_control.fleet import whole_fleet
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.peers import OPTIONS, Peer
 from meridian_control.fleet.status_messages import engine_view
+from meridian_control.fleet.whole_fleet import WATCH_BYTES
 from meridian_control.server import fleet_service
 from meridian_control.server.fleet_service import PAGE_BYTES, REPLICA_BYTES
 from tests.fakes.agent import hello
@@ -68,11 +68,11 @@ async def test_replicas_get_all_requests_in_pages(
     control: Control, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process makes the answers, too, and on a busy machine that may take longer than a replica waits.
-    monkeypatch.setattr(cluster_fleet, "CALL_TIMEOUT_S", 60 * BUSY)
+    monkeypatch.setattr(whole_fleet, "CALL_TIMEOUT_S", 60 * BUSY)
     async with grpc.aio.insecure_channel(control.target, OPTIONS) as channel:
         peer = Peer(Replica("r", control.target), channel)
-        assert [live.request_id for live in await cluster_fleet._requests(peer, "")] == names
-        assert [engine.engine_id for engine in await cluster_fleet._engines(peer)] == ["engine"]
+        assert [live.request_id for live in await whole_fleet._requests(peer, "")] == names
+        assert [engine.engine_id for engine in await whole_fleet._engines(peer)] == ["engine"]
         asked = fleet_pb2.ListRequestsRequest(local_only=True, page_size=1)
         pages = await all_pages(peer.fleet.ListRequests, asked)
         assert len(pages) > 1

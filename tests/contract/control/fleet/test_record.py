@@ -16,11 +16,11 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.engine.session import Session
 from meridian_control.fleet import recording
 from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
-from meridian_control.session.session import Session
 from tests.contract.ctl import FakeFleet, run
 from tests.contract.streams import Control, bad_slot, call_to, failure
 from tests.fakes import traces

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.budgets.stages import LOWER_CAP
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.fleet.recording import (
     down_record,
     end_record,
@@ -26,7 +27,6 @@ from meridian_control.fleet.recording import (
 from meridian_control.offline.policy_replay import changes
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
-from meridian_control.session.freeze_state import Freeze, Match
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
@@ -36,8 +36,8 @@ from tests.unit.sessions import CALIBRATED, EARLY, Stream
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from meridian_control.engine.operator_ends import OperatorEnd
     from meridian_control.policy.model import Policy
-    from meridian_control.session.operator_ends import OperatorEnd
 
 # A policy to record with: every rule on, nothing applied, and EAT measured densely.
 DENSE = policy(

@@ -25,7 +25,7 @@ from meridian.v1 import agent_pb2, policy_pb2, policy_pb2_grpc
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
 from meridian_control.storage.database import Database
-from tests.contract.control.cluster.test_replicas import leased
+from tests.contract.control.fleet.test_replicas import leased
 from tests.fakes.control import control_plane, kill, utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port

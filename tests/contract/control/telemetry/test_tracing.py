@@ -10,9 +10,9 @@ import pytest
 from meridian.v1 import agent_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from meridian_control.decision_log.log import DecisionLog
-from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
-from meridian_control.decisions.token_rows import FLAG_END, FLAG_MARKER
+from meridian_control.journal.log import DecisionLog
+from meridian_control.table.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.table.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.telemetry import request_traces
 from meridian_control.telemetry.request_traces import Tracing, phases
 from tests.fakes.tables import policy, tokens
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-    from meridian_control.decision_log.records import Life
+    from meridian_control.journal.records import Life
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (f"00-{TRACE_ID}-{PARENT_ID}-{flag}" for flag in ("01", "00"))

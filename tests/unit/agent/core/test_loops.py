@@ -15,7 +15,7 @@ from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, LoopSearch
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report as report_of
 from meridian_control.common.errors import InvalidRequest
-from meridian_control.decision_log.messages import decision_message
+from meridian_control.journal.messages import decision_message
 from tests.fakes.tables import policy
 from tests.unit.sessions import EARLY, Stream, stream
 

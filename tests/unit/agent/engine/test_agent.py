@@ -18,7 +18,7 @@ from meridian_agent.core.step_signals import REQUEST
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.engine.later_turns import LaterTurns
-from meridian_agent.link.control_stream import Link
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
@@ -43,7 +43,7 @@ FACTS = EngineFacts("m", NO_SENTENCES, False, LATER_TURNS, lambda *_: None, ("cu
 
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link's thread has confirmed the settings, so the engine's thread must find them at its next look."""
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler, MARKERS, link, FACTS)
@@ -71,7 +71,7 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
 
 
 def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler, MARKERS, link, FACTS)
@@ -89,7 +89,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The link says hello again only if the worker reports another backend than before."""
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     restarts: list[None] = []
     monkeypatch.setattr(link, "restart", lambda: restarts.append(None))
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
@@ -112,7 +112,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
 def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
     monkeypatch: pytest.MonkeyPatch, scheduled: dict[str, int], drafted: dict[str, int], prompt: int
 ) -> None:
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     scheduler = scheduler_of()
     agent = Agent(scheduler, MARKERS, link, FACTS)
@@ -127,7 +127,7 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
 
 
 def test_nothing_is_measured_while_all_requests_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     scheduler = scheduler_of()
     agent = Agent(scheduler, MARKERS, link, FACTS)
@@ -150,7 +150,7 @@ def test_nothing_is_measured_while_all_requests_answer(monkeypatch: pytest.Monke
 
 def test_a_requests_first_step_ends_its_queueing_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumed requests, which Model Runner V2 lists as new ones, have joined a step before; a probe is no request."""
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     scheduler = scheduler_of()
     agent, known = Agent(scheduler, MARKERS, link, FACTS), begin(MARKERS, [START], True)

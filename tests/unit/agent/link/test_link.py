@@ -12,19 +12,19 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.step_record import StepRecord
-from meridian_agent.link.control_stream import REFUSED, REFUSED_S, Link
+from meridian_agent.link.control_stream import REFUSED, REFUSED_S, ControlStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def link_of(idle: bool) -> Link:
-    made = Link(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: 1.0)
+def link_of(idle: bool) -> ControlStream:
+    made = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: 1.0)
     made.lease.idle = idle
     return made
 
 
-def hear(link: Link, step: int, **decisions: Any) -> None:
+def hear(link: ControlStream, step: int, **decisions: Any) -> None:
     directives = agent_pb2.Directives(step=step, **decisions)
     link._receive(agent_pb2.ConnectResponse(directives=directives))
 
@@ -69,7 +69,7 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
     def prepare(_: agent_pb2.Settings) -> None:
         raise BadSettings("no such marker")
 
-    link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
     settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
     link._receive(agent_pb2.ConnectResponse(settings=settings))
     assert (link.refused, link.lease.revision) == ({7: "no such marker"}, 0)
@@ -83,7 +83,7 @@ def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
     def prepare(_: agent_pb2.Settings) -> None:
         raise BadSettings("no such marker")
 
-    link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
     for revision in (*range(100, 100 + REFUSED), 3, 101):
         settings = agent_pb2.Settings(revision=revision, nonce=1, lease_ms=30_000)
         link._receive(agent_pb2.ConnectResponse(settings=settings))
@@ -97,7 +97,7 @@ def test_a_long_refusal_is_cut() -> None:
     def prepare(_: agent_pb2.Settings) -> None:
         raise KeyError("no such token in" + 100_000 * " this")
 
-    link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
     settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
     link._receive(agent_pb2.ConnectResponse(settings=settings))
     status: Any = link.outbox.ring.get_nowait()
@@ -136,7 +136,9 @@ class FakeCall:
         raise grpc.RpcError
 
 
-def stream_of(link: Link, monkeypatch: pytest.MonkeyPatch, after_hello: Callable[[], None] = lambda: None) -> FakeCall:
+def stream_of(
+    link: ControlStream, monkeypatch: pytest.MonkeyPatch, after_hello: Callable[[], None] = lambda: None
+) -> FakeCall:
     """Run one stream of the link, from its Hello to its end."""
     call = FakeCall()
 
@@ -177,7 +179,7 @@ def test_whoever_takes_what_is_sent_is_told_of_an_end_without_another_thread(mon
 def test_only_the_answer_to_a_report_tells_how_long_it_took() -> None:
     """An answer to a status also names the newest report, however long ago that report was sent."""
     now_s = [1.0]
-    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: now_s[0])
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: now_s[0])
     link.lease.begins()
     link.lease.found()
     sent = link.outbox.messages(link.outbox.ring, agent_pb2.Hello)

@@ -14,7 +14,7 @@ from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.stages import LOWER_CAP, SOFT_CLOSE
 from meridian_control.budgets.token_bucket import Account, Usage, charged, settled
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.decisions.request_table import RequestTable
+from meridian_control.table.request_table import RequestTable
 from tests.fakes.tables import policy, table, thinking
 
 if TYPE_CHECKING:

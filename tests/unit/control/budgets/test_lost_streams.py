@@ -16,7 +16,7 @@ from meridian_agent.link.messages import step_report
 from meridian_control.budgets.fleet_budgets import FleetBudgets
 from meridian_control.budgets.tenant_usage import TenantUsage
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.session.session import Session
+from meridian_control.engine.session import Session
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.engine.totals import Totals
 from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.fleet.fleet import Fleet
-from meridian_control.session.counters import Totals
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, stream

@@ -12,7 +12,7 @@ from meridian_control.fleet.status_messages import engine_view
 from tests.unit.control.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
 
 if TYPE_CHECKING:
-    from meridian_control.session.session import Session
+    from meridian_control.engine.session import Session
 
 POLICY = disagg()
 

@@ -10,11 +10,11 @@ import pytest
 from meridian_control.budgets.charges import Charges
 from meridian_control.budgets.store import BudgetStore
 from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.fleet import fleet as module
 from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
+from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.storage.database import Database
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now

@@ -8,12 +8,12 @@ from typing import Any
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.decision_log.journal import Journal
-from meridian_control.decision_log.log import DecisionLog
+from meridian_control.engine.session import Session
 from meridian_control.handover.results import Handovers
 from meridian_control.handover.rule import ThinkingEngine
+from meridian_control.journal.journal import Journal
+from meridian_control.journal.log import DecisionLog
 from meridian_control.policy.model import Policy
-from meridian_control.session.session import Session
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 BOTH = agent_pb2.Capabilities(force_end=True, hand_over=True, answer_handed_over=True)

@@ -1,0 +1,210 @@
+"""Keeps, for each live request of the control group of one engine, where shortening would have ended its thinking, and
+the trial answers of its probes from there on.
+
+Nothing shortens these requests, so their answers show what an earlier end would have changed. The module asks for the
+probes that the judgement needs and judges nothing itself. It does no I/O and reads no clock; each object belongs to one
+session. Control groups are small, so the state is kept by request and not in columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from meridian_control.policy.schema import EntropyPolicy
+from meridian_control.table.request_table import THINK
+from meridian_control.table.table_columns import NO_CAP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.shortening_kinds import Kind
+    from meridian_control.table.request_table import RequestTable
+
+# From the place of the end on, a request is probed every eighth of its thinking, so that the answer that stays is
+# known, but not more often than each MIN_GAP_TOKENS, and no less often than by the policy's or the default interval.
+GAP_SHARE, MIN_GAP_TOKENS = 8, 8
+MAX_GAP_TOKENS: int = EntropyPolicy.model_fields["eat_probe_interval_tokens"].default
+# The answer that stayed is known if no more than this many gaps lie between the newest probe and the end of thinking,
+# and that at the place of the end if no more lie between a probe and the place.
+MISSING_GAPS = 2
+# A cap is known before it is reached. From so many tokens before it on, a request is probed each NEAR_GAP_TOKENS,
+# because a probe that is asked for at the cap is measured some tokens later, where the answer may already be right.
+NEAR_CAP_TOKENS, NEAR_GAP_TOKENS = 24, 4
+
+# Reason of probes that no rule reads, because they only judge what shortening would have changed.
+HARM_PROBE = "harm"
+
+
+class Probe(NamedTuple):
+    """A measured probe: its number among those of its request, its place in thinking tokens, and whether the answer
+    would have been empty there."""
+
+    number: int
+    think_tokens: int
+    is_empty: bool
+
+
+@dataclass(slots=True)
+class ControlRequest:
+    """A request of the control group.
+
+    kinds: what could have shortened the request at some time. cap, cap_kind: the cap that would hold, and what sets it.
+    stopped_by: the kind that would have ended its thinking first, None for none so far; gives_up: whether that was the
+    give-up rule. from_tokens: thinking tokens at the place of that end as the control plane decided it; stop_tokens: as
+    the engine would have carried it out, -1 until that is known. newest: the newest probe, with its number of equal
+    trial answers in a row, same_answer. at_stop: the probe nearest to the place. is_cut: whether the thinking was
+    shortened although it should not have been.
+    """
+
+    kinds: set[Kind] = field(default_factory=set)
+    cap: int = NO_CAP
+    cap_kind: Kind | None = None
+    stopped_by: Kind | None = None
+    gives_up: bool = False
+    from_tokens: int = 0
+    stop_tokens: int = -1
+    newest: Probe | None = None
+    same_answer: int = 0
+    at_stop: Probe | None = None
+    is_cut: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_tokens >= 0
+
+    def ends_at_cap(self, think_tokens: int, thinks: bool) -> None:
+        """Note the thinking tokens so far, which may have passed the cap. thinks: whether the request still thinks."""
+        if self.cap_kind is None or self.cap < 0:
+            return
+        passed = think_tokens > self.cap or (thinks and think_tokens == self.cap)
+        if passed and self.stopped_by is None:
+            self._stop(self.cap_kind, self.cap)
+            self.stop_tokens = self.cap
+
+    def set_cap(self, cap: int, kind: Kind | None, think_tokens: int, thinks: bool) -> None:
+        """Note the cap that would hold from now on, and the kind that sets it, None if it really holds."""
+        self.ends_at_cap(think_tokens, thinks)
+        self.cap, self.cap_kind = cap, kind
+        if kind is not None and self.stopped_by is None and thinks and think_tokens > cap:
+            # A treated request that has thought longer than its new cap ends its thinking at once.
+            self._stop(kind, think_tokens)
+            self.stop_tokens = think_tokens
+
+    def ends_by_rule(self, kind: Kind, think_tokens: int, gives_up: bool) -> bool:
+        """Note that a rule fires; return whether it is the first that would have ended the thinking."""
+        if self.stopped_by is not None or (self.cap_kind is not None and 0 <= self.cap <= think_tokens):
+            return False
+        self._stop(kind, think_tokens)
+        self.gives_up = gives_up
+        return True
+
+    def ends_at_newest_probe(self) -> None:
+        """Note that the rule which ends the thinking has fired on the newest probe."""
+        if (newest := self.newest) is not None:
+            self.at_stop, self.from_tokens = newest, newest.think_tokens
+
+    def _stop(self, kind: Kind, think_tokens: int) -> None:
+        self.stopped_by, self.from_tokens = kind, think_tokens
+        near = MISSING_GAPS * gap_tokens(think_tokens, MAX_GAP_TOKENS)
+        if self.newest is not None and abs(self.newest.think_tokens - think_tokens) <= near:
+            self.at_stop = self.newest
+
+    def probed(self, think_tokens: int, is_empty: bool, same_answer: int) -> None:
+        """Note a measured probe. same_answer: number of newest probes in a row with the same trial answer."""
+        number = self.newest.number + 1 if self.newest is not None else 0
+        self.newest, self.same_answer = Probe(number, think_tokens, is_empty), same_answer
+        if self.stopped_by is None:
+            return
+        at = self.at_stop
+        if at is None or self._distance(self.newest) < self._distance(at):
+            self.at_stop = self.newest
+
+    def _distance(self, probe: Probe) -> int:
+        return abs(probe.think_tokens - self.from_tokens)
+
+    def wants_probe(self, think_tokens: int, interval_tokens: int) -> bool:
+        """Whether a probe is due, so that the trial answer at the end, and the one that stays, are known."""
+        if self.gives_up:
+            return False
+        newest_tokens = self.newest.think_tokens if self.newest is not None else -think_tokens
+        since = think_tokens - newest_tokens
+        if self.stopped_by is None:
+            near = self.cap_kind is not None and think_tokens >= self.cap - NEAR_CAP_TOKENS
+            return near and think_tokens > 0 and since >= NEAR_GAP_TOKENS
+        return newest_tokens < self.from_tokens or since >= gap_tokens(think_tokens, interval_tokens)
+
+    def is_judged(self, think_tokens: int) -> bool:
+        """Whether the trial answers at the place of the end and at the end of the thinking are known."""
+        if self.at_stop is None or self.newest is None or self.is_cut:
+            return False
+        # Agents of the first version do not count the probes with the same answer.
+        near = think_tokens <= self.newest.think_tokens + MISSING_GAPS * gap_tokens(think_tokens, MAX_GAP_TOKENS)
+        return self.same_answer > 0 and near
+
+    @property
+    def is_harmed(self) -> bool:
+        """Whether the trial answer at the place of the end was empty, or has not stayed; it must be known."""
+        assert self.at_stop is not None
+        assert self.newest is not None
+        return self.at_stop.is_empty or self.newest.number - self.at_stop.number >= self.same_answer
+
+
+def gap_tokens(think_tokens: int, interval_tokens: int) -> int:
+    return min(interval_tokens, MAX_GAP_TOKENS, max(MIN_GAP_TOKENS, think_tokens // GAP_SHARE))
+
+
+class ControlRequests:
+    """The live requests of the control group, by slot."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self.by_slot: dict[int, ControlRequest] = {}
+
+    def join(self, slot: int, again: bool) -> ControlRequest:
+        """Return the state of a request of the control group. again: whether it goes on as it was."""
+        kept = self.by_slot.get(slot) if again else None
+        self.by_slot[slot] = found = kept or ControlRequest()
+        return found
+
+    def leave(self, slot: int) -> None:
+        self.by_slot.pop(slot, None)
+
+    def clear(self) -> None:
+        self.by_slot.clear()
+
+    def set_cap(self, slot: int, cap: int, kind: Kind | None) -> None:
+        table = self._table
+        self.by_slot[slot].set_cap(cap, kind, int(table.think_tokens[slot]), bool(table.phase[slot] == THINK))
+
+    def pass_caps(self) -> None:
+        """Note which requests have passed the cap that would hold for them, as of the newest report."""
+        table = self._table
+        for slot, request in self.by_slot.items():
+            request.ends_at_cap(int(table.think_tokens[slot]), bool(table.phase[slot] == THINK))
+
+    def carried_out(self, slot: int, kind: Kind, think_tokens: int) -> None:
+        """Note the place at which the engine would have carried out an end that a rule decided."""
+        request = self.by_slot.get(slot)
+        if request is not None and request.stopped_by == kind and request.stop_tokens < 0:
+            request.stop_tokens = think_tokens
+
+    def probed(self, rows: Iterable[tuple[int, int, bool, int]]) -> None:
+        """Take in measured probes: slot, thinking tokens, whether the answer would be empty, and equal answers."""
+        for slot, think_tokens, is_empty, same_answer in rows:
+            if (request := self.by_slot.get(slot)) is not None:
+                request.probed(think_tokens, is_empty, same_answer)
+
+    def probes_due(self, policy_of: Callable[[int], Policy]) -> list[int]:
+        """Return the slots of requests that a probe is due for. policy_of: gives the policy that holds for a slot."""
+        table, due = self._table, []
+        for slot, request in self.by_slot.items():
+            if table.phase[slot] != THINK or table.probe_open[slot] or table.preempted[slot] or not table.live[slot]:
+                continue
+            entropy = policy_of(slot).entropy
+            if entropy.enabled and request.wants_probe(
+                int(table.think_tokens[slot]), entropy.eat_probe_interval_tokens
+            ):
+                due.append(slot)
+        return due

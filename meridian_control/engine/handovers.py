@@ -1,0 +1,289 @@
+"""Decides the handovers of one engine's requests, and passes on what its reports say about handovers.
+
+The rule is in `handover.rule`, and `handover.results` finds what became of each request. The code does no I/O and reads
+no clock; each object belongs to one session.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.common.errors import BadReport
+from meridian_control.common.report_bounds import is_measured
+from meridian_control.engine.step_cost import WARM_STEPS
+from meridian_control.engine.think_ends import FINISHED
+from meridian_control.handover import rule
+from meridian_control.handover.measured_costs import AnswerLength, TransferCost
+from meridian_control.handover.results import Handover
+from meridian_control.policy.disagg_schema import DisaggPolicy
+from meridian_control.table.request_table import OUTPUT
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from meridian_control.common.slices import Sliced
+    from meridian_control.engine.decision_ledger import Ledger
+    from meridian_control.engine.step_cost import StepCost
+    from meridian_control.engine.totals import Totals
+    from meridian_control.handover.results import Handovers, Key
+    from meridian_control.journal.records import Decision
+    from meridian_control.table.request_table import RequestTable
+
+
+# Requests after which work about many requests pauses: about a millisecond of work.
+ROWS_AT_ONCE = 512
+
+
+class _Made(NamedTuple):
+    """A handover that was decided, with its decision and whether it is in shadow."""
+
+    decision: Decision
+    move: rule.Move
+    shadow: bool
+
+
+class SessionHandovers:
+    """The handovers of one session.
+
+    `pool` has the engines to which requests may be handed over. `shadowed` sums up the handovers in shadow that would
+    have happened.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        hello: agent_pb2.Hello,
+        table: RequestTable,
+        ledger: Ledger,
+        *,
+        totals: Totals,
+        results: Handovers,
+    ) -> None:
+        self._session_id, self._hello, self._table, self._ledger = session_id, hello, table, ledger
+        self._totals, self.results = totals, results
+        self.pool: tuple[fleet_pb2.AnsweringEngine, ...] = ()
+        self.shadowed = fleet_pb2.ShadowHandovers()
+        self.transfer, self.answers = TransferCost(), AnswerLength()
+        self._made: dict[int, _Made] = {}
+        # Ids of requests that the engine has refused to hand over.
+        self._refused: set[str] = set()
+        self._policy = DisaggPolicy()
+        self._kv_used = 0.0
+
+    # ---------------------------------------------------------------------------------------------------------- reports
+
+    def take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
+        """Take in a report whose requests the table still holds. Raises BadReport if columns differ in length."""
+        self._kv_used = report.kv_used
+        for count, opened in enumerate(report.opened, 1):
+            if opened.handed_over_ref:
+                self._open(opened.slot, now)
+            if not count % ROWS_AT_ONCE:
+                yield
+        if report.HasField("continued"):
+            self._take_continued(report.continued, now)
+        for count, closed in enumerate(report.closed, 1):
+            self._closed(closed, now)
+            if not count % ROWS_AT_ONCE:
+                yield
+
+    def _open(self, slot: int, now: datetime) -> None:
+        info = self._table.info[slot] if self._table.holds(slot) else None
+        if info is not None and info.handed_over_ref:
+            self.results.opened(info.handed_over_ref, self._key(info.request_id), now)
+
+    def _take_continued(self, told: agent_pb2.ContinuedColumns, now: datetime) -> None:
+        if len({len(column) for column in (told.slot, told.transferred_tokens, told.first_token_ms)}) != 1:
+            raise BadReport("continued columns must have one length")
+        for slot, tokens, first_token_ms in zip(told.slot, told.transferred_tokens, told.first_token_ms, strict=True):
+            self._continued(slot, tokens, first_token_ms, now)
+
+    def _continued(self, slot: int, transferred_tokens: int, first_token_ms: float, now: datetime) -> None:
+        info = self._table.info[slot] if self._table.holds(slot) else None
+        if info is None or not info.handed_over_ref or not is_measured("continued.first_token_ms", first_token_ms):
+            return
+        if transferred_tokens:
+            self.transfer.add(transferred_tokens, first_token_ms)
+        self._totals.ttot.add_one(first_token_ms / 1e3)
+        key = self._key(info.request_id)
+        self.results.first_token(info.handed_over_ref, key, transferred_tokens, first_token_ms, now)
+
+    def _closed(self, closed: agent_pb2.RequestClosed, now: datetime) -> None:
+        info = self._table.info[closed.slot] if self._table.holds(closed.slot) else None
+        if info is None:
+            return
+        key, answer_tokens = self._key(info.request_id), int(self._table.output_tokens[closed.slot])
+        if closed.reason in FINISHED and answer_tokens and not (closed.handed_over or info.remote_decode):
+            self.answers.add(answer_tokens)
+        self.results.closed(key, closed, now)
+        if info.handed_over_ref:
+            self.results.continuation_closed(info.handed_over_ref, key, closed.reason, now)
+        self._refused.discard(info.request_id)
+
+    def begin_anew(self, now: datetime) -> Sliced[None]:
+        """Take in the requests of a snapshot, which the table already has."""
+        ids: set[str] = set()
+        for count, (_, info) in enumerate(self._table.requests(), 1):
+            ids.add(info.request_id)
+            if not count % ROWS_AT_ONCE:
+                yield
+        self.results.relisted(self._engine, ids, now)
+        for count, (slot, _) in enumerate(self._table.requests(), 1):
+            self._open(slot, now)
+            if not count % ROWS_AT_ONCE:
+                yield
+        self._refused &= ids
+
+    def close(self, now: datetime, followed: bool) -> None:
+        """Note that the stream has ended. followed: whether a newer stream goes on with the engine's requests."""
+        if not followed:
+            self.results.lost(self._engine, now)
+
+    # -------------------------------------------------------------------------------------------------------- decisions
+
+    def decide(self, policy: DisaggPolicy, out: agent_pb2.Directives, cost: StepCost) -> None:
+        """Decide handovers, and take handovers back. Nothing is decided for an engine outside the thinking pool."""
+        in_force = self._in_force()
+        changed = policy is not self._policy and policy != self._policy
+        self._policy = policy
+        decides = not self.no_hand_over(policy)
+        if in_force and (changed or not decides):
+            # The next report decides again under the new policy.
+            for slot in in_force:
+                self._tell(rule.Move(slot, 0, rule.TAKEN_BACK), out)
+            return
+        if not decides or not (self.pool or in_force):
+            return
+        for move in rule.decide(policy, self._engine_facts(cost), self.pool, self._holding(), in_force):
+            self._tell(move, out)
+
+    def no_hand_over(self, policy: DisaggPolicy) -> str:
+        """Return the reason why this engine hands no request over; empty if it can."""
+        hello = self._hello
+        if not policy.enabled:
+            return "disagg.enabled is false"
+        if not policy.thinks(hello.labels):
+            return "it is not in disagg.thinking_pool"
+        if not hello.capabilities.hand_over:
+            return hello.no_hand_over or "the engine lacks hand_over"
+        return hello.unknown_markers or rule.no_fabric(policy, hello.kv_connector)
+
+    def _tell(self, move: rule.Move, out: agent_pb2.Directives) -> None:
+        before = self._made.pop(move.slot, None)
+        shadow = before.shadow if move.engine is None and before is not None else self._policy.shadow
+        decision = self._ledger.open[self._ledger.make("hand_over", move.reason, move.slot, shadow)]
+        told = out.hand_overs.add(decision_id=decision.decision_id, slot=move.slot, shadow=shadow)
+        made = Handover("", move)
+        if move.engine is not None:
+            # The session's id makes the reference unique in the fleet.
+            made.ref = told.ref = f"{self._session_id}-{decision.decision_id}"
+            told.url = move.engine.url
+            self._made[move.slot] = _Made(decision, move, shadow)
+            if not shadow:
+                self.results.decided(self._key(decision.request_id), made)
+        decision.hand_over = made
+
+    def _in_force(self) -> dict[int, rule.Move]:
+        """Return the handovers without an outcome by slot, and take in the outcomes of the others."""
+        for slot, made in list(self._made.items()):
+            outcome = made.decision.outcome
+            if outcome == agent_pb2.OUTCOME_UNSPECIFIED and self._ledger.concerns(made.decision):
+                continue
+            del self._made[slot]
+            if outcome == agent_pb2.OUTCOME_REFUSED and self._ledger.concerns(made.decision):
+                self._refused.add(made.decision.request_id)
+            if outcome == agent_pb2.OUTCOME_SHADOWED:
+                self.shadowed.requests += 1
+                for name in ("transfer_ms", "recompute_ms", "gain_ms"):
+                    setattr(self.shadowed, name, getattr(self.shadowed, name) + getattr(made.move, name))
+        return {slot: made.move for slot, made in self._made.items()}
+
+    def _holding(self) -> list[rule.Holding]:
+        """Return the thinking requests that a relay can continue and that hold their KV blocks."""
+        table, size = self._table, max(1, self._hello.block_size_tokens)
+        chosen = table.thinking & table.hand_over_candidate & ~table.preempted & ~table.ended
+        found = []
+        for slot in np.flatnonzero(chosen).tolist():
+            info, tokens = table.info[slot], int(table.prompt_tokens[slot] + table.think_tokens[slot])
+            # The answering engine may lack the adapter that a request asks for.
+            if info is not None and info.model in ("", self._hello.model) and info.request_id not in self._refused:
+                found.append(rule.Holding(slot, tokens, -(-tokens // size)))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------ facts
+
+    def _engine_facts(self, cost: StepCost) -> rule.ThinkingEngine:
+        table, size = self._table, max(1, self._hello.block_size_tokens)
+        waiting = table.live & table.preempted & (table.phase == OUTPUT)
+        tokens = table.prompt_tokens + table.think_tokens + table.output_tokens
+        base_ms, sequence_ms, _ = _step_cost(cost)
+        return rule.ThinkingEngine(
+            hello=self._hello,
+            kv_used=self._kv_used,
+            waiting_blocks=int((-(-tokens[waiting] // size)).sum()),
+            running=self._running,
+            step_ms=base_ms,
+            sequence_ms=sequence_ms,
+            answer_tokens=self.answers.tokens,
+        )
+
+    def answering_engine(self, cost: StepCost, unfit: str) -> fleet_pb2.AnsweringEngine:
+        """Return the facts on which handovers to this engine depend. unfit: reason why none can be made, from the
+        state of the session; empty if there is none."""
+        hello = self._hello
+        base_ms, sequence_ms, prefill_token_ms = _step_cost(cost)
+        transfer_ms, transfer_token_ms = self.transfer.coefficients
+        if not hello.capabilities.answer_handed_over:
+            unfit = hello.no_answer_handed_over or "the engine lacks answer_handed_over"
+        return fleet_pb2.AnsweringEngine(
+            engine_id=hello.engine_id,
+            model=hello.model,
+            vllm_version=hello.vllm_version,
+            kv_connector=hello.kv_connector,
+            block_size_tokens=hello.block_size_tokens,
+            num_blocks=hello.num_blocks,
+            labels=hello.labels,
+            url=hello.url,
+            unfit=unfit or ("" if hello.url else "it has no URL: set MERIDIAN_URL in the engine's environment"),
+            kv_used=self._kv_used,
+            running=self._running,
+            step_ms=base_ms,
+            sequence_ms=sequence_ms,
+            prefill_token_ms=prefill_token_ms,
+            transfer_ms=transfer_ms,
+            transfer_token_ms=transfer_token_ms,
+            answer_tokens=self.answers.tokens,
+        )
+
+    def promised(self) -> dict[str, fleet_pb2.PromisedRequests]:
+        """Return the requests that are to be handed over, by the id of the answering engine."""
+        found: dict[str, fleet_pb2.PromisedRequests] = {}
+        for made in self._made.values():
+            if not made.shadow and made.move.engine is not None and not made.decision.outcome:
+                promised = found.setdefault(made.move.engine.engine_id, fleet_pb2.PromisedRequests())
+                promised.requests += 1
+                promised.blocks += made.move.blocks
+        return found
+
+    @property
+    def _running(self) -> int:
+        return int(np.count_nonzero(self._table.live & ~self._table.preempted))
+
+    @property
+    def _engine(self) -> tuple[str, str]:
+        return self._hello.engine_id, self._hello.incarnation
+
+    def _key(self, request_id: str) -> Key:
+        return (*self._engine, request_id)
+
+
+def _step_cost(cost: StepCost) -> tuple[float, float, float]:
+    """Return the milliseconds of a step, its usual prompt tokens included, then for each sequence and for each prompt
+    token; 0 before enough steps are measured."""
+    if cost.steps < WARM_STEPS:
+        return 0.0, 0.0, 0.0
+    base_ms, sequence_ms, prefill_token_ms = cost.coefficients
+    return base_ms + prefill_token_ms * cost.prefill_tokens, sequence_ms, prefill_token_ms

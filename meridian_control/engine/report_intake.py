@@ -1,0 +1,322 @@
+"""Takes an agent's reports and snapshots into the engine's request table and its counters.
+
+The intake owns the order in which the parts of a report take effect: the session calls `take`, makes its decisions, and
+then calls `finish`. The code does no I/O and reads no clock; each object belongs to one session.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.enum_names import phase_name
+from meridian_control.common.errors import BadReport
+from meridian_control.common.masks import any_in
+from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.common.report_bounds import is_measured
+from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.engine.control_requests import HARM_PROBE
+from meridian_control.engine.merged_steps import ages_ms, step_of, step_of_rows
+from meridian_control.engine.think_ends import FINISHED, ThinkEnds, is_continued
+from meridian_control.table import moments
+from meridian_control.table.request_table import THINK
+from meridian_control.table.signals import add_eat_samples
+from meridian_control.table.table_columns import NO_CAP, THINK_END
+
+if TYPE_CHECKING:
+    from collections.abc import Sized
+
+    from meridian_control.budgets.charges import Charges
+    from meridian_control.common.slices import Sliced
+    from meridian_control.engine.decision_ledger import Ledger
+    from meridian_control.engine.effective_policies import EffectivePolicies
+    from meridian_control.engine.shadow_comparison import Comparison
+    from meridian_control.engine.totals import Totals
+    from meridian_control.journal.journal import Journal
+    from meridian_control.table.request_table import RequestTable
+
+
+class Intake:
+    """Takes messages into a session's table. Times are milliseconds on the session's clock.
+
+    knows_markers: whether the engine knows its thinking markers.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        groups: EffectivePolicies,
+        ledger: Ledger,
+        totals: Totals,
+        *,
+        shadow: Comparison,
+        charges: Charges,
+        journal: Journal | None,
+        knows_markers: bool,
+    ) -> None:
+        self._knows_markers = knows_markers
+        self._table, self._groups, self._ledger, self._charges = table, groups, ledger, charges
+        self._totals, self._shadow, self._journal = totals, shadow, journal
+        self._endings = ThinkEnds(table, totals)
+        # Step of each entry of the newest report, by the fields whose entries belong to single steps.
+        self._steps: dict[str, list[int]] = {}
+
+    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> Sliced[bool]:
+        """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer, because
+        the snapshot says unreported thinking. Raises BadReport if a request is out of range.
+
+        At each pause the requests that are already listed are complete, and the others are not there yet.
+        """
+        _check_length("requests", snapshot.requests)
+        _check_length("ended", snapshot.ended)
+        table, journal, awaited = self._table, self._journal, bool(snapshot.ended)
+        self._charges.begin_snapshot(snapshot.reported_session_id)
+        table.clear()
+        self._groups.forget_requests()
+        table.reserve(len(snapshot.requests))
+        self._shadow.new_stream()
+        if journal is not None:
+            journal.begin_snapshot()
+        for count, ended in enumerate(snapshot.ended, 1):
+            self._charges.add_ended(ended)
+            if not count % SLICE_ROWS:
+                yield
+        for count, told in enumerate(snapshot.requests, 1):
+            opened = table.open(told, now_ms)
+            self._charges.resume(opened.slot, opened.request_id)
+            if journal is not None:
+                journal.listed(opened, self._sample_ratio)
+            self._groups.assign(opened.slot, opened)
+            awaited = awaited or opened.unreported_think_tokens > 0
+            if not count % SLICE_ROWS:
+                yield
+        self._charges.end_snapshot()
+        # The agent may hold ranks that were decided before the snapshot.
+        table.forget_ranks()
+        if journal is not None:
+            yield from journal.end_snapshot()
+        self._groups.restart_pressure(now_ms)
+        return awaited
+
+    def take(self, report: agent_pb2.StepReport, now_ms: float) -> Sliced[None]:
+        """Take in a report, but keep the requests that it closes in the table, because decisions follow.
+
+        Raises BadReport if the report breaks the contract.
+        """
+        preempted, resumed, closed = report.preempted, report.resumed, report.closed
+        _check(report)
+        table = self._table
+        self._totals.reports += 1
+        for count, opened in enumerate(report.opened, 1):
+            self._open(opened, now_ms)
+            if not count % SLICE_ROWS:
+                yield
+        self._add_tokens(report, now_ms)
+        if report.HasField("joined"):
+            table.take_joined(report.joined)
+            self._totals.queueing.add(table.joined.queueing_ms / 1e3)
+        numbers = {"preempted": len(preempted), "resumed": len(resumed), "outcomes": len(report.outcomes)}
+        self._steps = {name: step_of(report, name, number) for name, number in numbers.items() if number}
+        if report.HasField("probes"):
+            self._add_probes(report.probes, step_of(report, "probes", len(report.probes.slot)))
+        if self._steps or report.HasField("probes"):
+            table.history.tell_steps(step_of_rows(report))
+        if report.HasField("loops"):
+            self._take_loops(report.loops)
+        else:
+            table.forget_loops()
+        for slot in filter(table.holds, preempted):
+            table.set_preempted(slot, True)
+        for slot in filter(table.holds, resumed):
+            table.set_preempted(slot, False)
+        if came_in := self._steps.get("outcomes"):
+            probed = yield from self._ledger.settle(report.outcomes, report.step)
+            table.history.note_probe_outcomes(probed, came_in)
+        for slot in filter(table.holds, (request.slot for request in closed)):
+            table.mark_closing(slot)
+
+    def finish(self, report: agent_pb2.StepReport, governed: bool) -> Sliced[None]:
+        """Count the report's events in the order in which they happened, then drop the requests that it closes.
+
+        governed: whether the session makes decisions. Otherwise no closed request counts as treated or as control.
+        """
+        table = self._table
+        if len(table.history.rows.slot) < table.history.rows.sent:
+            self._endings.count_unknown(report.tokens)
+        ended = yield from self._count_changes(report)
+        for begin in range(0, len(ended), SLICE_ROWS):
+            self._compare(ended[begin : begin + SLICE_ROWS])
+            if begin:
+                yield
+        for count, closed in enumerate(report.closed, 1):
+            if self._is_cut(closed):
+                self._compare([(closed.slot, self._think_tokens(closed.slot))])
+            if self._journal is not None:
+                self._journal.closed(closed, table)
+            self._endings.count_answer(closed)
+            if governed:
+                self._totals.control_group.update(self._groups.count_closed(closed))
+            self._groups.forget(closed.slot)
+            self._charges.settle(closed.slot)
+            table.close(closed.slot)
+            self._ledger.forget(closed.slot)
+            if not count % SLICE_ROWS:
+                yield
+
+    def _count_changes(self, report: agent_pb2.StepReport) -> Sliced[list[tuple[int, int]]]:
+        """Count changes of phase, ends of thinking and preemptions; return slot and thinking tokens of each end."""
+        table = self._table
+        changes = moments.changes(table)
+        for kind in ("preempted", "resumed"):
+            if slots := getattr(report, kind):
+                changes += moments.changes_at_steps(table, kind, slots, self._steps[kind])
+                changes.sort(key=lambda change: change.step)
+        ended = []
+        for count, change in enumerate(changes, 1):
+            if not count % (2 * SLICE_ROWS):
+                yield
+            slot, kind, reason = change.slot, change.kind, ""
+            if kind == "preempted":
+                self._totals.preempted[phase_name(change.phase)] += 1
+            if kind == "think_end":
+                reason = self._endings.count(slot, change.flags, change.think_tokens)
+                self._groups.thinking_ended(slot, reason)
+                ended.append((slot, change.think_tokens))
+            if self._journal is not None:
+                self._journal.happened(change, reason)
+        return ended
+
+    def _open(self, told: agent_pb2.RequestOpened, now_ms: float) -> None:
+        opened = self._table.open(told, now_ms)
+        # A request that already has tokens was counted before; an agent that rested reports it again. A request that
+        # was handed over was counted on its thinking engine.
+        new = not (opened.think_tokens or opened.output_tokens or opened.handed_over_ref)
+        self._totals.requests += new
+        self._totals.unknown_efforts += new and not self._groups.knows_effort(opened)
+        # An engine that knows its markers knows the phase of every prompt of tokens.
+        self._totals.unread_prompts += new and self._knows_markers and told.phase == agent_pb2.PHASE_UNSPECIFIED
+        self._shadow.opened(opened.slot)
+        if self._journal is not None:
+            self._journal.opened(opened, self._sample_ratio)
+        self._groups.assign(opened.slot, opened)
+
+    def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
+        self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
+        self._groups.count_sentence_ends()
+        intervals = self._table.intervals
+        if len(intervals.row):
+            self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
+            if any_in(intervals.previous == THINK_END):
+                self._totals.ttot.add(intervals.ttot_ms / 1e3)
+
+    def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
+        # Agents of the first version do not report whether the answer would be empty, nor whether it changes.
+        ids, slots = probes.decision_id[:], probes.slot[:]
+        empty_answers = probes.empty_answer[:] or [False] * len(slots)
+        same_answers = probes.same_answer[:] or [0] * len(slots)
+        columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers
+        if len({len(column) for column in columns}) != 1:
+            raise BadReport("probe columns must have one length")
+        if self._groups.policy is None:
+            return
+        table, ledger = self._table, self._ledger
+        # Results that belong to decisions that wait for them.
+        known = [
+            (made, row)
+            for row in zip(*columns, steps, strict=True)
+            if (made := ledger.open.get(row[0])) is not None and made.slot == row[1] and ledger.concerns(made)
+        ]
+        if not known:
+            return
+        # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
+        measured = [(made, row) for made, row in known if is_measured("probes.eat_nats", row[3])]
+        self._groups.control.probed((slot, at, empty, same) for _, (_, slot, at, _, empty, same, _) in measured)
+        sampled: dict[int, int] = {}
+        for made, (_, slot, _, eat_nats, *_, step) in known:
+            made.measured_eat_nats = eat_nats
+            if made.reason != HARM_PROBE:
+                sampled.setdefault(slot, step)
+        table.history.sample(table, sampled)
+        rest = [row for made, row in measured if made.reason != HARM_PROBE]
+        while rest:
+            # A merged report may have several results of a request, which are taken in one after another.
+            first = {row[1]: row for row in reversed(rest)}
+            self._take_samples(list(first.values()))
+            rest = [row for row in rest if first[row[1]] is not row]
+
+    def _take_samples(self, rows: list[tuple[Any, ...]]) -> None:
+        """Take in results of probes of different requests: rows of ProbeColumns, and the step."""
+        table, groups = self._table, self._groups
+        _, *columns, _ = zip(*rows, strict=True)
+        slots, tokens, eat_nats, empty, _ = map(np.array, columns)
+        add_eat_samples(table, slots, eat_nats, groups.ema_alpha(slots), tokens)
+        table.note_empty_answers(slots, empty)
+        groups.count_samples(slots, tokens, eat_nats)
+
+    def _take_loops(self, loops: agent_pb2.LoopColumns) -> None:
+        """Take in the cycles that the agent has found.
+
+        Raises BadReport if the columns differ in length, or if a cycle is empty or shorter than a round.
+        """
+        columns = loops.slot, loops.period_tokens, loops.loop_tokens
+        if len({len(column) for column in columns}) != 1:
+            raise BadReport("loop columns must have one length")
+        slots, periods, tokens = (np.array(column, np.int64) for column in columns)
+        if (bad := (periods < 1) | (tokens < periods)).any():
+            row = int(bad.argmax())
+            raise BadReport(f"loops must have a round of at least 1 token; got {periods[row]} of {tokens[row]} tokens")
+        live = np.array([self._table.holds(slot) for slot in slots.tolist()], bool)
+        self._table.set_loops(slots[live], periods[live], tokens[live])
+
+    def _compare(self, ended: list[tuple[int, int]]) -> None:
+        """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""
+        for slot, think_tokens in ended if self._groups.policy is not None else ():
+            cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
+            for (section, reason), saved in self._shadow.ended(
+                slot, think_tokens, self._groups.compared(slot), cap
+            ).items():
+                self._totals.shadow_saved[section, reason or "any"] += saved
+                self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens
+
+    def _think_tokens(self, slot: int) -> int:
+        return int(self._table.think_tokens[slot])
+
+    def _is_cut(self, closed: agent_pb2.RequestClosed) -> bool:
+        """Whether a request finished before its thinking ended, and no other engine continues it."""
+        table, slot = self._table, closed.slot
+        is_thinking = closed.reason in FINISHED and table.holds(slot) and bool(table.phase[slot] == THINK)
+        return is_thinking and not is_continued(table, slot)
+
+    @property
+    def _sample_ratio(self) -> float:
+        policy = self._groups.policy
+        return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
+
+
+def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
+    """Return the numbers of a report that describe the engine at its end: the whole report, whose size the number of
+    tokens decides, need not be kept until the next one."""
+    kept = agent_pb2.StepReport(
+        step=report.step,
+        step_time_ms=report.step_time_ms,
+        kv_used=report.kv_used,
+        running=report.running,
+        waiting=report.waiting,
+    )
+    kept.counters.CopyFrom(report.counters)
+    return kept
+
+
+def _check(report: agent_pb2.StepReport) -> None:
+    """Raise BadReport if a field of a report has too many entries."""
+    for name in ("opened", "preempted", "resumed", "closed", "outcomes"):
+        if len(getattr(report, name)) > MAX_SLOTS:
+            _check_length(name, getattr(report, name))
+
+
+def _check_length(name: str, told: Sized) -> None:
+    """Raise BadReport if a field has more entries than there can be requests; a message lists a request once."""
+    if len(told) > MAX_SLOTS:
+        raise BadReport(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")

@@ -1,0 +1,460 @@
+"""Handles the stream of one engine: messages of the agent come in, responses go out.
+
+The session passes each message to the part that it concerns, and decides when to respond. `report_intake` takes reports
+in, the parts of the capabilities make decisions (see `part`), `decision_ledger` keeps the decisions, and
+`settings_delivery` and `freeze_state` keep the settings and freezes that were sent. The session does no I/O and has no
+clock: time is passed in, so that a recorded stream replays exactly. A session runs on one event loop, one call at a
+time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2
+
+from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
+from meridian_control.common import report_bounds
+from meridian_control.common.enum_names import reason_name
+from meridian_control.common.errors import BadReport, InvalidRequest
+from meridian_control.common.slices import at_once
+from meridian_control.engine.decision_ledger import Ledger
+from meridian_control.engine.directive_parts import DIRECTIVES_BYTES, parts_of
+from meridian_control.engine.effective_policies import EffectivePolicies
+from meridian_control.engine.experiments import Experiments
+from meridian_control.engine.freeze_state import FreezeState
+from meridian_control.engine.handovers import SessionHandovers
+from meridian_control.engine.operator_ends import ENDING, OperatorEnd, state_of
+from meridian_control.engine.part import Parts, Stream, Turn
+from meridian_control.engine.report_intake import Intake, gauges_of
+from meridian_control.engine.settings_delivery import Delivery
+from meridian_control.engine.shadow_comparison import Comparison
+from meridian_control.engine.snapshot_parts import SnapshotParts
+from meridian_control.engine.totals import Totals
+from meridian_control.handover.results import Handovers
+from meridian_control.policy.model import Policy
+from meridian_control.pressure.engine_pressure import EnginePressure
+from meridian_control.table.request_table import RequestTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from datetime import datetime
+
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.common.slices import Sliced
+    from meridian_control.engine.freeze_state import Freeze
+    from meridian_control.engine.part import PartMaker
+    from meridian_control.journal.journal import Journal
+    from meridian_control.journal.records import Decision
+
+# A report that leads to no decision is answered after ACK_INTERVAL_S seconds, or after ACK_LEASE_SHARE of the shortest
+# lease if that is sooner, so that the agent knows that the control plane receives its reports.
+ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
+MAX_HELLO_BYTES = 64 << 10
+# About the memory of a decision without an outcome, with the values that its rule saw.
+DECISION_BYTES = 640
+# Bound for the characters of ids, which appear in logs and as labels of metrics.
+MAX_ID_CHARS = 512
+
+Out = list[agent_pb2.ConnectResponse]
+
+
+class Session:
+    """The control plane's side of one stream, after its Hello.
+
+    `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
+    streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
+    became of requests that were to be handed over, both over all engines. `carried` has the thinking tokens that an
+    earlier session has counted for budgets. `pressure` measures the targets of the engine's requests. `parts` makes the
+    parts of the capabilities in the stream, in the order in which they decide.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        hello: agent_pb2.Hello,
+        now: datetime,
+        journal: Journal | None = None,
+        shadow: Comparison | None = None,
+        *,
+        experiments: Experiments | None = None,
+        handovers: Handovers | None = None,
+        carried: Carried = NOTHING_CARRIED,
+        parts: Iterable[PartMaker],
+    ) -> None:
+        _check(hello)
+        hello.DiscardUnknownFields()
+        self.session_id, self.hello, self.connected_at = session_id, hello, now
+        # The policy that comes into force first sets the length of the entropy window.
+        self.table = RequestTable(1)
+        self.totals = Totals()
+        self.shadow = shadow or Comparison()
+        self.shadow.new_stream()
+        self.delivery = Delivery(hello, self.totals)
+        self.freezing = FreezeState(hello.freeze)
+        self.agent_state = hello.state
+        # Whether the agent has said that its engine shuts down.
+        self.shuts_down = False
+        self.gauges: agent_pb2.StepReport | None = None
+        self.reported_at: datetime | None = None
+        self._journal = journal
+        self.charges = Charges(self.table, carried)
+        self.pressure = EnginePressure(self.table, self.totals.pressure_changes, self.totals.pressure_missed)
+        counts = experiments or Experiments()
+        self._groups = EffectivePolicies(
+            self.table, hello, counts, self.charges, journal, shadow=self.shadow, pressure=self.pressure
+        )
+        self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
+        self._intake = Intake(
+            self.table,
+            self._groups,
+            self._ledger,
+            self.totals,
+            shadow=self.shadow,
+            charges=self.charges,
+            journal=journal,
+            knows_markers=not hello.unknown_markers,
+        )
+        self._snapshot_parts = SnapshotParts()
+        self._stream = Stream(hello, self.table, self._groups, self._ledger, self.totals)
+        self._parts = Parts(self._stream, parts)
+        self.handovers = SessionHandovers(
+            session_id, hello, self.table, self._ledger, totals=self.totals, results=handovers or Handovers()
+        )
+        self._answered_at = now
+        self._ack_interval_s = ACK_INTERVAL_S
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    @property
+    def held_bytes(self) -> int:
+        """About the memory that the session takes."""
+        table, parts = self.table, self._snapshot_parts
+        return table.column_bytes + table.text_bytes + DECISION_BYTES * len(self._ledger.open) + parts.held_bytes
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """The engine's id and its incarnation, which together name one start of the engine process."""
+        return self.hello.engine_id, self.hello.incarnation
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that is in force on the engine since the agent's ACK; None before the first ACK."""
+        return self._groups.policy
+
+    @property
+    def acked_revision(self) -> int:
+        return self._groups.revision
+
+    @property
+    def revision(self) -> int:
+        """The newest revision that the engine should have."""
+        return self.delivery.revision
+
+    @property
+    def nack_error(self) -> str:
+        return self.delivery.nack_error
+
+    @property
+    def frozen(self) -> bool:
+        return self.freezing.frozen
+
+    @property
+    def answering_engine(self) -> fleet_pb2.AnsweringEngine:
+        """The facts on which handovers to this engine depend."""
+        unfit = "its agent is off" if self.hello.fault else "it is frozen" if self.frozen else ""
+        return self.handovers.answering_engine(self._stream.step_cost, unfit or self._not_ready)
+
+    @property
+    def _not_ready(self) -> str:
+        if self.policy is None:
+            return "no policy is in force on it yet"
+        # An engine without requests sends no report; its KV cache is empty.
+        return "it has not reported yet" if self.gauges is None and self.table.live.any() else ""
+
+    @property
+    def budget_stages(self) -> Mapping[str, int]:
+        return self._groups.stages
+
+    @property
+    def open_decisions(self) -> dict[int, Decision]:
+        return self._ledger.open
+
+    @property
+    def last_decision(self) -> dict[int, Decision]:
+        return self._ledger.last
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds for which the agent keeps obeying earlier decisions after the stream has ended."""
+        return (self.policy or Policy()).fallback.lease_ms / 1000
+
+    @property
+    def last_good_wanted(self) -> int:
+        """Revision to pass to `on_last_good`, 0 for none.
+
+        A revision is needed if the agent refused the newest one and this session has no policy in force.
+        """
+        delivery = self.delivery
+        governed = not delivery.nack_error or self.policy is not None or delivery.pending is not None
+        return 0 if governed or delivery.agent_revision in delivery.refused else delivery.agent_revision
+
+    @property
+    def given(self) -> list[tuple[int, Policy]]:
+        """Revision and policy of the settings in force, and of the settings that were sent but not yet confirmed."""
+        found = [(self.acked_revision, self.policy)] if self.policy is not None else []
+        return found + ([self.delivery.pending] if self.delivery.pending is not None else [])
+
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def on_policy(self, revision: int, policy: Policy) -> Out:
+        """Bring a policy into force: send its settings to the agent, and decide by the policy from the agent's ACK on.
+
+        A policy that the engine has refused, or that needs a capability which the engine lacks, is not sent, and the
+        policy in force stays.
+        """
+        settings = self.delivery.offer(revision, policy)
+        return [agent_pb2.ConnectResponse(settings=settings)] if settings is not None else []
+
+    def on_last_good(self, revision: int, policy: Policy) -> Out:
+        """Send the settings that are in force on the agent since an earlier stream; it has refused a newer revision."""
+        return [agent_pb2.ConnectResponse(settings=self.delivery.send(revision, policy))]
+
+    def on_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> Out:
+        """Set the freezes that match this engine; the session makes no decision until the agent has thawed."""
+        return [agent_pb2.ConnectResponse(freeze=self.freezing.give(freezes, now))]
+
+    def on_answering_engines(self, engines: Iterable[fleet_pb2.AnsweringEngine]) -> None:
+        """Set the engines to which requests may be handed over; the next report's decisions read them."""
+        self.handovers.pool = tuple(engines)
+
+    def on_budget_stages(self, stages: Mapping[str, int]) -> None:
+        """Set the stages of thinking budgets by the budget's name; the next report's decisions read them."""
+        at_once(self.taking_budget_stages(stages))
+
+    def taking_budget_stages(self, stages: Mapping[str, int]) -> Sliced[None]:
+        """Do what `on_budget_stages` does, in slices."""
+        if (yield from self._groups.set_stages(stages)):
+            self._parts.shortened()
+
+    def on_pressure_levels(self, levels: Mapping[str, int]) -> None:
+        """Set the levels of pressure entries by name, as a recording has them that began during the stream."""
+        self.pressure.resume(levels)
+        if self.pressure.entries:
+            at_once(self._groups.shorten_again(self.table.slots().tolist()))
+            self._parts.shortened()
+
+    def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
+        """End a request's thinking because an operator asks for it; None if no live request has this id.
+
+        A request has at most one forced end under way, so no decision is made while another one has no outcome.
+        """
+        if self._journal is not None:
+            self._journal.now = now
+        if (slot := self.table.slot_of(request_id)) is None:
+            return None
+        newest, think_tokens = self._ledger.forces.get(slot), int(self.table.think_tokens[slot])
+        frozen = self.frozen or self.freezing.void
+        state = state_of(self.hello, self._deciding, frozen, int(self.table.phase[slot]), newest)
+        if state != ENDING:
+            return OperatorEnd(state, newest, think_tokens, [])
+        self.table.note_end(slot, agent_pb2.FORCE_REASON_OPERATOR, shadow=False)
+        made = self._ledger.make("force", reason_name(agent_pb2.FORCE_REASON_OPERATOR), slot)
+        newest = self.open_decisions[made]
+        newest.operator_reason = reason
+        directives = agent_pb2.Directives(step=self._ledger.step)
+        directives.forces.add(decision_id=made, slot=slot, reason=agent_pb2.FORCE_REASON_OPERATOR)
+        return OperatorEnd(state, newest, think_tokens, [agent_pb2.ConnectResponse(directives=directives)])
+
+    def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
+        """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract;
+        every other exception is an error of the control plane itself."""
+        return at_once(self.taking_in(message, now))
+
+    def taking_in(self, message: agent_pb2.ConnectRequest, now: datetime) -> Sliced[Out]:
+        """Do what `on_message` does, in slices. No other event may reach the session before the work is done, but
+        everything may be read at each pause."""
+        kind = message.WhichOneof("message")
+        if self._journal is not None:
+            self._journal.now = now
+        self.rest(now)
+        try:
+            if kind == "snapshot":
+                return (yield from self._on_snapshot_part(message.snapshot, now))
+            if kind == "step":
+                self._snapshot_parts.check_complete()
+                return (yield from self._on_step(message.step, now))
+            if kind == "heartbeat":
+                self.shuts_down = message.heartbeat.last
+                return self._answer(agent_pb2.ConnectResponse(), now, awaited=True)
+            if kind == "settings_status":
+                return (yield from self._on_settings_status(message.settings_status, now))
+            if kind == "freeze_status":
+                return (yield from self._on_freeze_status(message.freeze_status, now))
+        except BadReport as error:
+            raise BadReport(error.violation.message, str(kind)) from error
+        raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
+
+    def rest(self, now: datetime) -> None:
+        """Restore the levels of pressure on an engine without requests by the time that has passed."""
+        if self.pressure.entries:
+            self.pressure.rest(self._clock_ms(now), now)
+
+    def close(self, now: datetime, followed: bool = False) -> None:
+        """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
+        at_once(self.closing(now, followed))
+
+    def closing(self, now: datetime, followed: bool = False) -> Sliced[None]:
+        """Do what `close` does, in slices."""
+        if self._journal is not None:
+            self._journal.now = now
+        yield from self._ledger.close()
+        self.handovers.close(now, followed)
+        if self._journal is not None:
+            yield from self._journal.lost()
+
+    def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Sliced[Out]:
+        if not self.freezing.answered(status):
+            return []
+        self._parts.revise()
+        return (yield from self._decide(now))
+
+    def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Sliced[Out]:
+        if (taken := self.delivery.answered(status)) is None:
+            return []
+        revision, policy = taken
+        self.agent_state = agent_pb2.AGENT_STATE_READY
+        leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
+        shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
+        self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
+        self.shadow.applied(revision, policy)
+        yield from self._groups.apply(revision, policy, self._clock_ms(now))
+        self._parts.revise()
+        # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
+        under_way = self._ends_under_way()
+        self.table.forget_ends()
+        self._go_on(under_way)
+        return (yield from self._decide(now))
+
+    def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
+        """Take in a snapshot with its last part. Before that the agent only learns that its messages arrive."""
+        if (snapshot := self._snapshot_parts.add(part)) is not None:
+            return (yield from self._on_snapshot(snapshot, now))
+        return self._answer(agent_pb2.ConnectResponse(), now)
+
+    def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
+        # A freeze has ended all forced ends, so none is kept after it.
+        under_way = [] if self.freezing.void else self._ends_under_way()
+        self.freezing.void = False
+        awaited = yield from self._intake.begin_anew(snapshot, self._clock_ms(now))
+        yield from self.handovers.begin_anew(now)
+        self._go_on(under_way)
+        yield from self._ledger.forget_gone()
+        self._ledger.step = snapshot.step
+        response = yield from self._ends_of_thinking(now)
+        return (yield from self._respond(now, response, awaited=awaited))
+
+    def _ends_under_way(self) -> list[tuple[Decision, int]]:
+        """Return the forced ends without an outcome, each with the rule that the table holds for its request."""
+        forces = [d for d in self.open_decisions.values() if d.kind == "force" and self._ledger.concerns(d)]
+        return [(d, int(self.table.end_decided[d.slot])) for d in forces]
+
+    def _go_on(self, under_way: list[tuple[Decision, int]]) -> None:
+        """Restore in the table the forced ends that the engine still carries out, for requests that still live."""
+        for decision, reason in under_way:
+            if decision.slot is not None and self._ledger.concerns(decision):
+                self.table.restore_end(decision.slot, reason)
+
+    def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[Out]:
+        report_bounds.check(report)
+        if not report.steps:
+            yield from self._ledger.settle(report.outcomes)
+            return []
+        self.gauges, self.reported_at = gauges_of(report), now
+        self.agent_state = report.state or self.agent_state
+        if self.pressure.entries:
+            yield from self._judge_pressure(now)
+        yield from self._intake.take(report, self._clock_ms(now))
+        if self.pressure.entries:
+            self.pressure.take(report)
+        yield from self.handovers.take(report, now)
+        self._ledger.step = report.step
+        response = yield from self._ends_of_thinking(now, reported=True)
+        yield from self._intake.finish(report, governed=self._deciding is not None)
+        self._parts.reported(report)
+        return (yield from self._respond(now, response, reported=True, awaited=len(report.probes.slot) > 0))
+
+    def _judge_pressure(self, now: datetime) -> Sliced[None]:
+        """Change the levels of pressure by the reports so far; the newest report's decisions read them."""
+        if self._deciding is None:
+            self.pressure.restart(self._clock_ms(now))
+        elif slots := self.pressure.judge(self._clock_ms(now), now):
+            yield from self._groups.shorten_again(slots)
+            self._parts.shortened()
+
+    def _decide(self, now: datetime) -> Sliced[Out]:
+        """Make decisions from the current state, without a report, and return the responses."""
+        response = yield from self._ends_of_thinking(now)
+        return (yield from self._respond(now, response))
+
+    def _ends_of_thinking(self, now: datetime, reported: bool = False) -> Sliced[agent_pb2.ConnectResponse]:
+        self._ledger.check()
+        response = agent_pb2.ConnectResponse()
+        if (policy := self._deciding) is not None:
+            yield from self._parts.ends(self._turn(policy, response, now, reported))
+        return response
+
+    @property
+    def _deciding(self) -> Policy | None:
+        """The policy by which decisions are made; None while no decision is made."""
+        freezing = self.freezing
+        freezing.void = freezing.void and bool(self.table.live.any())
+        return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
+
+    def _turn(self, policy: Policy, response: agent_pb2.ConnectResponse, now: datetime, reported: bool) -> Turn:
+        return Turn(policy, self._groups.in_use(), response.directives, reported, self._clock_ms(now))
+
+    def _respond(
+        self, now: datetime, response: agent_pb2.ConnectResponse, *, reported: bool = False, awaited: bool = False
+    ) -> Sliced[Out]:
+        """Add all other decisions to the ends of thinking and return the response, if one is due.
+
+        reported: whether a report led to the decisions. awaited: whether the agent waits for a response.
+        """
+        if (policy := self._deciding) is not None:
+            yield from self._parts.decide(self._turn(policy, response, now, reported))
+            self.handovers.decide(policy.disagg, response.directives, self._stream.step_cost)
+        return self._answer(response, now, awaited)
+
+    def _answer(self, response: agent_pb2.ConnectResponse, now: datetime, awaited: bool = False) -> Out:
+        """Return the response if it has decisions, if the agent waits for it, or if the newest one is old; a large one
+        as several."""
+        directives = response.directives
+        decided = (size := directives.ByteSize()) > 0
+        directives.step = self._ledger.step
+        # If the wall clock was set back, the difference is negative and the report is answered.
+        recent = 0 <= (now - self._answered_at).total_seconds() < self._ack_interval_s
+        # The agent may hold requests until it has the response to their probes, even if no decision follows from them.
+        if not decided and not awaited and recent:
+            return []
+        self._answered_at = now
+        return [response] if size <= DIRECTIVES_BYTES else parts_of(directives)
+
+    def _clock_ms(self, now: datetime) -> float:
+        """Return the milliseconds since the stream began."""
+        return (now - self.connected_at).total_seconds() * 1e3
+
+
+def _check(hello: agent_pb2.Hello) -> None:
+    """Raise InvalidRequest if an id of the Hello is empty or too long, or if the message is too large."""
+    if not hello.engine_id:
+        raise InvalidRequest("hello.engine_id", "must not be empty")
+    for name in ("engine_id", "incarnation"):
+        said = getattr(hello, name)
+        if len(said) > MAX_ID_CHARS or not said.isprintable():
+            raise InvalidRequest(
+                f"hello.{name}", f"must have at most {MAX_ID_CHARS} characters, all printable; got {said[:20]!a}"
+            )
+    if (size := hello.ByteSize()) > MAX_HELLO_BYTES:
+        raise InvalidRequest("hello", f"must be at most {MAX_HELLO_BYTES} bytes; got {size}")

@@ -1,0 +1,127 @@
+"""Queries the decision logs of all replicas: this replica's own log, and those of the replicas that it asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common import paging
+from meridian_control.common.errors import NotFound
+from meridian_control.fleet.peers import CALL_TIMEOUT_S
+from meridian_control.journal.messages import (
+    MAX_SIBLINGS,
+    MAX_TOKEN,
+    explain_request,
+    list_decisions,
+    newest_life,
+    page_of,
+    refs_in,
+    related_lives,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian_control.fleet.peers import Peer
+    from meridian_control.fleet.whole_fleet import WholeFleet
+
+
+async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -> fleet_pb2.ExplainRequestResponse:
+    """Return the life of a request, merged from all replicas. Raises NotFound if no answering replica knows it."""
+    if request.handed_over_refs:
+        return related_lives(whole.fleet.decisions, request.handed_over_refs)
+    answers: list[fleet_pb2.ExplainRequestResponse] = []
+    unknown: NotFound | None = None
+    try:
+        live = whole.fleet.requests_called(request.engine_id, request.request_id)
+        answers.append(explain_request(whole.fleet.decisions, live, request))
+    except NotFound as error:
+        unknown = error
+    asked = fleet_pb2.ExplainRequestRequest()
+    asked.CopyFrom(request)
+    asked.local_only = True
+
+    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse:
+        return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
+
+    unreachable: list[str] = []
+    if whole.peers is not None and not request.local_only:
+        others, unreachable = await whole.peers.ask_who_knows(ask)
+        answers += others
+    if not answers:
+        assert unknown is not None
+        raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
+    told = newest_life(answers)
+    told.ClearField("related")
+    _merge_siblings(told, answers, request.request_id)
+    if refs := refs_in(told.life):
+        related, silent = await _related(whole, request.local_only, refs)
+        told.related.extend(life for life in related if not _same(life, told.life))
+        unreachable = sorted({*unreachable, *silent})
+    told.unreachable_replicas.extend(unreachable)
+    return told
+
+
+def _merge_siblings(
+    told: fleet_pb2.ExplainRequestResponse, answers: list[fleet_pb2.ExplainRequestResponse], request_id: str
+) -> None:
+    """Set the siblings of the life in `told` to the lives of all answers but this one, newest first."""
+    lives = [life for answer in answers for life in (answer.life, *answer.siblings)]
+    told.ClearField("siblings")
+    others = [life for life in _merged(lives) if not _same(life, told.life)]
+    if told.life.request_id == request_id:
+        # A replica that does not have this request may have answered with others whose client knows them by this id.
+        others = [life for life in others if life.request_id == request_id]
+    others.sort(key=lambda life: life.open_time.ToNanoseconds(), reverse=True)
+    told.siblings.extend(others[:MAX_SIBLINGS])
+    told.siblings_left_out = max(0, len(others) - MAX_SIBLINGS) + max(answer.siblings_left_out for answer in answers)
+
+
+def _merged(lives: Iterable[fleet_pb2.RequestLife]) -> list[fleet_pb2.RequestLife]:
+    """Return the lives with the parts of each life joined, which several replicas may have."""
+    parts: dict[tuple[str, str, str], list[fleet_pb2.ExplainRequestResponse]] = {}
+    for life in lives:
+        key = life.engine_id, life.incarnation, life.request_id
+        parts.setdefault(key, []).append(fleet_pb2.ExplainRequestResponse(life=life))
+    return [newest_life(found).life for found in parts.values()]
+
+
+async def _related(
+    whole: WholeFleet, local_only: bool, refs: list[str]
+) -> tuple[list[fleet_pb2.RequestLife], list[str]]:
+    """Return the lives that the handovers concern, oldest first, and the ids of the replicas that did not answer."""
+
+    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse:
+        asked = fleet_pb2.ExplainRequestRequest(handed_over_refs=refs, local_only=True)
+        return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
+
+    answers, silent = [related_lives(whole.fleet.decisions, refs)], list[str]()
+    if whole.peers is not None and not local_only:
+        others, silent = await whole.peers.ask_who_knows(ask)
+        answers += others
+    lives = _merged(life for answer in answers for life in answer.related)
+    return sorted(lives, key=lambda life: life.open_time.ToNanoseconds()), silent
+
+
+def _same(one: fleet_pb2.RequestLife, other: fleet_pb2.RequestLife) -> bool:
+    return (one.engine_id, one.incarnation, one.request_id) == (other.engine_id, other.incarnation, other.request_id)
+
+
+async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
+    """Return a page of the decisions of all replicas, newest first. Raises InvalidRequest."""
+    limit, _ = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
+    here = list_decisions(whole.fleet.decisions, request)
+    if whole.peers is None or request.local_only:
+        return here
+    asked = fleet_pb2.ListDecisionsRequest()
+    asked.CopyFrom(request)
+    asked.local_only = True
+
+    async def ask(peer: Peer) -> fleet_pb2.ListDecisionsResponse:
+        return await peer.fleet.ListDecisions(asked, timeout=CALL_TIMEOUT_S)
+
+    heard, unreachable = await whole.peers.ask(ask)
+    answer = page_of((d for part in (here, *heard.values()) for d in part.decisions), limit)
+    answer.unreachable_replicas.extend(unreachable)
+    return answer

@@ -1,0 +1,227 @@
+"""Withdraws a kind of shortening that harms, and the entropy rules if a signal of live requests is no longer as in the
+calibration.
+
+The control group shows the harm. The module owns the tests of harm and of drift. The replica that leads adds up the
+counts of all replicas and stores a new policy revision, so that the change reaches all engines and outlives a restart
+as every revision does. The evidence itself is in memory: a new leader begins the tests anew with the counts of the
+replicas that still run. The module runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial, reduce
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common.drift_bins import SIGNALS, drift_bins
+from meridian_control.common.errors import EtagMismatch, MeridianError
+from meridian_control.common.inference import SequentialTest, ShiftTest
+from meridian_control.engine.experiments import rules_of
+from meridian_control.fleet.savings import WITHDRAWER, evidence_of, kind_of, merged
+from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
+from meridian_control.rollout.state import By
+from meridian_control.rollout.transitions import abort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    from meridian_control.fleet.whole_fleet import WholeFleet
+    from meridian_control.rollout.driver import Rollouts
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks at the counts.
+LOOK_S = 5.0
+# Largest probability that a kind whose harm is at most max_loss is ever withdrawn for its harm, and that rules are ever
+# put into shadow for drift although no signal has drifted; each per set of rules and leader.
+FALSE_ALARM_RATE = 0.01
+
+
+class Watch:
+    """The tests of one set of rules over all replicas.
+
+    harm: by kind of shortening, the evidence of its harm, 1 at the level of a withdrawal.
+    """
+
+    def __init__(self) -> None:
+        self._tests: dict[Kind, SequentialTest] = {}
+        self._max_loss = 1.0
+        self.harm: dict[Kind, float] = {}
+        # By signal that the policy describes.
+        self._shifts: dict[str, ShiftTest] = {}
+        # Evidence of drift, 1 at the level of a withdrawal; None if the policy describes no signal.
+        self.drift: float | None = None
+        # The counts of each replica that the test has taken in, by the replica's id.
+        self._seen: dict[str, fleet_pb2.Savings] = {}
+
+    def look(self, counts: dict[str, fleet_pb2.Savings]) -> float:
+        """Take in the newest counts of each replica, by its id. Return the largest evidence of harm of a kind.
+
+        The test begins anew if a replica has begun to count anew, because a later revision has put the same rules in
+        force again. A replica that restarts has a new id, so counts of an id otherwise only grow.
+        """
+        known = self._seen.keys() & counts.keys()
+        again = any(self._seen[key].since_revision != counts[key].since_revision for key in known)
+        if again or not self._seen:
+            self._seen = {}
+            self._tests, self._max_loss = {}, min(told.max_loss for told in counts.values())
+            # The bins follow from the rules, so they are the same on all replicas.
+            bins = drift_bins(next(iter(counts.values())))
+            self._shifts = {signal: ShiftTest([each.calibrated for each in own]) for signal, own in bins.items()}
+        if self._shifts:
+            # A mean of e-values is an e-value, so the rate of false alarms holds for all signals together.
+            new = self._new_samples(counts)
+            self.drift = fmean(test.add(new[signal]) for signal, test in self._shifts.items()) * FALSE_ALARM_RATE
+        self.harm = {}
+        for kind, (harmful, judged) in self._new_verdicts(counts).items():
+            test = self._tests.setdefault(kind, SequentialTest(self._max_loss))
+            self.harm[kind] = test.add(harmful, judged) * FALSE_ALARM_RATE
+        self._seen |= counts
+        return max(self.harm.values(), default=0.0)
+
+    def _new_verdicts(self, counts: dict[str, fleet_pb2.Savings]) -> dict[Kind, tuple[int, int]]:
+        """Return by kind the numbers of harmful and of judged requests that the tests have not taken in."""
+        new: dict[Kind, tuple[int, int]] = {}
+        for replica_id, told in counts.items():
+            before = {kind_of(harm): harm for harm in self._seen.get(replica_id, fleet_pb2.Savings()).kinds}
+            for harm in told.kinds:
+                kind = kind_of(harm)
+                seen = before.get(kind, fleet_pb2.ShorteningHarm())
+                harmful, judged = new.get(kind, (0, 0))
+                new[kind] = harmful + harm.harmful - seen.harmful, judged + harm.judged - seen.judged
+        return new
+
+    def _new_samples(self, counts: dict[str, fleet_pb2.Savings]) -> dict[str, list[int]]:
+        """Return the number of samples in each bin of each signal that the tests have not taken in."""
+        new: dict[str, list[int]] = {}
+        for replica_id, told in counts.items():
+            before = drift_bins(self._seen.get(replica_id, fleet_pb2.Savings()))
+            for signal, bins in drift_bins(told).items():
+                sums = new.setdefault(signal, [0] * len(bins))
+                for index, each in enumerate(bins):
+                    sums[index] += each.seen - (before[signal][index].seen if signal in before else 0)
+        return new
+
+
+class HarmGuard:
+    """Watches the harm while this replica leads. `newest` is its newest look, None while another replica leads."""
+
+    def __init__(self, whole: WholeFleet, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
+        self._whole, self._rollouts, self._clock = whole, rollouts, clock
+        # By fingerprint of the rules, for the rules that replicas still count.
+        self._watches: dict[str, Watch] = {}
+        # Rules whose cap does harm and stays, of which the log says so once.
+        self._left: set[str] = set()
+        self.newest: fleet_pb2.GetSavingsResponse | None = None
+
+    async def run(self) -> None:
+        """Call `look` every LOOK_S seconds until cancelled."""
+        complaint = ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+                complaint = ""
+            except Exception as error:
+                # What other replicas answer must not end this one, whatever is wrong with it.
+                if complaint != str(error):
+                    complaint = str(error)
+                    cause = None if isinstance(error, MeridianError) else error
+                    logger.warning("the harm of shortened thinking is not watched: %s", complaint, exc_info=cause)
+
+    async def look(self) -> None:
+        """Look at the counts of all replicas, and withdraw what does harm.
+
+        Raises StoreUnavailable, StoredPolicyUnreadable.
+        """
+        if not self._whole.leads():
+            self.newest, self._watches, self._whole.evidence = None, {}, {}
+            return
+        heard, silent = await self._whole.heard_savings()
+        newest = merged(heard.values())
+        # The evidence against rules that only a silent replica counts is still needed when that replica answers.
+        kept = self._watches if silent else {}
+        found = {savings.rules: self._watches.get(savings.rules) or Watch() for savings in newest.savings}
+        self._watches = {**kept, **found}
+        for savings in newest.savings:
+            parts = {
+                replica: part for replica, told in heard.items() for part in told.savings if part.rules == savings.rules
+            }
+            watch = self._watches[savings.rules]
+            savings.evidence_ratio = watch.look(parts)
+            for harm in savings.kinds:
+                harm.evidence_ratio = watch.harm.get(kind_of(harm), 0.0)
+            if watch.drift is not None:
+                savings.drift_evidence_ratio = watch.drift
+        self.newest = newest
+        self._whole.evidence = {savings.rules: evidence_of(savings) for savings in newest.savings}
+        for savings in newest.savings:
+            proved = [harm for harm in savings.kinds if harm.evidence_ratio >= 1 and harm.HasField("harm_ratio")]
+            if proved:
+                reason = "; ".join(_harm(savings, harm) for harm in proved)
+                await self._withdraw(savings, [kind_of(harm) for harm in proved], reason)
+            elif savings.drift_evidence_ratio >= 1:
+                await self._withdraw(savings, [ENTROPY], _drift(savings))
+
+    async def _withdraw(self, savings: fleet_pb2.Savings, kinds: list[Kind], reason: str) -> None:
+        """Abort an active rollout, and withdraw kinds of shortening from the policy if it has the counted rules."""
+        policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
+        candidate = None
+        if (rollout := await rollouts.active()) is not None:
+            candidate = (await policies.get(rollout.candidate_revision)).policy
+        current = await policies.current()
+        harms = current is not None and rules_of(current.policy) == savings.rules
+        if rollout is not None and (harms or (candidate is not None and rules_of(candidate) == savings.rules)):
+            await rollouts.change(rollout, partial(abort, by=By(now, WITHDRAWER, reason)))
+            await self._rollouts.look()
+            current = await policies.current()
+        if current is None or not harms:
+            return
+        policy = reduce(without, kinds, current.policy)
+        if policy == current.policy:
+            # Only a cap does harm, which is not withdrawn; the page and the alert show it.
+            if savings.rules not in self._left:
+                self._left.add(savings.rules)
+                logger.warning("the cap stays, although it does harm: %s", reason)
+            return
+        try:
+            stored = await policies.append(policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=now)
+        except EtagMismatch:
+            # Somebody else has just stored a revision, and the next look judges that revision's rules.
+            return
+        logger.warning("revision %d withdraws what does harm: %s", stored.revision, reason)
+        # The engines get the revision also if the store cannot be read now.
+        self._whole.fleet.set_policy(stored)
+        await self._rollouts.look()
+
+
+def _harm(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
+    return (
+        f"{kind_of(harm).text}: {harm.harmful} of {harm.judged} answers of the control group would have changed under "
+        f"the rules of revision {savings.since_revision}, more than entropy.max_loss {savings.max_loss:g} allows"
+    )
+
+
+def _drift(savings: fleet_pb2.Savings) -> str:
+    """Describe the bin that has gained most, of all signals."""
+    gains = []
+    for signal, bins in drift_bins(savings).items():
+        seen, calibrated = sum(each.seen for each in bins), sum(each.calibrated for each in bins)
+        shares = ((each.seen / max(1, seen), each.calibrated / calibrated) for each in bins)
+        gains += [(live - before, signal, index, seen, calibrated) for index, (live, before) in enumerate(shares)]
+    _, signal, index, seen, calibrated = max(gains)
+    named, bins = SIGNALS[signal], drift_bins(savings)[signal]
+    where = f"above {bins[index - 1].max_value:g}" if index == len(bins) - 1 else f"up to {bins[index].max_value:g}"
+    if 0 < index < len(bins) - 1:
+        where = f"from {bins[index - 1].max_value:g} to {bins[index].max_value:g}"
+    unit = f" {named.unit}" * bool(named.unit)
+    return (
+        f"{named.name} has left the distribution that the rules of revision {savings.since_revision} were calibrated "
+        f"on: {bins[index].seen} of {seen} requests have a first sample {where}{unit}, where the calibration had "
+        f"{bins[index].calibrated} of {calibrated}"
+    )

@@ -1,0 +1,265 @@
+"""Calls the other replicas over gRPC, so that each replica can answer questions about the whole fleet.
+
+The module owns the channels between replicas. Replicas ask each other on demand instead of publishing their state, so
+that data that changes in every step stays out of the database and answers are as fresh as on the engine's own replica.
+An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S, however many calls
+the question takes; a replica that has not answered once has a tenth of that time until it answers again. A replica
+whose answer cannot be read or used counts as one that does not answer. The module runs on the control plane's event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
+
+from meridian_control.access import tls_look
+from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common.channels import NO_PROXY
+from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
+from meridian_control.fleet.peer_answers import reading
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from meridian_control.access.client_credentials import ClientCredentials
+    from meridian_control.fleet.membership import Replica
+    from meridian_control.fleet.recording import Recording
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+CALL_TIMEOUT_S = 2.0
+# Share of CALL_TIMEOUT_S for which a replica is waited for that has not answered the question before.
+SILENT_SHARE = 0.1
+# Seconds between two attempts to record from replicas that do not send records yet.
+LOOK_S = 1.0
+# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
+NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
+REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+OPTIONS = [
+    NO_PROXY,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    # Largest response; a response carries all engines or all requests of a replica.
+    ("grpc.max_receive_message_length", 64 << 20),
+]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another replica, and the channel to it."""
+
+    replica: Replica
+    channel: grpc.aio.Channel
+
+    @property
+    def fleet(self) -> fleet_pb2_grpc.FleetServiceAsyncStub:
+        return fleet_pb2_grpc.FleetServiceStub(reading(self.channel))
+
+    @property
+    def policy(self) -> policy_pb2_grpc.PolicyServiceAsyncStub:
+        return policy_pb2_grpc.PolicyServiceStub(reading(self.channel))
+
+
+class Peers:
+    """Clients of the other live replicas, which `others` returns. `credentials` authenticate this replica, and changed
+    files are read again. Raises OSError or ValueError if a file of the credentials cannot be used."""
+
+    def __init__(self, others: Callable[[], Sequence[Replica]], credentials: ClientCredentials) -> None:
+        self._others = others
+        self._credentials = credentials
+        self._tls = Reloaded(credentials.files(), credentials.channel)
+        self._shown = self._tls.get()
+        self._known: dict[str, Peer] = {}
+        # Ids of replicas for which a missing answer, or a missing recording, has already been logged; answers with the
+        # part of a replica's data that was asked for, empty for any.
+        self._silent: set[tuple[str, str]] = set()
+        self._not_recording: set[str] = set()
+        # Tasks that close channels, and that find out why a replica does not answer.
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _peers(self) -> list[Peer]:
+        """Return the clients of the replicas that live now, and close the channels to replicas that no longer live."""
+        live = {replica.replica_id: replica for replica in self._others()}
+        renewed = (tls := self._tls.get()) is not self._shown
+        self._shown = tls
+        for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
+            self._beside(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
+        for replica_id in live.keys() - self._known.keys():
+            self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
+        return [self._known[replica_id] for replica_id in sorted(live)]
+
+    async def ask(
+        self, call: Callable[[Peer], Awaitable[Answer]], part: str = ""
+    ) -> tuple[dict[str, Answer], list[str]]:
+        """Return the answers by replica id, and the ids of the replicas without an answer. `call` may raise any
+        exception for an answer that it cannot use.
+
+        part: name of data with which a replica may be late although it answers other questions in time.
+        """
+        peers = self._peers()
+        answers = await asyncio.gather(*(self._asked(peer, call, part) for peer in peers))
+        heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
+        return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
+
+    async def ask_who_knows(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[list[Answer], list[str]]:
+        """Return all answers except NOT_FOUND, and the ids of the replicas without an answer."""
+
+        async def asked(peer: Peer) -> list[Answer]:
+            try:
+                return [await call(peer)]
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return []
+                raise
+
+        heard, unreachable = await self.ask(asked)
+        return [answer for answers in heard.values() for answer in answers], unreachable
+
+    async def ask_one(self, replica_id: str, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
+        """Return the answer of one replica. `call` must have a time limit.
+
+        Raises NotFound or PermissionDenied if the replica answers so, and ReplicaUnavailable if it gives no answer.
+        """
+        for peer in self._peers():
+            if peer.replica.replica_id == replica_id:
+                try:
+                    return await _answered(peer, call)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.NOT_FOUND:
+                        raise NotFound(error.details() or "") from None
+                    if error.code() in REFUSED:
+                        why = f"replica {replica_id}, which the call needs, refuses calls of this replica"
+                        raise PermissionDenied(f"{why}: {error.details()}") from None
+                    raise ReplicaUnavailable([replica_id], f"{error.code().name}: {error.details()}") from None
+        raise ReplicaUnavailable([replica_id], "it is not among the live replicas")
+
+    async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]], part: str) -> list[Answer]:
+        replica_id = peer.replica.replica_id
+        # Every question would otherwise wait for the time limit while a replica hangs.
+        was_silent = bool(self._silent & {(replica_id, ""), (replica_id, part)})
+        patience_s = CALL_TIMEOUT_S * (SILENT_SHARE if was_silent else 1)
+        try:
+            async with asyncio.timeout(patience_s):
+                answer = await _answered(peer, call)
+        except (grpc.aio.AioRpcError, ReplicaUnavailable, TimeoutError) as error:
+            if not self._silent & {(replica_id, ""), (replica_id, part)}:
+                self._silent.add((replica_id, part))
+                # The question does not wait for the look, which may take seconds.
+                self._beside(self._complain(peer, error))
+            return []
+        self._silent -= {(replica_id, ""), (replica_id, part)}
+        return [answer]
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that nobody waits for before `close`."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _complain(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> None:
+        logger.warning("replica %s did not answer: %s", peer.replica.replica_id, await self._why(peer, error))
+
+    async def _why(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> str:
+        """Return why a replica did not answer, also if it is a cause in TLS that gRPC does not name."""
+        if isinstance(error, ReplicaUnavailable):
+            return str(error)
+        code = grpc.StatusCode.DEADLINE_EXCEEDED
+        told, cause = f"{code}: no answer within {CALL_TIMEOUT_S:g} s", ""
+        if isinstance(error, grpc.aio.AioRpcError):
+            code = error.code()
+            told = f"{code}: {error.details()}"
+        if code in MAY_BE_TLS:
+            cause = await asyncio.to_thread(tls_look.trouble, peer.replica.address, self._credentials, NAMES)
+        return f"{cause} ({told})" if cause else told
+
+    async def relay(self, recording: Recording, began: asyncio.Event) -> None:
+        """Add the records of all other replicas to a recording until cancelled, also of replicas that start later.
+
+        `began` is set once every replica that lives now either records or cannot be reached.
+        """
+        streams: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                peers = self._peers()
+                waiting = [self._begin(peer, recording, streams) for peer in peers]
+                await asyncio.gather(*(begun.wait() for begun in waiting if begun is not None))
+                recording.unreachable = [p.replica.replica_id for p in peers if streams[p.replica.replica_id].done()]
+                began.set()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for stream in streams.values():
+                stream.cancel()
+            await asyncio.gather(*streams.values(), return_exceptions=True)
+
+    def _begin(self, peer: Peer, recording: Recording, streams: dict[str, asyncio.Task[None]]) -> asyncio.Event | None:
+        """Start to record from a replica unless such a recording already runs.
+
+        The returned event is set once the replica records or its stream has ended.
+        """
+        running = streams.get(peer.replica.replica_id)
+        if running is not None and not running.done():
+            return None
+        begun = asyncio.Event()
+        streams[peer.replica.replica_id] = asyncio.create_task(self._relay_one(peer, recording, begun))
+        return begun
+
+    async def _relay_one(self, peer: Peer, recording: Recording, begun: asyncio.Event) -> None:
+        request = fleet_pb2.RecordTraceRequest(engine_id=recording.engine_id, local_only=True)
+        call: Any = peer.fleet.RecordTrace(request)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await call.initial_metadata()
+            begun.set()
+            async for response in call:
+                self._not_recording.discard(peer.replica.replica_id)
+                recording.add(response.record.SerializeToString())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                recording.overflow()
+            if (replica_id := peer.replica.replica_id) not in self._not_recording:
+                self._not_recording.add(replica_id)
+                logger.warning("replica %s does not record: %s: %s", replica_id, error.code(), error.details())
+        except TimeoutError:
+            pass
+        finally:
+            # Records of the replica are missing from here on; by its next round `relay` may no longer list the replica.
+            recording.unreachable = [*{*recording.unreachable, peer.replica.replica_id}]
+            begun.set()
+            call.cancel()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(peer.channel.close() for peer in self._known.values()), *self._closing)
+        self._known.clear()
+
+
+async def _answered(peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
+    """Return the answer to a call. Raises AioRpcError, and ReplicaUnavailable if the answer cannot be used, or if the
+    channel is closed meanwhile: the replica has ended, or the credentials have changed. gRPC cancels the calls of a
+    closed channel."""
+    try:
+        return await call(peer)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+    except grpc.aio.UsageError:
+        pass
+    except (grpc.aio.AioRpcError, TimeoutError):
+        raise
+    except Exception as error:
+        # What another replica sends must not end this one, whatever is wrong with it.
+        why = f"its answer cannot be used: {type(error).__name__}: {error}"
+        raise ReplicaUnavailable([peer.replica.replica_id], why) from error
+    raise ReplicaUnavailable([peer.replica.replica_id], "the connection to it was closed") from None
+
+
+def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, tls, OPTIONS) if tls else grpc.aio.insecure_channel(address, OPTIONS)

@@ -1,0 +1,321 @@
+"""Answers questions about the engines of all replicas, from this replica's own data and the answers of the others.
+
+The module owns the merging of the answers: an engine that moved between replicas appears once, as the replica with its
+newest connection reports it. The module runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager, suppress
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2, policy_pb2
+
+from meridian_control.common.errors import NotFound
+from meridian_control.common.paging import MAX_PAGE_SIZE, fitting
+from meridian_control.fleet import savings
+from meridian_control.fleet.departed import Departed
+from meridian_control.fleet.peers import CALL_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.fleet.peers import Peer, Peers
+    from meridian_control.fleet.recording import Recording
+
+logger = logging.getLogger(__name__)
+
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
+# Seconds between two requests for the answering engines of the other replicas.
+SHARE_S = 1.0
+# Seconds after which the leader no longer uses what a replica has answered before, if it has asked nobody since.
+FORGET_S = 10.0
+# Seconds for which all watchers share one query of the fleet; largest number of bytes of its answer, unless the engines
+# alone have more.
+SHARED_S, WATCH_BYTES = 0.05, 16 << 20
+
+
+class WholeFleet:
+    """The engines of all replicas. `fleet` has this replica's engines. `peers` asks the other replicas, and is None if
+    the store allows only one replica. `leads` returns whether this replica leads."""
+
+    def __init__(self, fleet: Fleet, replica_id: str, peers: Peers | None, leads: Callable[[], bool]) -> None:
+        self.fleet, self.replica_id, self.peers, self.leads = fleet, replica_id, peers, leads
+        # The newest answers of the other replicas to the leader, by replica id, and the time at which it last asked.
+        self._heard: dict[str, list[fleet_pb2.Engine]] = {}
+        self._asked_at = 0.0
+        # Engines of replicas that have ended, as the leader has last heard of them.
+        self._orphans = Departed()
+        # Evidence of harm and of drift as this replica has last found it while it leads, by fingerprint of the rules.
+        self.evidence: dict[str, fleet_pb2.Savings] = {}
+        # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
+        self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
+        self._looked_at = 0.0
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    async def local_engines(self) -> list[fleet_pb2.Engine]:
+        """Return the engines that are connected to this replica, or were until recently."""
+        engines = await self.fleet.engines_in_turns()
+        for engine in engines:
+            engine.replica = self.replica_id
+        return engines
+
+    async def engines(self, local_only: bool = False) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        """Return the engines of all replicas, and the ids of the replicas that did not answer."""
+        if self.peers is None or local_only:
+            return await self.local_engines(), []
+        heard, unreachable = await self.peers.ask(_engines)
+        return await self._with(heard), unreachable
+
+    async def _with(self, heard: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
+        """Return this replica's engines and those of the others. heard: the other replicas' engines, by replica id."""
+        return once([*await self.local_engines(), *chain.from_iterable(heard.values())])
+
+    async def requests(
+        self, engine_id: str = "", local_only: bool = False
+    ) -> tuple[list[fleet_pb2.LiveRequest], list[str]]:
+        """Return the live requests of all engines or of one engine, and the ids of the replicas that did not answer."""
+        if self.peers is None or local_only:
+            return await self.fleet.requests_in_turns(engine_id), []
+        state = await self.state(engine_id)
+        return list(state.requests), list(state.unreachable_replicas)
+
+    async def state(self, engine_id: str = "", local_only: bool = False) -> fleet_pb2.WatchFleetResponse:
+        """Return all engines, and the live requests of all engines or of one engine."""
+        if self.peers is None or local_only:
+            engines = await self.local_engines()
+            return fleet_pb2.WatchFleetResponse(engines=engines, requests=await self.fleet.requests_in_turns(engine_id))
+
+        async def ask(peer: Peer) -> list[fleet_pb2.LiveRequest]:
+            return await _requests(peer, engine_id)
+
+        # A replica with very many requests may be late with them, and its engines are shown nevertheless.
+        (heard, silent), (found, late) = await asyncio.gather(self.peers.ask(_engines), self.peers.ask(ask, "requests"))
+        unreachable = sorted({*silent, *late})
+        engines = await self._with(heard)
+        where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
+        found[self.replica_id] = await self.fleet.requests_in_turns(engine_id)
+        requests = [
+            live for replica_id, lives in found.items() for live in lives if (live.engine_id, replica_id) in where
+        ]
+        requests.sort(key=lambda live: (live.engine_id, live.request_id))
+        return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)
+
+    async def watched(self) -> fleet_pb2.WatchFleetResponse:
+        """Return all engines and live requests. Watchers that ask within SHARED_S share one message, and must not
+        change the message."""
+        now = asyncio.get_running_loop().time()
+        if self._look is None or now - self._looked_at >= SHARED_S:
+            self._look, self._looked_at = asyncio.create_task(self._look_at_all()), now
+        return await asyncio.shield(self._look)
+
+    async def _look_at_all(self) -> fleet_pb2.WatchFleetResponse:
+        return bounded(await self.state())
+
+    async def watched_here(self) -> fleet_pb2.WatchFleetResponse:
+        """Return the engines and live requests of this replica."""
+        return bounded(await self.state(local_only=True))
+
+    async def explain(
+        self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound
+    ) -> policy_pb2.ExplainPolicyResponse:
+        """Return the answer of another replica that knows the engine or request.
+
+        `unknown` is the error with which this replica answered. Raises NotFound if no replica knows the engine or
+        request.
+        """
+        asked = policy_pb2.ExplainPolicyRequest()
+        asked.CopyFrom(request)
+        asked.local_only = True
+
+        async def ask(peer: Peer) -> policy_pb2.ExplainPolicyResponse:
+            return await peer.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
+
+        answers, unreachable = await self.peers.ask_who_knows(ask) if self.peers is not None else ([], [])
+        if answers:
+            return answers[0]
+        if unreachable:
+            raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}")
+        raise unknown
+
+    def local_savings(self) -> fleet_pb2.GetSavingsResponse:
+        """Return the counts of treated requests and of the control group on this replica, without estimates."""
+        fleet = self.fleet
+        told = fleet_pb2.GetSavingsResponse(savings=savings.messages(fleet.experiments, fleet.policy))
+        for row in told.savings:
+            savings.add_evidence(row, self.evidence.get(row.rules, fleet_pb2.Savings()))
+        if (withdrawal := savings.withdrawn(fleet.policy)) is not None:
+            told.withdrawn_revision, told.withdrawn_reason = withdrawal.revision, withdrawal.reason
+        return told
+
+    async def heard_savings(self) -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        """Return the counts of each replica by its id, and the ids of the replicas that did not answer."""
+
+        async def ask(peer: Peer) -> fleet_pb2.GetSavingsResponse:
+            told = await peer.fleet.GetSavings(fleet_pb2.GetSavingsRequest(local_only=True), timeout=CALL_TIMEOUT_S)
+            # Raises an error for counts of which no estimate can be made, so that they are left out of the sums.
+            savings.merged([mine, told])
+            return told
+
+        mine = self.local_savings()
+        heard, unreachable = await self.peers.ask(ask) if self.peers is not None else ({}, [])
+        return {self.replica_id: mine} | heard, unreachable
+
+    async def savings(self, local_only: bool = False) -> fleet_pb2.GetSavingsResponse:
+        """Return the counts of all replicas, added up, with estimates."""
+        if local_only:
+            return self.local_savings()
+        heard, unreachable = await self.heard_savings()
+        told = savings.merged(heard.values())
+        told.unreachable_replicas.extend(unreachable)
+        return told
+
+    def budgets(self) -> fleet_pb2.ListBudgetsResponse:
+        """Return the thinking budgets of the policy in force, and those that only the candidate of the active rollout
+        has. Every replica knows the usage of all replicas."""
+        fleet = self.fleet
+        told = fleet_pb2.ListBudgetsResponse()
+        told.budgets.extend(fleet.budgets.messages(fleet.policies, fleet.clock()))
+        if fleet.budgets.share_time is not None:
+            told.share_time.FromDatetime(fleet.budgets.share_time)
+        return told
+
+    @asynccontextmanager
+    async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:
+        """Record an engine, or all engines, on this replica and on every other replica that can be reached."""
+        recording = self.fleet.record(engine_id)
+        relay = None
+        try:
+            if self.peers is not None and not local_only:
+                began = asyncio.Event()
+                relay = asyncio.create_task(self.peers.relay(recording, began))
+                await began.wait()
+            yield recording
+        finally:
+            self.fleet.recordings.discard(recording)
+            if relay is not None:
+                relay.cancel()
+                with suppress(asyncio.CancelledError):
+                    await relay
+
+    # ------------------------------------------------------------------------------------------------- for the leader
+
+    async def led_engines(self) -> list[fleet_pb2.Engine] | None:
+        """Return all engines for the replica that leads, None if not every live replica has answered yet.
+
+        A replica that no longer answers counts with its last answer. Once the replica is no longer live, its engines
+        are engines without a stream until they connect to another replica, for as long as `Departed` keeps them. Nobody
+        calls this method while no rollout is active, because each answer has all engines of a replica.
+        """
+        if self.peers is None:
+            return await self.local_engines()
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._asked_at > FORGET_S:
+            self._heard, self._orphans = {}, Departed()
+        heard, unreachable = await self.peers.ask(_engines)
+        self._asked_at, now = loop.time(), self.fleet.clock()
+        lease_s = self.fleet.policy.policy.fallback.lease_ms / 1000 if self.fleet.policy is not None else 0.0
+        for ended in self._heard.keys() - heard.keys() - set(unreachable):
+            for engine in self._heard[ended]:
+                engine.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
+                self._orphans.add(engine, lease_s, now)
+        self._orphans.forget(now)
+        self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
+        if not self._heard.keys() >= set(unreachable):
+            return None
+        engines = await self._with(self._heard | {"": list(self._orphans.views(now))})
+        for engine in engines:
+            if engine.state == CONNECTED:
+                self._orphans.remove(engine.engine_id)
+        return engines
+
+    async def share_pool(self) -> None:
+        """Give each session its answering engines every SHARE_S seconds, until cancelled.
+
+        The other replicas are asked while the policy in force, or the candidate of a rollout, decides handovers.
+        """
+        complaint = ""
+        while True:
+            try:
+                await self._share_pool_once()
+                complaint = ""
+            except Exception as error:
+                # What other replicas answer must not end this one, whatever is wrong with it.
+                if complaint != str(error):
+                    complaint = str(error)
+                    logger.exception("the answering engines cannot be shared")
+            await asyncio.sleep(SHARE_S)
+
+    async def _share_pool_once(self) -> None:
+        fleet = self.fleet
+        if self.peers is not None and any(policy.disagg.enabled for policy in fleet.policies):
+            heard, _ = await self.peers.ask(_listed)
+            now = fleet.clock()
+            fleet.pool.hear({name: list(answer.engines) for name, answer in heard.items()}, now)
+            for told in (told for answer in heard.values() for told in answer.continued):
+                fleet.handovers.heard(told, now)
+        fleet.share_pool()
+
+
+def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
+    """Return each engine once, as its newest connection reports it; as gone only if it is connected to no replica."""
+    found: dict[tuple[str, str], fleet_pb2.Engine] = {}
+    connected: set[str] = set()
+    for engine in sorted(engines, key=lambda e: e.connect_time.ToNanoseconds()):
+        if engine.state == CONNECTED:
+            connected.add(engine.engine_id)
+        found[engine.engine_id, engine.incarnation if engine.state == CONNECTED else ""] = engine
+    shown = [e for e in found.values() if e.state == CONNECTED or e.engine_id not in connected]
+    return sorted(shown, key=lambda e: (e.engine_id, e.incarnation))
+
+
+def bounded(state: fleet_pb2.WatchFleetResponse) -> fleet_pb2.WatchFleetResponse:
+    """Return the state without the requests that do not fit into a message of WATCH_BYTES; those with the most thinking
+    tokens stay."""
+    if state.ByteSize() <= WATCH_BYTES:
+        return state
+    requests = sorted(state.requests, key=lambda live: -live.think_tokens)
+    del state.requests[:]
+    requests, left_out = (
+        requests[: (fits := fitting(requests, max(0, WATCH_BYTES - state.ByteSize())))],
+        requests[fits:],
+    )
+    state.requests.extend(sorted(requests, key=lambda live: (live.engine_id, live.request_id)))
+    state.requests_left_out = len(left_out)
+    return state
+
+
+async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
+    return list((await _listed(peer)).engines)
+
+
+async def _listed(peer: Peer) -> fleet_pb2.ListEnginesResponse:
+    """Return all pages of a replica's engines as one."""
+    request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE)
+    answer = page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
+    while page.next_page_token:
+        if not page.engines:
+            raise ValueError("an empty page has a next one")
+        request.page_token = page.next_page_token
+        page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
+        answer.engines.extend(page.engines)
+    return answer
+
+
+async def _requests(peer: Peer, engine_id: str) -> list[fleet_pb2.LiveRequest]:
+    """Return all pages of a replica's live requests."""
+    request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True, page_size=MAX_PAGE_SIZE)
+    found: list[fleet_pb2.LiveRequest] = []
+    while True:
+        page = await peer.fleet.ListRequests(request, timeout=CALL_TIMEOUT_S)
+        found.extend(page.requests)
+        if not page.next_page_token:
+            return found
+        if not page.requests:
+            raise ValueError("an empty page has a next one")
+        request.page_token = page.next_page_token

@@ -1,0 +1,170 @@
+"""Writes the events of one session to the decision log.
+
+The module owns the choice of the requests that are kept. The session passes in the time. The module runs on the
+server's event loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.journal.records import Circumstances, Life, LifeEvent, TokenCounts
+from meridian_control.journal.request_ids import sampled
+from meridian_control.policy.effects import is_gated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from datetime import datetime
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.common.slices import Sliced
+    from meridian_control.journal.log import DecisionLog
+    from meridian_control.journal.records import Behind, Decision
+    from meridian_control.table.moments import RequestChange, Seen
+    from meridian_control.table.request_table import RequestTable
+
+FINISH_NAMES = {
+    agent_pb2.FINISH_REASON_STOP: "stop",
+    agent_pb2.FINISH_REASON_LENGTH: "length",
+    # An agent of 0.3.0 knows no more, nor does one whose front end has no hook or passes no marks on.
+    agent_pb2.FINISH_REASON_ABORT: "aborted by the front end: a stop string, a disconnect or a pause",
+    agent_pb2.FINISH_REASON_ERROR: "error",
+    agent_pb2.FINISH_REASON_REPETITION: "repetition",
+}
+
+
+class Journal:
+    """Writes the events of one session. `now` is the time of the message that the session is handling."""
+
+    def __init__(self, log: DecisionLog, engine_id: str, incarnation: str, session_id: str, now: datetime) -> None:
+        self._log, self._engine_id, self._incarnation, self._session_id = log, engine_id, incarnation, session_id
+        self.now = now
+        self._lives: dict[int | None, Life] = {}
+        # The lives from before a snapshot of which only a part is taken in.
+        self._before: dict[int | None, Life] = {}
+
+    def opened(self, opened: OpenedRequest, ratio: float, *, joined_late: bool = False) -> None:
+        """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1."""
+        if not sampled(opened.request_id, ratio):
+            self._lives.pop(opened.slot, None)
+            return
+        who, number = (self._engine_id, self._incarnation, self._session_id), self._log.next_number()
+        life = Life(*who, opened, number, self.now, joined_late)
+        life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
+        self._log.begin(life)
+        self._lives[opened.slot] = life
+
+    def begin_snapshot(self) -> None:
+        """Begin to update the lives from a snapshot."""
+        self._before, self._lives = self._lives, {}
+
+    def listed(self, opened: OpenedRequest, ratio: float) -> None:
+        """Continue the life of a request that a snapshot lists, or begin it if it is not known."""
+        life = self._log.back((self._engine_id, self._incarnation, opened.request_id))
+        if life is None:
+            self.opened(opened, ratio, joined_late=bool(opened.think_tokens or opened.output_tokens))
+            return
+        self._lives[opened.slot] = life
+        life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
+        if life.session_id != self._session_id:
+            life.session_id = self._session_id
+            self._note(life, "stream_back", opened.phase)
+
+    def end_snapshot(self) -> Sliced[None]:
+        """Close the lives of the requests that the snapshot does not list."""
+        before = self._before
+        for count, slot in enumerate(list(before), 1):
+            life = before.pop(slot)
+            if self._lives.get(slot) is not life:
+                self._close(life, "unknown")
+            if not count % SLICE_ROWS:
+                yield
+
+    def closed(self, closed: agent_pb2.RequestClosed, table: RequestTable) -> None:
+        """Close the life of a request that the engine has closed. The request table must still have the request."""
+        if (life := self._lives.pop(slot := closed.slot, None)) is not None:
+            life.think_tokens = max(0, int(table.think_tokens[slot]))
+            life.output_tokens = max(0, int(table.output_tokens[slot]))
+            self._close(life, _end_of(closed))
+
+    def happened(self, change: RequestChange, detail: str = "") -> None:
+        """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
+        if (life := self._lives.get(change.slot)) is not None:
+            life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)
+            self._note(life, change.kind, change.phase, detail)
+
+    def in_control_group(self, slot: int) -> None:
+        """Note, once in a life, that nothing shortens the request."""
+        life = self._lives.get(slot)
+        if life is not None and all(event.kind != "control_group" for event in life.events):
+            detail = "nothing shortens this request, so that others can be compared with it"
+            self._note(life, "control_group", agent_pb2.PHASE_UNSPECIFIED, detail)
+
+    def lost(self) -> Sliced[None]:
+        """Note that the stream is lost. A later stream may continue with the same requests."""
+        lives = [*self._before.values(), *self._lives.values()]
+        self._before, self._lives = {}, {}
+        for count, life in enumerate(lives, 1):
+            if life.is_live and life.session_id == self._session_id:
+                self._note(life, "stream_lost", agent_pb2.PHASE_UNSPECIFIED)
+                self._log.over(life)
+            if not count % SLICE_ROWS:
+                yield
+
+    def decided(self, made: Decision, seen: Seen, index: int, behind: Behind, *, shadow: bool) -> None:
+        """Log a decision other than a probe, if the life of its request is kept. index: the index in `seen` of the
+        values that its rule saw."""
+        if (life := self._lives.get(made.slot)) is not None:
+            values = (seen.packed_row(index),)
+            self._log.add_decision(made, life, self._circumstances(made, values, seen, behind, shadow))
+
+    def probed(self, made: list[Decision], seen: Seen, indices: NDArray[np.intp], behind: Behind) -> None:
+        """Log probes of one reason about requests with one policy, of those requests whose lives are kept. indices: for
+        each probe the index in `seen` of the values that its rule saw."""
+        if not self._lives:
+            return
+        values: tuple[bytes, ...] | TokenCounts
+        if made[0].reason == "eat" and not is_gated(behind.policy.entropy):
+            values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
+        else:
+            values = tuple(map(seen.packed_row, indices))
+        self._log.add_probes(made, self._lives, self._circumstances(made[0], values, seen, behind, shadow=False))
+
+    def _circumstances(
+        self, first: Decision, values: tuple[bytes, ...] | TokenCounts, seen: Seen, behind: Behind, shadow: bool
+    ) -> Circumstances:
+        number, window_tokens = self._log.next_number(), seen.window.shape[1]
+        first_id, session_id = first.decision_id, self._session_id
+        return Circumstances(number, first_id, self.now, session_id, shadow, behind, values, window_tokens)
+
+    def settled(self, decisions: Iterable[Decision]) -> None:
+        """Note that decisions have got their outcomes."""
+        for made in decisions:
+            made.outcome_time = self.now
+            if self._log.settled is not None and made.is_logged:
+                self._log.settled(made)
+
+    def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:
+        self._log.add(
+            life,
+            LifeEvent(self._log.next_number(), self.now, kind, phase, life.think_tokens, life.output_tokens, detail),
+        )
+
+    def _close(self, life: Life, reason: str) -> None:
+        life.close_number, life.close_time, life.close_reason = self._log.next_number(), self.now, reason
+        self._log.over(life)
+        if self._log.ended is not None:
+            self._log.ended(life)
+
+
+def _end_of(closed: agent_pb2.RequestClosed) -> str:
+    """Return the reason of a request's end in words."""
+    if closed.handed_over:
+        return "handed_over"
+    return "the client has gone" if closed.client_gone else FINISH_NAMES.get(closed.reason, "unknown")

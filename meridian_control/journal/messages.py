@@ -1,0 +1,367 @@
+"""Converts the decision log to messages of FleetService: lives, decisions, and the values that each rule compared.
+
+The module owns the conversion of the log's records to messages. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common import paging
+from meridian_control.common.enum_names import budget_stage_name
+from meridian_control.common.errors import NotFound
+from meridian_control.journal.handover_messages import compared_handover, handover_message, refs_of
+from meridian_control.journal.pressure_messages import change_message, compared_reading
+from meridian_control.journal.records import Decision
+from meridian_control.journal.request_ids import is_called
+from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from meridian_control.journal.log import DecisionLog
+    from meridian_control.journal.records import Life, LifeEvent
+    from meridian_control.policy.model import Policy
+
+# A comparison: name and value of the signal, an operator, name and value of the limit.
+Compared = tuple[str, float, str, str, float]
+THINK_TOKENS = "think_tokens"
+# Largest number of siblings in an explanation.
+MAX_SIBLINGS = 32
+START = datetime.fromtimestamp(0, UTC)
+# Largest page token, which is a time in microseconds.
+MAX_TOKEN = (datetime.max.replace(tzinfo=UTC) - START) // timedelta(microseconds=1)
+
+
+def explain_request(
+    log: DecisionLog, live: Iterable[fleet_pb2.LiveRequest], request: fleet_pb2.ExplainRequestRequest
+) -> fleet_pb2.ExplainRequestResponse:
+    """Return the life of a request, and the lives of the others that its client knows by the same id.
+
+    Raises NotFound, with a text that says whether the request lives but is not in the sample.
+    """
+    lives = log.find(request.request_id, request.engine_id) if request.request_id else []
+    life, siblings = lives[0] if lives else None, lives[1:]
+    now = [r for r in live if life is not None and (r.engine_id, r.request_id) == (life.engine_id, _id(life))]
+    if life is None:
+        where = f' of engine "{request.engine_id}"' if request.engine_id else ""
+        if any(is_called(r.request_id, request.request_id) for r in live):
+            why = "the request lives, but is not in the sample (telemetry.decision_log_sample_ratio)"
+        else:
+            why = "the request is unknown, is not in the sample, or was dropped for newer requests"
+        raise NotFound(f'no request "{request.request_id}"{where} in the decision log: {why}')
+    return fleet_pb2.ExplainRequestResponse(
+        life=life_message(log, life),
+        live=now[0] if now else None,
+        siblings=[life_message(log, sibling) for sibling in siblings[:MAX_SIBLINGS]],
+        siblings_left_out=max(0, len(siblings) - MAX_SIBLINGS),
+    )
+
+
+def related_lives(log: DecisionLog, refs: Iterable[str]) -> fleet_pb2.ExplainRequestResponse:
+    """Return the lives that the handovers with these references concern."""
+    wanted = set(refs)
+    return fleet_pb2.ExplainRequestResponse(
+        related=[life_message(log, life) for life in log.lives() if refs_of(life) & wanted]
+    )
+
+
+def refs_in(life: fleet_pb2.RequestLife) -> list[str]:
+    """Return the references of the handovers that a life concerns."""
+    made = [event.decision.hand_over.ref for event in life.events]
+    return sorted({*made, life.handed_over_ref} - {""})
+
+
+def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
+    """Return a page of the decisions that match the request, newest first. Raises InvalidRequest."""
+    limit, before_us = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
+
+    def wanted(made: Decision) -> bool:
+        return (
+            request.engine_id in ("", made.life.engine_id)
+            and request.kind in ("", made.kind)
+            and request.reason in ("", made.reason)
+            and made.life.is_called(request.request_id)
+        )
+
+    before = START + timedelta(microseconds=before_us) if before_us is not None else None
+    found: list[Decision] = []
+    for made in log.decisions(wanted, before):
+        if len(found) >= limit and made.time != found[-1].time:
+            break
+        found.append(made)
+    return page_of(map(decision_message, found), limit)
+
+
+def page_of(decisions: Iterable[fleet_pb2.LoggedDecision], limit: int) -> fleet_pb2.ListDecisionsResponse:
+    """Return a page of the newest decisions, extended by all decisions with the same time as the last on the page."""
+    ordered = sorted(decisions, key=_microseconds, reverse=True)
+    end = limit
+    while 0 < end < len(ordered) and _microseconds(ordered[end]) == _microseconds(ordered[end - 1]):
+        end += 1
+    # A full page always has a next page token, so that an empty page may follow the last decision.
+    token = str(_microseconds(ordered[end - 1])) if len(ordered) >= limit else ""
+    return fleet_pb2.ListDecisionsResponse(decisions=ordered[:end], next_page_token=token)
+
+
+def _microseconds(decision: fleet_pb2.LoggedDecision) -> int:
+    return decision.time.ToMicroseconds()
+
+
+def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb2.ExplainRequestResponse:
+    """Return the newest life in `answers`, with the parts of that life from all replicas merged.
+
+    Each replica that an engine was connected to has a part of the lives of the engine's requests. `answers` must not be
+    empty.
+    """
+    by_time = sorted(answers, key=lambda answer: answer.life.open_time.ToNanoseconds())
+    newest = by_time[-1].life
+    parts = [answer for answer in by_time if _key(answer.life) == _key(newest)]
+    told = fleet_pb2.ExplainRequestResponse()
+    for part in parts:
+        told.MergeFrom(part)
+    told.life.open_time.CopyFrom(parts[0].life.open_time)
+    told.life.joined_late = parts[0].life.joined_late
+    told.life.events_left_out = sum(part.life.events_left_out for part in parts)
+    told.life.events.sort(key=lambda event: event.time.ToNanoseconds())
+    return told
+
+
+def _key(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
+    return life.engine_id, life.incarnation, life.request_id
+
+
+def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
+    opened, (events, left_out) = life.opened, log.events_of(life)
+    told = fleet_pb2.RequestLife(
+        engine_id=life.engine_id,
+        incarnation=life.incarnation,
+        request_id=opened.request_id,
+        model=opened.model,
+        tenant=opened.tenant,
+        slo_class=opened.slo_class,
+        effort=opened.effort,
+        prompt_tokens=opened.prompt_tokens,
+        max_tokens=opened.max_tokens,
+        min_think_tokens=opened.min_think_tokens or None,
+        max_think_tokens=opened.max_think_tokens,
+        joined_late=life.joined_late,
+        think_tokens=life.think_tokens,
+        output_tokens=life.output_tokens,
+        events=map(_event, events),
+        events_left_out=left_out,
+        handed_over_ref=opened.handed_over_ref,
+    )
+    _set(told.open_time, life.open_time)
+    if life.close_time is not None:
+        _set(told.close_time, life.close_time)
+    return told
+
+
+def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
+    if isinstance(event, Decision):
+        seen, kind, detail = event.signals, "decision", ""
+        phase = seen.phase
+    else:
+        seen, kind, detail, phase = event, event.kind, event.detail, event.phase  # type: ignore[assignment]
+    told = fleet_pb2.RequestEvent(
+        kind=kind,
+        phase=phase,  # type: ignore[arg-type]
+        think_tokens=seen.think_tokens,
+        output_tokens=seen.output_tokens,
+        detail=detail,
+        decision=decision_message(event) if isinstance(event, Decision) else None,
+    )
+    _set(told.time, event.time)
+    return told
+
+
+def decision_message(made: Decision) -> fleet_pb2.LoggedDecision:
+    life = made.life
+    told = fleet_pb2.LoggedDecision(
+        decision_id=made.decision_id,
+        session_id=made.session_id,
+        engine_id=life.engine_id,
+        incarnation=life.incarnation,
+        request_id=_id(life),
+        tenant=life.opened.tenant,
+        slo_class=life.opened.slo_class,
+        revision=made.revision,
+        kind=made.kind,
+        reason=made.reason,
+        shadow=made.shadow,
+        signals=fleet_pb2.Signals(**made.signals._asdict()),
+        outcome=made.outcome,
+        outcome_think_tokens=made.outcome_think_tokens,
+        detail=made.detail,
+        measured_eat_nats=made.measured_eat_nats,
+        operator_reason=made.operator_reason,
+        hand_over=handover_message(made.hand_over) if made.hand_over is not None else None,
+        budget=made.shortening.name if made.shortening is not None and made.shortening.section == "budget" else "",
+        budget_stage=made.shortening.stage if made.shortening is not None else None,  # type: ignore[arg-type]
+        pressure=change_message(made.level_change) if made.level_change is not None else None,
+    )
+    for row in compared(made):
+        told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
+    _set(told.time, made.time)
+    if made.outcome_time is not None:
+        _set(told.outcome_time, made.outcome_time)
+    return told
+
+
+def compared(made: Decision) -> list[Compared]:
+    """Return the values that the rule behind a decision compared: the signals it saw and the limits of its policy."""
+    if made.kind == "hand_over":
+        return list(compared_handover(made, made.policy))
+    rules = {
+        ("force", "eat"): _eat,
+        ("force", "rank"): _rank,
+        ("force", "margin"): _margin,
+        ("force", "rpdi"): _rpdi,
+        ("force", "give_up"): _give_up,
+        ("force", "soft_close"): _soft_close,
+        ("force", "loop"): _loop,
+        ("cap", "hard_cap"): _cap,
+        ("cap", "budget"): _cap,
+        ("cap", "pressure"): _cap,
+        ("cap", "empty_answer"): _cap,
+        ("probe", "eat"): _probe,
+        ("probe", "empty_answer"): _cap_probe,
+        # A probe with the reason `harm` follows an end in shadow and compares nothing.
+    }
+    rule = rules.get((made.kind, made.reason))
+    return [*rule(made, made.policy), *compared_reading(made)] if rule else []
+
+
+def _eat(made: Decision, policy: Policy) -> Iterator[Compared]:
+    seen, entropy = made.signals, policy.entropy
+    yield _floor(made, policy)
+    name, needed = "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    if earlier := entropy.confirm_sentence_ends - 1:
+        name, needed = f"{name} + entropy.confirm_sentence_ends - 1", needed + earlier
+    yield "eat_samples", seen.eat_samples, ">=", name, needed
+    level, variance = entropy.eat_level_threshold_nats, entropy.eat_ema_variance_threshold
+    yield "eat_ema_variance", seen.eat_ema_variance, "<", "entropy.eat_ema_variance_threshold", variance
+    yield "eat_ema_nats", seen.eat_ema_nats, "<", "entropy.eat_level_threshold_nats", level
+    for k in range(earlier):
+        then = seen.earlier_eat_ema_variance[k]
+        yield f"earlier_eat_ema_variance[{k}]", then, "<", "entropy.eat_ema_variance_threshold", variance
+        yield f"earlier_eat_ema_nats[{k}]", seen.earlier_eat_ema_nats[k], "<", "entropy.eat_level_threshold_nats", level
+
+
+def _rank(made: Decision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    for age in range(policy.entropy.confirm_sentence_ends):
+        yield from _rank_at(made.signals.boundary_ranks, age, policy)
+
+
+def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Compared]:
+    """Yield the comparisons of the condition that held at the sentence end that `age` others follow."""
+    ranks = newest[age:]
+    for index, condition in enumerate(policy.entropy.rank_conditions):
+        bounds = condition.max_ranks
+        if len(ranks) >= len(bounds) and all(rank <= bound for rank, bound in zip(ranks, bounds, strict=False)):
+            for k, (rank, bound) in enumerate(zip(ranks, bounds, strict=False)):
+                limit = f"entropy.rank_conditions[{index}].max_ranks[{k}]"
+                yield f"boundary_ranks[{age + k}]", rank, "<=", limit, bound
+            return
+
+
+def _margin(made: Decision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    for k, margin in enumerate(made.signals.boundary_margins_nats):
+        limit = policy.entropy.margin_threshold_nats
+        yield f"boundary_margins_nats[{k}]", margin, "<=", "entropy.margin_threshold_nats", limit
+
+
+def _rpdi(made: Decision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    limit = policy.entropy.rpdi_threshold
+    yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", limit
+    for k, ratio in enumerate(made.signals.boundary_rpdi[1:], 1):
+        yield f"boundary_rpdi[{k}]", ratio, ">", "entropy.rpdi_threshold", limit
+
+
+def _give_up(made: Decision, policy: Policy) -> Iterator[Compared]:
+    seen, entropy = made.signals, policy.entropy
+    yield _floor(made, policy)
+    yield "eat_think_tokens", seen.eat_think_tokens, ">=", "entropy.give_up_tokens", entropy.give_up_tokens
+    yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    yield "eat_ema_nats", seen.eat_ema_nats, ">=", "entropy.give_up_eat_nats", entropy.give_up_eat_nats
+
+
+def _soft_close(made: Decision, policy: Policy) -> Iterator[Compared]:
+    own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
+    name = _limit_name(made, "scheduler.soft_think_tokens") if soft >= own else "own min_think_tokens"
+    yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
+    rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
+    yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
+
+
+def _loop(made: Decision, policy: Policy) -> Iterator[Compared]:
+    seen, loop = made.signals, policy.loop
+    if own := made.life.opened.min_think_tokens:
+        yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
+    rounds = seen.loop_tokens // max(1, seen.loop_period_tokens)
+    yield "loop_rounds", rounds, ">=", "loop.min_rounds", loop.min_rounds
+    yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
+
+
+def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:
+    cap, limit = made.signals.max_think_tokens, policy.scheduler.max_think_tokens
+    name = _limit_name(made, "scheduler.max_think_tokens")
+    if made.reason == "empty_answer":
+        limit += policy.scheduler.empty_answer_extension_tokens
+        name += " + scheduler.empty_answer_extension_tokens"
+    if made.shortening is not None and made.life.opened.min_think_tokens > limit:
+        limit, name = made.life.opened.min_think_tokens, "own min_think_tokens"
+    if (own := made.life.opened.max_think_tokens) is not None and own < limit:
+        limit, name = own, "own max_think_tokens"
+    if cap is not None:
+        yield "max_think_tokens", cap, "=", name, limit
+    if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):
+        yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
+
+
+def _limit_name(made: Decision, field: str) -> str:
+    """Return the name of a limit: the policy's field, or the entry that has changed its value."""
+    by = made.shortening
+    return field if by is None else f"{by.section} {by.name} in stage {budget_stage_name(by.stage)}"
+
+
+def _probe(made: Decision, policy: Policy) -> Iterator[Compared]:
+    lead = probe_lead_tokens(policy.entropy)
+    signal, value, operator, name, floor = _floor(made, policy)
+    if only_gives_up(policy.entropy) and value >= (late := policy.entropy.give_up_tokens) - lead and late > floor:
+        name, floor = "entropy.give_up_tokens", late
+    yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
+    if gate := policy.entropy.eat_probe_max_rank:
+        yield "boundary_ranks[0]", made.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
+    if limit := policy.entropy.eat_probe_max_margin_nats:
+        margin = made.signals.boundary_margins_nats[0]
+        yield "boundary_margins_nats[0]", margin, "<=", "entropy.eat_probe_max_margin_nats", limit
+
+
+def _cap_probe(made: Decision, policy: Policy) -> Iterator[Compared]:
+    if (cap := made.signals.max_think_tokens) is not None:
+        name = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}"
+        yield THINK_TOKENS, made.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
+
+
+def _floor(made: Decision, policy: Policy) -> Compared:
+    own, floor = made.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
+    name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
+    return THINK_TOKENS, made.signals.think_tokens, ">=", name, max(floor, own)
+
+
+def _id(life: Life) -> str:
+    return life.opened.request_id
+
+
+def _set(field: Timestamp, time: datetime) -> None:
+    field.FromDatetime(time)

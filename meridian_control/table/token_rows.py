@@ -1,0 +1,311 @@
+"""Turns the token rows of a report into arrays, sorted by slot and, within a slot, by the order of generation.
+
+The module checks the columns and their bounds; it does not know their effect on a request. The code does no I/O and
+reads no clock.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.errors import BadReport
+from meridian_control.common.masks import all_in, any_in
+from meridian_control.common.packed_fields import NOTHING, floats, integers, packed_fields
+from meridian_control.table.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+# Short names for the row flags of meridian.v1.TokenFlag.
+FLAG_MARKER = agent_pb2.TOKEN_FLAG_MARKER
+FLAG_END = agent_pb2.TOKEN_FLAG_END
+FLAG_FROM_OUTPUT = agent_pb2.TOKEN_FLAG_FROM_OUTPUT
+FLAG_FORCED = agent_pb2.TOKEN_FLAG_FORCED
+FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
+FLAG_BY_RESERVE = agent_pb2.TOKEN_FLAG_BY_RESERVE
+FLAG_GOES_ON = agent_pb2.TOKEN_FLAG_SENTENCE_GOES_ON
+FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
+FLAG_BOUNDARY = agent_pb2.TOKEN_FLAG_SENTENCE | FLAG_PARAGRAPH
+TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
+
+# Numbers of the columns' fields, by type.
+COLUMNS = agent_pb2.TokenColumns
+INTEGERS = (
+    COLUMNS.SLOT_FIELD_NUMBER,
+    COLUMNS.PHASE_FIELD_NUMBER,
+    COLUMNS.FLAGS_FIELD_NUMBER,
+    COLUMNS.END_RANK_FIELD_NUMBER,
+)
+FLOATS = (
+    COLUMNS.ENTROPY_NATS_FIELD_NUMBER,
+    COLUMNS.END_LOGPROB_NATS_FIELD_NUMBER,
+    COLUMNS.TOP_LOGPROB_NATS_FIELD_NUMBER,
+)
+
+# Kinds of a token that is none of the answer, and of one that is.
+KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
+
+# Bytes of each row in TokenColumns.byte_columns, and the columns of end rank, entropy and the end marker's
+# log-probability there.
+ROW_BYTES, ENCODED_SIGNALS = 7 * 4, slice(3, 6)
+# Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
+MAX_ROWS_PER_SLOT = 1 << 14
+
+
+class TokenRows(NamedTuple):
+    """The columns of the rows, each [rows], and where each slot's rows begin and end.
+
+    thinks: whether the row belongs to thinking. thinking, answering: whether its token is text of the thinking or of
+    the answer. at_ms: time at which the row came. number: index of the row in the report. owner: index of the row's
+    slot in `s`. s: the slots that have rows; first, last: indices of their first and last rows; all three [slots].
+    edges: `first`, followed by the number of rows. flags_seen: the bits that the flags of any row have. encoded: the
+    columns as TokenColumns.byte_columns has them, [7, rows]. sent: number of rows in the report, those of unknown
+    requests included.
+    """
+
+    slot: NDArray[np.int64]
+    phase: NDArray[np.int64]
+    flags: NDArray[np.int64]
+    entropy_nats: NDArray[np.float32]
+    end_rank: NDArray[np.int64]
+    thinks: NDArray[np.bool_]
+    thinking: NDArray[np.bool_]
+    answering: NDArray[np.bool_]
+    at_ms: NDArray[np.float64]
+    number: NDArray[np.intp]
+    owner: NDArray[np.intp]
+    first: NDArray[np.intp]
+    last: NDArray[np.intp]
+    edges: NDArray[np.intp]
+    s: NDArray[np.int64]
+    flags_seen: int
+    end_logprob_nats: NDArray[np.float32]
+    top_logprob_nats: NDArray[np.float32]
+    encoded: NDArray[np.uint32]
+    sent: int
+
+    def before(self, column: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
+        """Return the column's value in the previous row of the same slot; `first`, [slots], is used for first rows."""
+        shifted = np.empty_like(column)
+        shifted[1:] = column[:-1]
+        shifted[self.first] = first
+        return shifted
+
+    def margin_nats(self, row: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Return the log-probability of the likeliest token minus that of the end marker in these rows, NaN if either
+        was not measured. Call it with NumPy's warnings about invalid values off, because both may be infinite."""
+        # The difference is taken in double precision, so that a rule compares the same number that `explain` shows.
+        margin: NDArray[np.float64] = self.top_logprob_nats.take(row).astype(np.float64)
+        margin -= self.end_logprob_nats.take(row)
+        return margin
+
+
+def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> TokenRows:
+    """Return the rows of live slots. live: [slots]. at_ms: time at which the rows came, one for all or [rows].
+
+    Raises BadReport if the columns differ in length or if a slot has too many rows.
+    """
+    encoded = _encoded(columns)
+    # NumPy sorts numbers of 16 bits in linear time; slots of live requests have no more.
+    order = encoded[0].astype(np.uint16).argsort(kind="stable")
+    rows = encoded.take(order, axis=1)
+    whole = rows[:4].astype(np.int64)
+    edges = _slot_edges(whole[0])
+    s = whole[0].take(edges[:-1])
+    if len(s) and not _all_live(s, live):
+        is_live = live.take(whole[0], mode="clip") & (whole[0] < len(live))
+        order, rows, whole = order[is_live], rows[:, is_live], whole[:, is_live]
+        edges = _slot_edges(whole[0])
+        s = whole[0].take(edges[:-1])
+    slot, phase, flags, end_rank = whole
+    phases_seen, seen = np.bitwise_or.reduce(whole[1:3], axis=1).tolist()
+    _keep_known_phases(phase, phases_seen)
+    first, last = edges[:-1], edges[1:] - 1
+    if len(slot) > MAX_ROWS_PER_SLOT and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
+        raise BadReport(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
+    thinking = thinks = phase == agent_pb2.PHASE_THINK
+    answering = phase == agent_pb2.PHASE_OUTPUT
+    if seen & FLAG_MARKER:
+        text = (flags & FLAG_MARKER) == 0
+        thinking, answering = thinks & text, answering & text
+    entropy_nats, end_logprob_nats, top_logprob_nats = rows[4:].view(np.float32)
+    return TokenRows(
+        slot=slot,
+        phase=phase,
+        flags=flags,
+        entropy_nats=entropy_nats,
+        end_rank=end_rank,
+        thinks=thinks,
+        thinking=thinking,
+        answering=answering,
+        at_ms=at_ms.take(order) if isinstance(at_ms, np.ndarray) else np.full(len(order), at_ms),
+        number=order,
+        owner=np.arange(len(first)).repeat(edges[1:] - first),
+        first=first,
+        last=last,
+        edges=edges,
+        s=s,
+        flags_seen=seen,
+        end_logprob_nats=end_logprob_nats,
+        top_logprob_nats=top_logprob_nats,
+        encoded=rows,
+        sent=encoded.shape[1],
+    )
+
+
+def _all_live(s: NDArray[np.int64], live: NDArray[np.bool_]) -> bool:
+    """Whether all slots of a report are live. s: the report's slots. live: [slots of the table]."""
+    return int(s.max()) < len(live) and all_in(live.take(s))
+
+
+def _slot_edges(slot: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return the indices of the first rows of the slots, followed by the number of rows. slot: ascending."""
+    begins = np.empty(len(slot) + 1, bool)
+    begins[0] = begins[-1] = True
+    np.not_equal(slot[1:], slot[:-1], out=begins[1:-1])
+    return begins.nonzero()[0]
+
+
+def token_kinds(rows: TokenRows, row: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """Return the kind of the tokens of some rows, as the table's column `newest_token` has it. row: indices."""
+    kind = KINDS.take(rows.answering.take(row))
+    if rows.flags_seen & FLAG_END:
+        kind[(rows.flags.take(row) & FLAG_END) != 0] = THINK_END
+    return kind
+
+
+class Intervals(NamedTuple):
+    """Milliseconds before answer tokens: the row of each token, and the kind of the token before it, [intervals]
+    each."""
+
+    row: NDArray[np.intp]
+    ms: NDArray[np.float64]
+    previous: NDArray[np.uint8]
+
+    @property
+    def output_itl_ms(self) -> NDArray[np.float64]:
+        """The milliseconds from one answer token to the next."""
+        output_itl_ms: NDArray[np.float64] = self.ms[self.previous == ANSWER_TOKEN]
+        return output_itl_ms
+
+    @property
+    def ttot_ms(self) -> NDArray[np.float64]:
+        """The milliseconds from an end of thinking to the answer's first token."""
+        ttot_ms: NDArray[np.float64] = self.ms[self.previous == THINK_END]
+        return ttot_ms
+
+
+NO_INTERVALS = Intervals(np.zeros(0, np.intp), np.zeros(0), np.zeros(0, np.uint8))
+
+
+def intervals(rows: TokenRows, newest: NDArray[np.uint8], newest_ms: NDArray[np.float64]) -> Intervals:
+    """Return the milliseconds from each answer token's previous token to the answer token.
+
+    Tokens of a request that share a time are assumed to be spread evenly over the time since the request's previous
+    tokens. The first tokens of a request yield no latency, because no earlier token time is known. newest, newest_ms:
+    kind and time of each slot's newest token before the report, [slots].
+    """
+    answer = rows.answering.nonzero()[0]
+    if not len(answer):
+        return NO_INTERVALS
+    owner = rows.owner.take(answer)
+    begin, held = rows.first.take(owner), newest.take(owner)
+    begins = begin == answer
+    previous = np.where(begins, held, token_kinds(rows, answer - 1))
+    shares = rows.at_ms[1:] == rows.at_ms[:-1]
+    shares[rows.first[1:] - 1] = False
+    # First row and number of the rows that share the slot and the time of each answer token.
+    first, count = answer, None
+    if any_in(shares):
+        edges = np.concatenate([rows.first[:1], (~shares).nonzero()[0] + 1, rows.edges[-1:]])
+        group = edges.searchsorted(answer, side="right")
+        first, count = edges.take(group - 1), edges.take(group) - edges.take(group - 1)
+        begins = begin == first
+    interval_ms = rows.at_ms.take(first) - np.where(begins, newest_ms.take(owner), rows.at_ms.take(first - 1))
+    # A report that was delayed in transit gives its rows times that may lie before the previous report's times.
+    np.maximum(interval_ms, 0.0, out=interval_ms)
+    if count is not None:
+        interval_ms /= count
+    if any_in(unknown := begins & (held == NO_TOKEN)):
+        known = ~unknown
+        answer, interval_ms, previous = answer[known], interval_ms[known], previous[known]
+    return Intervals(answer, interval_ms, previous)
+
+
+def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
+    """Mark each entry that differs from the previous entry, and the first entry."""
+    found = np.empty(len(column), bool)
+    found[:1] = True
+    np.not_equal(column[1:], column[:-1], out=found[1:])
+    return found
+
+
+def row_count(columns: agent_pb2.TokenColumns) -> int:
+    """Return the number of rows."""
+    return len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
+
+
+def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return slot, phase, flags and end rank, [4, rows], and token entropy and the log-probabilities of the end marker
+    and of the likeliest token, [3, rows]. A phase that is not known becomes PHASE_UNSPECIFIED.
+
+    Raises BadReport if the columns differ in length.
+    """
+    encoded = _encoded(columns)
+    whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
+    _keep_known_phases(whole[1], int(np.bitwise_or.reduce(whole[1])))
+    return whole, measured
+
+
+def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
+    """Return the columns as byte_columns has them, [7, rows]. Raises BadReport if they differ in length."""
+    if not (encoded := columns.byte_columns):
+        return _packed_columns(columns)
+    if len(encoded) % ROW_BYTES:
+        raise BadReport(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
+    return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
+
+
+def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
+    """Replace phases that are not known by PHASE_UNSPECIFIED. seen: the bits that any phase has."""
+    # All bits of PHASE_OUTPUT are set, so no phase is out of range unless the bits of all phases together are.
+    if not 0 <= seen <= agent_pb2.PHASE_OUTPUT:
+        phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
+
+
+def spell_out(columns: agent_pb2.TokenColumns) -> None:
+    """Replace byte columns by the other columns. Raises BadReport if the number of bytes fits no rows."""
+    whole, measured = columns_of(columns)
+    columns.Clear()
+    told: tuple[Any, ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
+    told += columns.entropy_nats, columns.end_logprob_nats, columns.top_logprob_nats
+    for column, values in zip(told, (*whole, *measured), strict=True):
+        column.extend(values.tolist())
+
+
+def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
+    """Return the columns of a report without byte_columns as byte_columns would have them, [7, rows]. Raises BadReport
+    if they differ in length."""
+    packed = packed_fields(columns)
+    told: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
+    numbers = [integers(packed.get(field, NOTHING), column) for field, column in zip(INTEGERS, told, strict=True)]
+    measured = [floats(packed.get(field, NOTHING)) for field in FLOATS]
+    if not len(measured[-1]):
+        # An older agent leaves the column out.
+        measured[-1] = np.full(len(numbers[0]), np.nan, np.float32)
+    lengths = [*map(len, numbers), *map(len, measured)]
+    if len(set(lengths)) != 1:
+        raise BadReport(f"token columns must have one length; got {lengths}")
+    whole = np.concatenate(numbers).astype(np.uint32)
+    return np.concatenate([whole, np.concatenate(measured).view(np.uint32)]).reshape(len(lengths), -1)
+
+
+def sentence_goes_on(flags: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether the token before each row ends no sentence, although its own row says so. flags: of the rows."""
+    found: NDArray[np.bool_] = (flags & (FLAG_GOES_ON | FLAG_END)) == FLAG_GOES_ON
+    return found

@@ -1,0 +1,147 @@
+"""Errors of the control plane itself, raised on purpose in a session's own code: they are no agent's fault, and end one
+stream only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_control.capabilities.order.stream import Order
+from meridian_control.engine.freeze_state import Freeze, FreezeState, Match
+from meridian_control.engine.report_intake import Intake
+from meridian_control.engine.settings_delivery import Delivery
+from tests.contract.streams import bad_slot, call_to, failure
+from tests.fakes.agent import hello
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.contract.streams import Control
+
+SICK, WELL = "sick", "well"
+STEP = agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1))
+SNAPSHOT = agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1))
+
+
+def breaking(original: Callable[..., Any], error: type[Exception], is_sick: Callable[[Any], bool]) -> Any:
+    """Return a method of our own code that has a bug for one engine."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_sick(self):
+            raise error("a bug of ours")
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def only_first() -> Callable[[Any], bool]:
+    """Return whether an object is the first one that was asked about."""
+    seen: list[Any] = []
+
+    def is_first(owner: Any) -> bool:
+        seen.append(owner)
+        return owner is seen[0]
+
+    return is_first
+
+
+async def opened(call: Any, engine_id: str) -> None:
+    await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
+    assert (await call.read()).HasField("welcome")
+
+
+async def is_served(control: Control, call: Any) -> None:
+    """Report a request on a stream, and wait until the control plane knows it."""
+    opened_request = agent_pb2.RequestOpened(slot=0, request_id="a")
+    report = agent_pb2.StepReport(step=1, steps=1, opened=[opened_request])
+    await call.write(agent_pb2.ConnectRequest(step=report))
+    async with asyncio.timeout(60):
+        while control.names() != ["a"]:
+            await asyncio.sleep(0.01)
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [str(record.exc_info[1]) for record in caplog.records if record.exc_info and record.exc_info[1]]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError])
+@pytest.mark.parametrize(
+    "bug",
+    [(Intake, "take", STEP), (Intake, "begin_anew", SNAPSHOT), (Order, "reported", STEP)],
+    ids=["report", "snapshot", "decision"],
+)
+async def test_a_bug_of_ours_is_no_fault_of_the_agent(
+    control: Control,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    bug: tuple[type, str, agent_pb2.ConnectRequest],
+    error: type[Exception],
+) -> None:
+    owner, name, message = bug
+    async with call_to(control.target) as well, call_to(control.target) as sick:
+        await opened(well, WELL)
+        await opened(sick, SICK)
+        monkeypatch.setattr(owner, name, breaking(getattr(owner, name), error, only_first()))
+        await sick.write(message)
+        code, text = await failure(sick)
+        assert code is grpc.StatusCode.INTERNAL
+        assert error.__name__ in text
+        assert "log" in text
+        await is_served(control, well)
+        assert control.fleet.stream_ends == {"internal": 1}
+        assert control.parts.gate.faults.counts == {}
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.exc_info is not None
+    assert f"engine {SICK}" in str(getattr(record.exc_info[1], "__notes__", ""))
+
+
+async def test_what_breaks_the_contract_is_the_agents_fault(control: Control, caplog: pytest.LogCaptureFixture) -> None:
+    async with call_to(control.target) as call:
+        await opened(call, SICK)
+        await call.write(bad_slot())
+        code, text = await failure(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text.startswith("step slot must be below")
+    assert control.fleet.stream_ends == {"invalid_request": 1}
+    assert control.parts.gate.faults.counts == {"invalid_request": 1}
+    assert tracebacks(caplog) == []
+
+
+@pytest.mark.parametrize("what", ["policy", "freeze"])
+async def test_a_bug_while_all_engines_are_served_ends_one_stream(
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """A changed policy and a freeze still reach the other engines."""
+    owner, name = (Delivery, "offer") if what == "policy" else (FreezeState, "give")
+    async with call_to(control.target) as first, call_to(control.target) as second:
+        calls = {"first": first, "second": second}
+        for engine_id, call in calls.items():
+            await opened(call, engine_id)
+        monkeypatch.setattr(owner, name, breaking(getattr(owner, name), ValueError, only_first()))
+        if what == "policy":
+            await control.set_policy(policy(scheduler={"max_think_tokens": 601}))
+        else:
+            now = control.fleet.clock()
+            control.fleet.set_freezes((Freeze(1, Match(), "test", "maintenance", now, now + timedelta(hours=1)),))
+        async with asyncio.timeout(60):
+            while len(control.fleet.connections) == 2:
+                await asyncio.sleep(0.01)
+        (left,) = control.fleet.connections
+        failed = calls["first" if left.session.hello.engine_id == "second" else "second"]
+        code, _ = await failure(failed)
+        assert code is grpc.StatusCode.INTERNAL
+        served = calls[left.session.hello.engine_id]
+        wanted = "settings" if what == "policy" else "freeze"
+        async with asyncio.timeout(60):
+            while not (response := await served.read()).HasField(wanted) or (
+                what == "policy" and response.settings.revision != control.fleet.revision
+            ):
+                pass
+    assert "a bug of ours" in "".join(tracebacks(caplog))

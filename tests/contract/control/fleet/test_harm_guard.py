@@ -1,0 +1,301 @@
+"""The control plane withdraws rules that do harm: a revision in a real store, on every replica and after a restart."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.harm_guard import HarmGuard
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.peers import Peers
+from meridian_control.fleet.savings import WITHDRAWER, harming
+from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.policy.shortening_kinds import CAP, ENTROPY, LOOP, SOFT_CLOSE, Kind
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.state import By, State
+from tests.fakes.control import utc_now
+from tests.fakes.linked import LinkedEngine
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from meridian_control.engine.experiments import Experiment
+    from meridian_control.policy.model import Policy
+    from tests.contract.streams import Control
+
+RULES = policy(entropy={"shadow": False})
+OTHER_RULES = policy(entropy={"shadow": False, "rpdi_threshold": 3.0})
+
+
+def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
+    """Count requests of the control group under the policy in force."""
+    stored = control.fleet.policy
+    assert stored is not None
+    judge(control.fleet.experiments.of(stored.revision, stored.policy), harmful, of)
+
+
+def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -> None:
+    """Count judged requests of the control group that the kind would have ended."""
+    experiment.control.requests += of
+    for counts in (experiment, experiment.kinds[kind]):
+        counts.judged += of
+        counts.judged_stops += of
+        counts.harmful += harmful
+
+
+def has(control: Control, revision: int) -> bool:
+    return [engine.acked_revision for engine in control.fleet.engines()] == [revision]
+
+
+async def savings(control: Control) -> fleet_pb2.GetSavingsResponse:
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        return await fleet_pb2_grpc.FleetServiceStub(channel).GetSavings(fleet_pb2.GetSavingsRequest())
+
+
+async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control: Control) -> None:
+    before = await control.set_policy(RULES)
+    guard = control.parts.guard
+    with LinkedEngine([control.target]) as engine:
+        await engine.steps_until(lambda: has(control, before.revision))
+        harm(control, harmful=0)
+        await guard.look()
+        assert control.fleet.revision == before.revision, "no harm, no withdrawal"
+        harm(control)
+        await guard.look()
+        stored = await control.store.current()
+        assert stored is not None
+        assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
+        assert stored.policy == policy(entropy={"shadow": True})
+        assert "20 of 80 answers of the control group" in stored.reason
+        await engine.steps_until(lambda: has(control, stored.revision))
+        assert control.engine().withdrawn == stored.reason
+        told = await savings(control)
+        assert (told.withdrawn_revision, told.withdrawn_reason) == (stored.revision, stored.reason)
+        assert [(row.harmful, row.in_force) for row in told.savings] == [(0, True), (20, False)]
+        await guard.look()
+        assert control.fleet.revision == stored.revision, "withdrawn once"
+
+        again = await control.set_policy(RULES)
+        await guard.look()
+        assert control.fleet.revision == again.revision, "the old counts do not count against a new revision"
+        assert (await savings(control)).withdrawn_revision == 0
+        await engine.steps_until(lambda: has(control, again.revision))
+        assert control.engine().withdrawn == ""
+        harm(control)
+        await guard.look()
+        assert control.fleet.revision == again.revision + 1
+
+
+ACME: dict[str, Any] = {"name": "acme", "tokens_per_day": 1, "shadow": False}
+BUSY: dict[str, Any] = {"name": "busy", "ttot_p99_ms": 1.0, "shadow": False, "entropy_in_force": True}
+# Every kind of shortening is in force.
+ALL_KINDS: dict[str, Any] = {
+    "scheduler": {"max_think_tokens": 4000, "soft_think_tokens": 3000},
+    "entropy": {"shadow": False},
+    "loop": {"shadow": False},
+    "budget": [ACME, {**ACME, "name": "other"}],
+    "pressure": [BUSY],
+    "override": [{"tenant": "a", "loop": {"shadow": False}, "scheduler": {"soft_think_tokens": 9}}],
+}
+SHADOWED_LOOP: dict[str, Any] = {**ALL_KINDS["override"][0], "loop": {"shadow": True}}
+NO_SOFT_CLOSE: dict[str, Any] = {**ALL_KINDS["override"][0], "scheduler": {"soft_think_tokens": 0}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "withdrawn"),
+    [
+        (Kind("budget", "acme"), {"budget": [{**ACME, "shadow": True}, {**ACME, "name": "other"}]}),
+        (Kind("pressure", "busy"), {"pressure": [{**BUSY, "shadow": True}]}),
+        (ENTROPY, {"entropy": {"shadow": True}, "pressure": [{**BUSY, "entropy_in_force": False}]}),
+        (LOOP, {"loop": {"shadow": True}, "override": [SHADOWED_LOOP]}),
+        (SOFT_CLOSE, {"scheduler": {"max_think_tokens": 4000}, "override": [NO_SOFT_CLOSE]}),
+    ],
+)
+async def test_only_the_kind_that_does_harm_is_withdrawn(
+    control: Control, kind: Kind, withdrawn: dict[str, Any]
+) -> None:
+    before = await control.set_policy(policy(**ALL_KINDS))
+    for each in (ENTROPY, CAP):
+        judge(control.fleet.experiments.of(before.revision, before.policy), 0, 40, each)
+    judge(control.fleet.experiments.of(before.revision, before.policy), 20, 40, kind)
+    await control.parts.guard.look()
+    stored = await control.store.current()
+    assert stored is not None
+    assert stored.policy == policy(**{**ALL_KINDS, **withdrawn})
+    assert stored.author == WITHDRAWER
+    assert stored.reason.startswith(f"{kind.text}: 20 of ")
+    assert "\n" not in stored.reason
+
+
+async def test_a_cap_that_does_harm_stays_and_its_harm_is_shown(control: Control) -> None:
+    before = await control.set_policy(policy(**ALL_KINDS))
+    judge(control.fleet.experiments.of(before.revision, before.policy), 20, 40, CAP)
+    for _ in range(2):
+        await control.parts.guard.look()
+    assert control.fleet.revision == before.revision
+    told = await savings(control)
+    found = harming(told.savings, [before.policy])
+    assert [(harm.kind, harm.evidence_ratio >= 1) for _, harm in found] == [("cap", True)]
+    assert harming(told.savings, [policy()]) == [], "no engine has these rules"
+
+
+async def test_a_cap_of_a_candidate_that_does_harm_aborts_its_rollout(control: Control) -> None:
+    await control.set_policy(RULES)
+    capped = policy(scheduler={"max_think_tokens": 4000})
+    async with rolling_out(control, capped) as revision:
+        judge(control.fleet.experiments.of(revision, capped), 20, 40, CAP)
+        await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
+def drift(control: Control, *seen: int) -> None:
+    """Count requests under the policy in force by the bin of their first EAT sample."""
+    stored = control.fleet.policy
+    assert stored is not None
+    experiment = control.fleet.experiments.of(stored.revision, stored.policy)
+    experiment.samples["eat"] = [before + new for before, new in zip(experiment.samples["eat"], seen, strict=True)]
+
+
+async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> None:
+    bins = [{"max_nats": edge, "requests": 50} for edge in (0.1, 0.5, 2.0)]
+    rules = policy(entropy={"shadow": False, "holdout_share": 0.0, "eat_reference": bins})
+    before = await control.set_policy(rules)
+    guard = control.parts.guard
+    drift(control, 30, 40, 30)
+    await guard.look()
+    assert control.fleet.revision == before.revision, "no drift, no withdrawal"
+    assert guard.newest is not None
+    assert 0 < guard.newest.savings[0].drift_evidence_ratio < 1
+    (told,) = (await savings(control)).savings
+    assert told.drift_evidence_ratio == guard.newest.savings[0].drift_evidence_ratio
+    assert told.HasField("evidence_ratio")
+    drift(control, 200, 0, 0)
+    await guard.look()
+    stored = await control.store.current()
+    assert stored is not None
+    assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
+    assert stored.policy == policy(entropy={"shadow": True, "holdout_share": 0.0, "eat_reference": bins})
+    assert "230 of 300 requests have a first sample up to 0.1 nats" in stored.reason
+    assert (await savings(control)).withdrawn_reason == stored.reason
+    await guard.look()
+    assert control.fleet.revision == stored.revision, "withdrawn once"
+
+
+async def test_a_withdrawal_reaches_engines_although_the_store_is_away_after_it(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await control.set_policy(RULES)
+    with LinkedEngine([control.target]) as engine:
+        await engine.steps_until(lambda: has(control, before.revision))
+        harm(control)
+
+        async def away() -> None:
+            raise StoreUnavailable("policy store: away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(control.parts.rollouts, "look", away)
+            with pytest.raises(StoreUnavailable):
+                await control.parts.guard.look()
+        await control.parts.guard.look()
+        await engine.steps_until(lambda: has(control, before.revision + 1))
+
+
+async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Control) -> None:
+    await control.set_policy(RULES)
+    harm(control)
+    await control.parts.guard.look()
+    revision = control.fleet.revision
+    await control.kill()
+    await control.start()
+    told = await savings(control)
+    assert told.withdrawn_revision == control.fleet.revision == revision
+    assert [(row.judged, row.in_force) for row in told.savings] == [(0, True)]
+
+
+async def test_unmeasured_harm_withdraws_nothing(control: Control) -> None:
+    await control.set_policy(RULES)
+    harm(control)
+    experiment = control.fleet.experiments.newest()[0]
+    experiment.unjudged = experiment.kinds[ENTROPY].unjudged = 41
+    await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
+async def test_a_replica_that_does_not_lead_withdraws_nothing(control: Control) -> None:
+    await control.set_policy(RULES)
+    harm(control)
+    whole = WholeFleet(control.fleet, "follows", None, lambda: False)
+    guard = HarmGuard(whole, control.parts.rollouts, utc_now)
+    await guard.look()
+    assert guard.newest is None
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
+@asynccontextmanager
+async def rolling_out(control: Control, candidate: Policy = OTHER_RULES) -> AsyncIterator[int]:
+    """Yield the candidate's revision of a rollout."""
+    plan = Plan.model_validate({"step": [{"percent": 100}]})
+    rollouts = control.parts.rollouts
+    rollout = await rollouts.store.start(plan, candidate, "", By(utc_now(), "ann"))
+    await rollouts.look()
+    yield rollout.candidate_revision
+    newest = await rollouts.store.newest()
+    assert newest is not None
+    assert newest.state is State.ABORTED
+    assert newest.events[-1].author == WITHDRAWER
+
+
+async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: Control) -> None:
+    await control.set_policy(RULES)
+    async with rolling_out(control):
+        harm(control)
+        await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.author == WITHDRAWER
+    assert control.fleet.policy.policy == policy(entropy={"shadow": True})
+
+
+async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> None:
+    await control.set_policy(RULES)
+    async with rolling_out(control) as revision:
+        experiment = control.fleet.experiments.of(revision, OTHER_RULES)
+        judge(experiment, harmful=20, of=40)
+        await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -> None:
+    """Neither replica's counts suffice alone."""
+    stored = await control.set_policy(RULES)
+    harm(control, harmful=2, of=8)
+    peers = Peers(lambda: [Replica("other", control.target)], ClientCredentials())
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    fleet.set_policy(stored)
+    mine = fleet.experiments.of(stored.revision, stored.policy)
+    judge(mine, harmful=2, of=8)
+    whole = WholeFleet(fleet, "leads", peers, lambda: True)
+    guard = HarmGuard(whole, control.parts.rollouts, utc_now)
+    alone = HarmGuard(control.parts.whole, control.parts.rollouts, utc_now)
+    await alone.look()
+    assert alone.newest is not None
+    assert alone.newest.savings[0].evidence_ratio < 1
+    await guard.look()
+    await peers.close()
+    assert guard.newest is not None
+    assert (guard.newest.savings[0].judged, guard.newest.savings[0].harmful) == (16, 4)
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.author == WITHDRAWER

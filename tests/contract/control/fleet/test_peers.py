@@ -1,0 +1,147 @@
+"""A replica asks the others over real connections: one that closes under a call counts as no answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.errors import ReplicaUnavailable
+from meridian_control.fleet import peers, whole_fleet
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.peers import Peer, Peers
+from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.policy.model import Policy
+from tests.contract.proxies import proxy
+from tests.fakes.control import utc_now
+from tests.patient import LONG_S
+from tests.unit.control.handover.engines import disagg
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Silent(fleet_pb2_grpc.FleetServiceServicer):
+    """A replica that answers ListEngines only once `answers` is set."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def ListEngines(self, _request: Any, _context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
+        self.asked.set()
+        await self.answers.wait()
+        return fleet_pb2.ListEnginesResponse()
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[tuple[Silent, list[Replica], Peers]]:
+    """A silent replica, the list of live replicas, which has that one, and the clients of these replicas."""
+    servicer, server = Silent(), grpc.aio.server()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
+    live = [Replica("other", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")]
+    await server.start()
+    made = Peers(lambda: live, ClientCredentials())
+    yield servicer, live, made
+    await made.close()
+    await server.stop(0)
+
+
+async def listed(peer: Peer) -> Any:
+    return await peer.fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=600)
+
+
+async def test_a_replica_that_ends_during_a_call_gives_no_answer(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.0)
+    servicer, live, made = silent
+    one, every = asyncio.create_task(made.ask_one("other", listed)), asyncio.create_task(made.ask(listed))
+    await servicer.asked.wait()
+    live.clear()
+    assert await made.ask(listed) == ({}, [])
+    with pytest.raises(ReplicaUnavailable, match=r"other \(the connection to it was closed\)"):
+        await one
+    assert await every == ({}, ["other"])
+
+
+async def test_a_connection_that_is_closed_before_the_call_gives_no_answer(
+    silent: tuple[Silent, list[Replica], Peers],
+) -> None:
+    async def closed(peer: Peer) -> Any:
+        await peer.channel.close()
+        return await listed(peer)
+
+    assert await silent[2].ask(closed) == ({}, ["other"])
+
+
+async def test_a_replica_that_hangs_is_not_waited_for_again(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question waits for the time limit once, and the next ones only for a part of it until the replica answers."""
+    servicer, _, made = silent
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.05)
+
+    async def limited(peer: Peer) -> Any:
+        return await peer.fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=0.05)
+
+    assert await made.ask(limited) == ({}, ["other"])
+    # This question has no time limit of its own.
+    assert await made.ask(listed) == ({}, ["other"])
+    servicer.answers.set()
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", LONG_S)
+    heard, unreachable = await made.ask(listed)
+    assert (list(heard), unreachable) == (["other"], [])
+
+
+async def test_a_caller_that_hangs_up_ends_the_question(silent: tuple[Silent, list[Replica], Peers]) -> None:
+    servicer, _, made = silent
+    asking = asyncio.create_task(made.ask_one("other", listed))
+    await servicer.asked.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+@pytest.mark.parametrize("decides", ["nobody", "policy", "candidate"])
+async def test_the_others_are_asked_for_engines_while_a_policy_of_the_fleet_hands_requests_over(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch, decides: str
+) -> None:
+    """A rollout judges its candidate by the engines of all replicas."""
+    servicer, _, made = silent
+    servicer.answers.set()
+    policies = [disagg() if decides == name else Policy() for name in ("policy", "candidate")]
+    monkeypatch.setattr(Fleet, "policies", policies)
+    monkeypatch.setattr(whole_fleet, "SHARE_S", 0.0)
+    whole, rounds = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True), 0
+    share, enough = whole.fleet.share_pool, asyncio.Event()
+
+    def shared() -> None:
+        nonlocal rounds
+        rounds += 1
+        share()
+        if rounds == 3:
+            enough.set()
+
+    monkeypatch.setattr(whole.fleet, "share_pool", shared)
+    sharing = asyncio.create_task(whole.share_pool())
+    await enough.wait()
+    sharing.cancel()
+    assert servicer.asked.is_set() == (decides != "nobody")
+
+
+async def test_replicas_use_no_proxy(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, _, made = silent
+    servicer.answers.set()
+    with proxy() as other:
+        for name, value in (other.environment | {"MERIDIAN_PROXY": other.url}).items():
+            monkeypatch.setenv(name, value)
+        heard, unreachable = await made.ask(listed)
+        assert (list(heard), unreachable, other.asked) == (["other"], [], [])

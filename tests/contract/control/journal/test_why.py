@@ -1,0 +1,435 @@
+"""Commands that explain how a request was treated: explain, decisions, shadow, replay and top against a real server and
+its log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import termios
+import threading
+import tomllib
+from contextlib import suppress
+from logging.handlers import QueueListener
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.journal import jsonl_file as files
+from meridian_control.journal.log import DecisionLog
+from meridian_control.policy import formats as forms
+from tests.contract.control.app.test_server import Process
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, engine, run
+from tests.contract.ctl import Control as FakeControl
+from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
+from tests.fakes.engine import TEXT
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.sentences import ends_by_id
+from tests.fakes.tables import policy
+from tests.processes import MERIDIANCTL
+from tests.unit.sessions import EARLY, stream
+
+if TYPE_CHECKING:
+    import logging
+    from pathlib import Path
+
+    from typer.testing import Result
+
+    from meridian_control.journal.records import Decision
+    from tests.contract.streams import Control
+
+# A scheduler section with a soft close and a cap, both in shadow.
+SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}
+
+
+async def ctl(control: Control, *arguments: object) -> Result:
+    return await run(*arguments, server=control.target)
+
+
+async def ready(control: Control) -> None:
+    """Wait until the engine has the policy in force, so that its first report of a request is answered with a cap."""
+    await until(lambda: control.connected() and control.engine().acked_revision == control.fleet.revision)
+
+
+async def one_life(control: Control, linked: LinkedEngine, name: str = "chatcmpl-mine-9f") -> None:
+    """Play a request that its cap ends and that then finishes."""
+    await ready(control)
+    linked.open(name, tenant="acme")
+    linked.step()
+    await linked.hears(linked.caps)
+    await linked.steps_until(lambda: control.engine().ends)
+    linked.engine.finish(name)
+    await linked.steps_until(lambda: not control.engine().open_decisions and not control.names())
+
+
+async def test_a_finished_request_is_explained(control: Control) -> None:
+    await control.set_policy(policy(scheduler={"max_think_tokens": 90}))
+    with LinkedEngine([control.target]) as linked:
+        await one_life(control, linked)
+        told = await ctl(control, "explain", "mine")
+        as_json = json.loads((await ctl(control, "explain", "mine", "-o", "json")).stdout)
+        as_toml = tomllib.loads((await ctl(control, "explain", "mine", "-o", "toml")).stdout)
+    assert told.exit_code == OK, told.output
+    heading, opened, closed, columns, *rows = told.stdout.splitlines()
+    assert heading == "request chatcmpl-mine-9f on engine (1), model model, tenant acme, SLO class slo"
+    assert "1 prompt tokens, max_tokens 1000" in opened
+    assert "(stop): 90 thinking and " in closed
+    assert columns.split() == ["seconds", "think", "answer", "event", "why", "outcome"]
+    text = "\n".join(rows)
+    assert "cap hard_cap" in text
+    assert "max_think_tokens 90 = scheduler.max_think_tokens 90" in text
+    assert "applied at 90" in text
+    assert "thinking ended: hard_cap" in text
+    assert rows[-1].split()[3:] == ["closed:", "stop"]
+    life = as_json["life"]
+    assert [e["kind"] for e in life["events"] if e["kind"] != "decision"] == ["opened", "think_end", "closed"]
+    assert "live" not in as_json
+    assert as_toml["life"]["request_id"] == life["request_id"] == "chatcmpl-mine-9f"
+
+
+async def test_a_live_request_is_explained_with_what_it_is_now(control: Control) -> None:
+    with LinkedEngine([control.target]) as linked:
+        linked.open("a")
+        await linked.steps_until(linked.caps)
+        told = await ctl(control, "explain", "a", "--engine", "engine")
+        missing = await ctl(control, "explain", "a", "--engine", "other")
+    assert "live, thinking: " in told.stdout
+    assert (missing.exit_code, missing.stdout) == (FAILED, "")
+    assert missing.stderr.startswith('NOT_FOUND: no request "a" of engine "other" in the decision log')
+
+
+async def test_a_life_goes_on_over_a_broken_stream(control: Control) -> None:
+    with LinkedEngine([control.target]) as linked:
+        linked.open("a")
+        await linked.steps_until(linked.caps)
+        (connection,) = control.fleet.connections
+        connection.close("test")
+        await linked.steps_until(lambda: linked.streams == 2 and len(linked.caps()) == 2)
+        told = json.loads((await ctl(control, "explain", "a", "-o", "json")).stdout)
+    kinds = [e["kind"] for e in told["life"]["events"] if e["kind"] != "decision"]
+    assert kinds == ["opened", "stream_lost", "stream_back"]
+
+
+async def test_decisions_are_listed_newest_first(control: Control) -> None:
+    with LinkedEngine([control.target]) as linked:
+        for name in "ab":
+            linked.open(name)
+        await linked.steps_until(lambda: len(linked.caps()) == 2)
+        caps = json.loads((await ctl(control, "decisions", "--kind", "cap", "-o", "json")).stdout)
+        assert [c["request_id"] for c in caps] == ["b", "a"]
+        assert {c["reason"] for c in caps} == {"hard_cap"}
+        newest = tomllib.loads((await ctl(control, "decisions", "--limit", 1, "-o", "toml")).stdout)
+        assert len(newest["logged_decision"]) == 1
+        shown = (await ctl(control, "decisions", "--request", "a", "--reason", "hard_cap")).stdout
+        assert "scheduler.max_think_tokens 600" in shown
+        async with grpc.aio.insecure_channel(control.target) as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ListDecisions(fleet_pb2.ListDecisionsRequest(page_size=-1))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_shadow_is_held_against_what_came(control: Control) -> None:
+    await control.set_policy(policy(scheduler=SOFT, entropy={"enabled": False}))
+    with LinkedEngine([control.target]) as linked:
+        linked.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+        await ready(control)
+        linked.open("a", own_cap=120)
+        linked.step()
+        await linked.hears(linked.caps)
+        await linked.steps_until(lambda: control.engine().ends.get("hard_cap"))
+        rows = json.loads((await ctl(control, "shadow", "-o", "json")).stdout)
+        text = (await ctl(control, "shadow")).stdout
+    assert [(r["section"], r["reason"], r["requests"], r["think_tokens"]) for r in rows] == [
+        ("loop", "", "1", "120"),
+        ("scheduler", "", "1", "120"),
+        ("scheduler", "hard_cap", "1", "120"),
+    ]
+    assert (rows[2]["would_end_think_tokens"], rows[2]["saved_tokens"]) == ("100", "20")
+    assert "first rule to fire" in text
+    assert "16.7%" in text
+
+
+# ------------------------------------------------------------------------------------------------------------- replay
+
+
+async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Path) -> None:
+    """Replay under the recorded policy changes nothing; under another policy it shows what that policy would have
+    changed."""
+    given = policy(scheduler={"max_think_tokens": 15})
+    await control.set_policy(given)
+    trace, same, other = tmp_path / "a.trace", tmp_path / "same.toml", tmp_path / "other.toml"
+    same.write_text(forms.to_toml(given))
+    other.write_text("scheduler.max_think_tokens = 6")
+    recording = asyncio.create_task(ctl(control, "record", trace, "--requests", 3))
+    await until(lambda: control.fleet.recordings)
+    with LinkedEngine([control.target]) as linked:
+        # The first request began before the trace, so the request is in the snapshot with its first token.
+        for name in ("before", "a", "b", "c"):
+            linked.open(name)
+            await linked.steps_until(lambda: not linked.engine.thinking(name))  # noqa: B023
+            linked.engine.finish(name)
+        await linked.steps_until(recording.done)
+    assert (await recording).exit_code == OK
+    nothing = await run("replay", trace, "--policy", same, server="127.0.0.1:1")
+    assert nothing.exit_code == OK, nothing.output
+    assert "The new policy changes 0 ends of thinking" in nothing.stdout
+    told = json.loads((await run("replay", trace, "--policy", same, "-o", "json", server="")).stdout)
+    assert (told["requests"], told["left_out"]) == (3, {"began before the trace": 1})
+    assert all(row["recorded"] == row["new"] for row in told["by_request"])
+    arguments = ("replay", trace, "--policy", other)
+    changed = [await run(*arguments, server="") for _ in range(2)]
+    assert changed[0].stdout == changed[1].stdout
+    assert "The new policy changes 3 ends of thinking" in changed[0].stdout, changed[0].stderr
+    as_toml = tomllib.loads((await run(*arguments, "-o", "toml", server="")).stdout)
+    assert [row["new"] for row in as_toml["by_request"]] == [{"reason": "hard_cap", "think_tokens": 6}] * 3
+    assert as_toml["ends"] == {"recorded": {"hard_cap": 3}, "new": {"hard_cap": 3}}
+
+
+async def test_replay_of_files_that_cannot_be_used(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.toml", tmp_path / "good.toml"
+    bad.write_text("entropy.ema_alpha = 2")
+    good.write_text("")
+    result = await run("replay", tmp_path / "no.trace", "--policy", bad, server="")
+    assert (result.exit_code, result.stderr) == (INVALID, "entropy.ema_alpha must be in (0, 1]; got 2\n")
+    result = await run("replay", tmp_path / "no.trace", "--policy", good, server="")
+    assert result.exit_code == INVALID
+    assert result.stderr.endswith("no.trace: cannot be read: No such file or directory\n")
+
+
+# --------------------------------------------------------------------------------------------------------- the file
+
+
+async def test_decisions_go_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    process = Process(tmp_path, "--decision-log", str(path))
+    await process.started()
+    try:
+        with LinkedEngine([process.target], "e") as linked:
+            linked.open("a")
+            await linked.steps_until(linked.caps)
+            linked.engine.finish("a")
+            await linked.steps_until(lambda: path.read_text().count("\n") >= 2)
+        assert await process.terminate() == 0
+    finally:
+        process.kill()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (cap,) = [line for line in lines if line["kind"] == "cap"]
+    assert (cap["engine_id"], cap["request_id"], cap["outcome"]) == ("e", "a", "OUTCOME_REQUEST_GONE")
+    assert cap["comparisons"][0]["limit_name"] == "scheduler.max_think_tokens"
+
+
+async def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path) -> None:
+    process = Process(tmp_path, "--decision-log", str(tmp_path / "no" / "file"))
+    process.start()
+    assert await process.ended() == 2
+    assert "No such file or directory" in (tmp_path / "log").read_text()
+
+
+def logged(count: int) -> list[Decision]:
+    made = stream(policy(scheduler=EARLY))
+    for number in range(count):
+        made.open(f"r{number}", think=2, answer=1)
+    made.step(6)
+    return list(made.log.decisions(lambda _: True, None))
+
+
+def test_the_file_is_rotated_by_size_and_old_ones_go(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    decisions = logged(100)
+    with files.decision_file(path, max_bytes=4000) as write:
+        assert write is not None
+        for made in decisions:
+            write(made)
+    found = sorted(tmp_path.iterdir())
+    old = [f"d.jsonl.{n}" for n in range(1, files.OLD_FILES + 1)]
+    assert [p.name for p in found] == ["d.jsonl", *old, "d.jsonl.lock"]
+    assert all(p.stat().st_size <= 4000 for p in found)
+    assert json.loads(path.read_text().splitlines()[-1])["decision_id"] == str(decisions[-1].decision_id)
+
+
+def test_what_cannot_be_written_is_left_out_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions = logged(20)
+    with files.decision_file(tmp_path / "d.jsonl") as write:
+        assert write is not None
+        monkeypatch.setattr(files._Lines, "format", lambda *_: 1 / 0)
+        for made in decisions:
+            write(made)
+    assert caplog.text.count("decisions cannot be written") == 1
+    caplog.clear()
+    monkeypatch.setattr(files, "WAITING", 1)
+    monkeypatch.setattr(QueueListener, "start", lambda _: None)
+    monkeypatch.setattr(QueueListener, "stop", lambda _: None)
+    with files.decision_file(tmp_path / "d.jsonl") as write:
+        assert write is not None
+        for made in decisions:
+            write(made)
+    assert caplog.text.count("written too slowly") == 1
+
+
+def test_what_waits_in_a_full_queue_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions, path, ends = logged(20), tmp_path / "d.jsonl", threading.Event()
+    line, enqueue = files._Lines.format, files._Listener.enqueue_sentinel
+
+    def formatted(self: files._Lines, record: logging.LogRecord) -> str:
+        ends.wait()
+        return line(self, record)
+
+    def ended(self: files._Listener) -> None:
+        ends.set()
+        enqueue(self)
+
+    monkeypatch.setattr(files, "WAITING", 3)
+    monkeypatch.setattr(files._Lines, "format", formatted)
+    monkeypatch.setattr(files._Listener, "enqueue_sentinel", ended)
+    with files.decision_file(path) as write:
+        assert write is not None
+        for made in decisions:
+            write(made)
+    # The thread may already have taken out one.
+    assert len(path.read_text().splitlines()) in (3, 4)
+
+
+def test_settled_decisions_are_handed_on_once() -> None:
+    seen: list[Decision] = []
+    made = stream(policy(scheduler=EARLY), log=DecisionLog(seen.append))
+    made.open("a", think=4, answer=2)
+    made.step(10)
+    every = [d.decision_id for d in made.log.decisions(lambda _: True, None)]
+    assert sorted(d.decision_id for d in seen) == sorted(every)
+    assert all(d.outcome != agent_pb2.OUTCOME_UNSPECIFIED for d in seen)
+
+
+# ---------------------------------------------------------------------------------------------------------------- top
+
+
+RICH_VARIABLES = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+
+
+class Terminal:
+    """A `meridianctl` process in a pseudo-terminal of its own."""
+
+    def __init__(self, address: str, *arguments: str) -> None:
+        self.master, self.slave = pty.openpty()
+        termios.tcsetwinsize(self.slave, (24, 100))
+        self.before = termios.tcgetattr(self.slave)
+        self.command = [*MERIDIANCTL, *arguments]
+        # Rich trusts these variables more than the terminal, so the process must not inherit them.
+        inherited = {name: value for name, value in os.environ.items() if name not in RICH_VARIABLES}
+        self.environment = {**inherited, "MERIDIAN_SERVER": address, "TERM": "xterm"}
+        self.shown = b""
+
+    async def __aenter__(self) -> Terminal:
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
+        self.process = await asyncio.create_subprocess_exec(*self.command, env=self.environment, **streams)
+        os.set_blocking(self.master, False)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+    def reads(self, text: bytes) -> bool:
+        with suppress(BlockingIOError):
+            self.shown += os.read(self.master, 1 << 16)
+        return text in self.shown
+
+    async def ends(self) -> int:
+        """Wait for the process to end, assert that the terminal is as it was before, and return the exit status."""
+
+        def ended() -> bool:
+            self.reads(b"")
+            return self.process.returncode is not None
+
+        await until(ended, 30)
+        # Before its end the process may have written more than one read returns.
+        with suppress(BlockingIOError):
+            while more := os.read(self.master, 1 << 16):
+                self.shown += more
+        assert termios.tcgetattr(self.slave) == self.before
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@pytest.mark.parametrize("how", ["q", "ctrl-c", "server gone"])
+async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None:  # noqa: F811
+    """`top` shows engines and as many of the longest-thinking requests as fit, and leaves the terminal as it was."""
+    fake_control.fleet.engines = [engine("engine-7", 1)]
+    fake_control.fleet.requests = [
+        fleet_pb2.LiveRequest(engine_id="engine-7", request_id=f"request-{n}", think_tokens=n) for n in range(50)
+    ]
+    async with Terminal(fake_control.address, "top", "--interval-ms", "50") as terminal:
+        await until(lambda: terminal.reads(b"request-49"), 30)
+        await until(lambda: terminal.reads(b"and 31 more"), 30)
+        assert b"engine-7" in terminal.shown
+        assert b"request-10" not in terminal.shown
+        if how == "q":
+            os.write(terminal.master, b"q")
+        elif how == "ctrl-c":
+            terminal.process.send_signal(signal.SIGINT)
+        else:
+            fake_control.fleet.watch_ends = True
+        assert await terminal.ends() == (UNREACHABLE if how == "server gone" else OK)
+        assert b"\x1b[?1049l" in terminal.shown, "the terminal's normal screen must be restored"
+
+
+# ----------------------------------------------------------------------------------------------- forms and completion
+
+
+async def test_lists_as_toml(fake_control: FakeControl, tmp_path: Path) -> None:  # noqa: F811
+    file = tmp_path / "p.toml"
+    file.write_text("fallback.lease_ms = 500\n")
+    await fake_control("policy", "apply", "-f", file)
+    fake_control.fleet.engines = [engine("a", 1, kv_used=0.25)]
+    fake_control.fleet.requests = [fleet_pb2.LiveRequest(engine_id="a", request_id="r", entropy_nats=float("nan"))]
+    expected = {
+        ("engines",): ("engine", "engine_id", "a"),
+        ("requests",): ("live_request", "entropy_nats", "NaN"),
+        ("policy", "history"): ("policy_revision", "revision", "1"),
+        ("policy", "diff"): ("policy_change", "path", "fallback.lease_ms"),
+    }
+    for command, (table, key, value) in expected.items():
+        result = await fake_control(*command, "-o", "toml")
+        assert tomllib.loads(result.stdout)[table][0][key] == value, command
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("meridianctl repl", {"replay"}),
+        ("meridianctl policy ro", {"rollback"}),
+        ("meridianctl explain --eng", {"--engine"}),
+    ],
+)
+async def test_completion(words: str, expected: set[str]) -> None:
+    environment = {**os.environ, "_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split()) - 1)
+    process = await asyncio.create_subprocess_exec(*MERIDIANCTL, env=environment, stdout=asyncio.subprocess.PIPE)
+    told, _ = await process.communicate()
+    assert set(told.decode().split()) == expected
+    shown = await asyncio.create_subprocess_exec(
+        *MERIDIANCTL,
+        "--show-completion",
+        "bash",
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    script, _ = await shown.communicate()
+    assert b"_MERIDIANCTL_COMPLETE=complete_bash" in script
+
+
+@pytest.mark.parametrize("command", [("explain", "r"), ("decisions",), ("shadow",), ("top",)])
+async def test_unreachable(command: tuple[str, ...]) -> None:
+    result = await run(*command, server="127.0.0.1:1")
+    assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
+    assert result.stderr.startswith("UNAVAILABLE: ")

@@ -1,0 +1,430 @@
+"""The control group: who belongs to it, what is counted, and how soon rules that do harm are found."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.engine.experiments import MAX_EXPERIMENTS, Experiments, rules_of
+from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.engine.session import Session
+from meridian_control.fleet import savings
+from meridian_control.fleet.harm_guard import HarmGuard, Watch
+from meridian_control.policy.shortening_kinds import ENTROPY, without
+from meridian_control.table.control_group import held_out
+from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
+from tests.fakes.tables import policy
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+
+# EAT below 0.1 nats twice in a row ends thinking.
+RULES = {**CALIBRATED, "eat_warmup_samples": 2, "eat_probe_placement": "anywhere"}
+HALF = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5})
+CONTROL, TREATED = (
+    next(name for name in map(str, range(100)) if held_out(name, 0.5) == is_control) for is_control in (True, False)
+)
+
+
+def counts(made: Stream) -> fleet_pb2.Savings:
+    """Return the counts under the rules in force, with the estimates."""
+    return told_of(made.session._groups._experiments)
+
+
+def told_of(experiments: Experiments) -> fleet_pb2.Savings:
+    told = savings.merged([fleet_pb2.GetSavingsResponse(savings=savings.messages(experiments, None))])
+    return told.savings[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- membership
+
+
+def test_the_group_has_its_share_and_contains_each_smaller_group() -> None:
+    ids = [f"chatcmpl-{number}" for number in range(20_000)]
+    small, large = ({i for i in ids if held_out(i, share)} for share in (0.02, 0.3))
+    assert small < large
+    assert 300 < len(small) < 500
+    assert 5_700 < len(large) < 6_300
+    assert not any(held_out(i, 0.0) for i in ids)
+
+
+def test_the_hash_does_not_change() -> None:
+    """Replicas of different versions must agree."""
+    assert [number for number in range(200) if held_out(f"request-{number}", 0.02)] == KNOWN
+
+
+KNOWN = [185]
+
+
+def test_rules_only_shadow_the_control_group() -> None:
+    made = stream(HALF)
+    for name in (CONTROL, TREATED):
+        made.open(name, think=40, answer=2)
+    sent = made.step(20)
+    names = {slot: info.request_id for slot, info in made.session.table.requests()}
+    forces = {names.get(force.slot, "gone"): force.shadow for force in sent.forces}
+    assert forces[CONTROL] is True
+    assert not forces.get(TREATED, False)
+    assert made.session.totals.ends["eat"] == 1
+    held = {probe.slot: probe.hold_ms for probe in sent.probes}
+    assert held[0] == 0 < held[1], "a request that a rule only shadows waits for no decision"
+    made.step(40)
+    assert made.session.totals.ends["natural"] == 1, "the control group's thinking ends by itself"
+
+
+@pytest.mark.parametrize(("own_cap", "ends"), [(None, "natural"), (12, "hard_cap")])
+def test_only_the_clients_own_cap_holds_for_the_control_group(own_cap: int | None, ends: str) -> None:
+    made = stream(policy(scheduler={**EARLY, "max_think_tokens": 9}, entropy={**RULES, "holdout_share": 0.5}))
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL, think=40, answer=2, own_cap=own_cap)
+    made.step(50)
+    assert made.session.totals.ends == {ends: 1}
+    made.open(TREATED, think=40, answer=2)
+    made.step(20)
+    assert made.session.totals.ends["hard_cap"] == 1 + (ends == "hard_cap")
+
+
+def test_a_request_stays_in_its_arm_on_another_replica() -> None:
+    first = stream(HALF)
+    first.open(CONTROL)
+    first.step(3)
+    other = stream(HALF)
+    other.session.on_message(agent_pb2.ConnectRequest(snapshot=first.agent.snapshot()), NOW)
+    assert bool(other.session.table.control[0])
+    assert not other.session.table.counted[0], "the other replica does not know how the request began"
+
+
+def test_explain_says_so_once() -> None:
+    made = stream(HALF)
+    made.open(CONTROL)
+    made.step(3)
+    made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, "ema_alpha": 0.9}))
+    (life,) = made.log.find(CONTROL, "")
+    assert life is not None
+    assert [event.kind for event in life.events if event.kind == "control_group"] == ["control_group"]
+    made.open(TREATED)
+    made.step(3)
+    (life,) = made.log.find(TREATED, "")
+    assert life is not None
+    assert not any(event.kind == "control_group" for event in life.events)
+
+
+@pytest.mark.parametrize("entropy", [{"holdout_share": 0.0}, {"shadow": True}, {"enabled": False}])
+def test_there_is_no_group_without_rules_in_force_or_without_a_share(entropy: dict[str, Any]) -> None:
+    made = stream(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, **entropy}))
+    made.open(CONTROL, think=3, answer=1)
+    made.step(10)
+    table = made.session.table
+    assert not table.control.any()
+    assert not table.counted.any()
+    assert savings.messages(made.session._groups._experiments, None) == []
+
+
+def test_overrides_decide_for_whom_rules_are_in_force() -> None:
+    rules = policy(
+        scheduler=EARLY,
+        entropy={**RULES, "shadow": True, "holdout_share": 0.5},
+        override=[{"tenant": "a", "entropy": {"shadow": False}}],
+    )
+    made = stream(rules)
+    slots = [made.open(CONTROL, tenant="a"), made.open(f"{TREATED}", tenant="a"), made.open("other", tenant="b")]
+    made.step(2)
+    assert made.session.table.control[slots].tolist() == [True, False, False]
+    assert made.session.table.counted[slots].tolist() == [True, True, False]
+
+
+def test_a_policy_in_shadow() -> None:
+    rules = policy(entropy={"shadow": False}, override=[{"tenant": "a", "entropy": {"shadow": False}}, {"tenant": "b"}])
+    made = without(rules, ENTROPY)
+    assert made == policy(
+        entropy={"shadow": True}, override=[{"tenant": "a", "entropy": {"shadow": True}}, {"tenant": "b"}]
+    )
+
+
+def test_rules_that_are_withdrawn_do_not_come_back_under_pressure() -> None:
+    busy = {"name": "busy", "ttft_p99_ms": 1.0, "shadow": False}
+    for shadow in (False, True):
+        rules = policy(entropy={"shadow": shadow}, pressure=[{**busy, "entropy_in_force": True}])
+        made = without(rules, ENTROPY)
+        assert made == policy(entropy={"shadow": True}, pressure=[busy])
+        assert rules_of(made) != rules_of(rules), "later requests do not count for the withdrawn rules"
+
+
+# -------------------------------------------------------------------------------------------------------------- counts
+
+
+@dataclass
+class Course:
+    """A request whose trial answer is wrong until `right_from` tokens, and whose EAT is low from `low_from` on."""
+
+    think: int
+    low_from: int
+    right_from: int
+
+    def open(self, made: Stream, name: str, answer: int = 2) -> None:
+        made.open(
+            name,
+            self.think,
+            answer,
+            eat_nats=lambda tokens: 0.01 if tokens >= self.low_from else 2.0,
+            trial_answer=lambda tokens: int(tokens >= self.right_from),
+        )
+
+
+@pytest.mark.parametrize(
+    ("course", "judged"),
+    [
+        (Course(30, low_from=8, right_from=8), (1, 1, 0, 0)),
+        (Course(30, low_from=8, right_from=20), (1, 1, 1, 0)),
+        # The rule does not fire, so it does no harm.
+        (Course(30, low_from=99, right_from=20), (1, 0, 0, 0)),
+    ],
+)
+def test_harm_by_the_trial_answer_that_stays(course: Course, judged: tuple[int, ...]) -> None:
+    made = stream(HALF)
+    course.open(made, CONTROL)
+    made.step(40)
+    told = counts(made)
+    assert (told.judged, told.judged_stops, told.harmful, told.unjudged) == judged
+    assert told.control.stopped == judged[1]
+    assert (told.control.requests, told.control.think_tokens, told.control.answer_tokens) == (1, 30, 2)
+    assert (told.shadow_saved_tokens > 10) == bool(judged[1])
+
+
+def test_an_empty_answer_at_the_stop_is_harm() -> None:
+    made = stream(HALF)
+    made.agent.empty_answer = True
+    Course(30, low_from=8, right_from=8).open(made, CONTROL)
+    made.step(12)
+    made.agent.empty_answer = False
+    made.step(30)
+    assert (counts(made).judged_stops, counts(made).harmful) == (1, 1)
+
+
+def test_harm_of_a_rule_without_probes_is_not_measured() -> None:
+    capabilities = agent_pb2.Capabilities(token_entropy=True, force_end=True, dispatch=True)
+    rules = {"shadow": False, "rpdi_threshold": 0.5, "eat_level_threshold_nats": 0.0, "holdout_share": 0.5}
+    made = stream(policy(scheduler=EARLY, entropy={**rules, "rpdi_window_tokens": 2}), capabilities=capabilities)
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    made.open(CONTROL, think=30, answer=2)
+    made.step(40)
+    told = counts(made)
+    assert (told.control.stopped, told.judged, told.unjudged) == (1, 0, 1)
+    assert not told.HasField("harm_ratio")
+
+
+def test_aborts_lengths_and_reentries() -> None:
+    made = stream(HALF)
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL)
+    made.open(TREATED)
+    made.step(5)
+    made.agent.abort(CONTROL)
+    made.agent.engine.finish(TREATED, agent_pb2.FINISH_REASON_LENGTH)
+    made.step(2)
+    told = counts(made)
+    assert (told.control.aborts, told.control.lengths, told.treated.aborts, told.treated.lengths) == (1, 0, 0, 1)
+    assert (told.control.answers, told.treated.answers, told.judged) == (0, 0, 0)
+    assert told.treated.think_tokens == 5
+
+
+def test_an_abort_that_may_be_a_stop_string_is_no_harm() -> None:
+    """Agents of 0.3.0 report stop strings and disconnects alike."""
+    made = stream(HALF)
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL)
+    made.open(TREATED)
+    made.step(5)
+    for name in (CONTROL, TREATED):
+        made.agent.engine.finish(name, agent_pb2.FINISH_REASON_ABORT)
+    made.step(2)
+    told = counts(made)
+    assert (told.control.requests, told.treated.requests) == (1, 1)
+    assert (told.control.aborts, told.treated.aborts) == (0, 0)
+
+
+def test_requests_of_other_rules_do_not_count() -> None:
+    made = stream(HALF)
+    made.open(CONTROL, think=10)
+    made.step(5)
+    made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, "ema_alpha": 0.9}))
+    assert not made.session.table.counted.any()
+    made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5}))
+    assert not made.session.table.counted.any(), "the request has thought under other rules meanwhile"
+
+
+def test_a_revision_with_the_same_rules_goes_on_counting() -> None:
+    made = stream(HALF)
+    made.open(CONTROL, think=10, answer=1)
+    made.step(5)
+    made.apply(HALF.model_copy(update={"telemetry": HALF.telemetry.model_copy(update={"report_interval_steps": 2})}))
+    made.step(20)
+    assert (counts(made).since_revision, counts(made).control.requests) == (1, 1)
+
+
+def test_requests_of_a_frozen_engine_do_not_count() -> None:
+    made = stream(HALF)
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL, think=10, answer=2)
+    made.step(5)
+    freeze = Freeze(1, Match(), "ann", "an incident", made.now, made.now + timedelta(hours=1))
+    made.deliver(made.session.on_freezes((freeze,), made.now))
+    made.pump()
+    made.step(20)
+    assert not made.agent.engine.live
+    assert savings.messages(made.session._groups._experiments, None) == [], "nothing has been counted"
+
+
+def test_experiments_are_few_and_their_sums_never_fall() -> None:
+    experiments = Experiments()
+    for revision in range(1, 50):
+        rules = policy(entropy={"rpdi_threshold": float(revision)})
+        experiment = experiments.of(revision, rules)
+        assert experiments.of(revision, rules) is experiment
+        experiment.judged += 1
+        experiment.control.requests += 2
+        assert (experiments.total().judged, experiments.total().control.requests) == (revision, 2 * revision)
+    assert len(experiments.newest()) == MAX_EXPERIMENTS
+    assert experiments.newest()[0].rules == rules_of(rules)
+
+
+def test_the_same_rules_after_others_begin_anew() -> None:
+    experiments, rules, shadowed = Experiments(), HALF, without(HALF, ENTROPY)
+    first = experiments.of(3, rules)
+    assert experiments.of(5, rules) is first
+    experiments.of(6, shadowed)
+    again = experiments.of(7, rules)
+    assert again is not first
+    assert experiments.of(5, rules) is first, "an engine that lags behind still counts under the older revision"
+    assert [kept.since_revision for kept in experiments.newest()] == [7, 6]
+
+
+# --------------------------------------------------------------------------------------------------- byte for byte
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recorded_stream_replays_byte_for_byte(seed: int) -> None:
+    recorded, _ = run(random.Random(seed), HALF, requests=60, bad_from=30)
+    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW, parts=STREAM_PARTS)
+    replayed = []
+    for now, message in recorded.trace:
+        if isinstance(message, tuple):
+            replayed += session.on_policy(*message)
+        else:
+            assert not isinstance(message, str | dict), "no operator ends thinking here, and no budget shortens it"
+            replayed += session.on_message(agent_pb2.ConnectRequest.FromString(message.SerializeToString()), now)
+    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
+    shadows = {force.shadow for r in recorded.responses for force in r.directives.forces}
+    assert shadows == {False, True}, "the recording has requests of both arms"
+
+
+# ------------------------------------------------------------------------------------------------- signals go bad
+
+
+def run(
+    rng: random.Random, rules: Policy, requests: int, bad_from: int, watch: Watch | None = None
+) -> tuple[Stream, int | None]:
+    """Run requests, 50 at a time; from request `bad_from` on, EAT is low before the answer is right in every other one.
+
+    Before that the answer is wrong where EAT is low in 0.3 % of the requests. Return the stream, and the number of the
+    last request that had closed when the watch found harm, None if it did not.
+    """
+    made, batch = stream(rules), 50
+    for begin in range(0, requests, batch):
+        for number in range(begin, begin + batch):
+            right_from = rng.randrange(6, 14)
+            is_wrong = rng.random() < (0.5 if number >= bad_from else 0.003)
+            course = Course(20 + rng.randrange(8), low_from=4 if is_wrong else right_from, right_from=right_from)
+            course.open(made, f"r{rng.getrandbits(64):x}", answer=1)
+        while made.agent.engine.live:
+            made.step()
+        if watch is not None and watch.look({"alone": counts(made)}) >= 1:
+            return made, begin + batch
+    return made, None
+
+
+def test_signals_that_go_bad_in_mid_run_are_found() -> None:
+    """After 300 good requests the harm is found within 1,000 more at the default share, and within 300 at 0.1."""
+    for seed, share, within in ((0, 0.02, 1000), (1, 0.02, 1000), (0, 0.1, 300), (1, 0.1, 300), (2, 0.1, 300)):
+        rules = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": share})
+        made, found = run(random.Random(seed), rules, requests=300 + within, bad_from=300, watch=Watch())
+        assert found is not None
+        assert 300 < found <= 300 + within
+        told = counts(made)
+        assert told.harm_ratio.low > told.max_loss, "the exact bound agrees in the end"
+
+
+def test_ten_clean_runs_raise_no_alarm() -> None:
+    for seed in range(10):
+        made, found = run(random.Random(100 + seed), HALF, requests=200, bad_from=10**9, watch=Watch())
+        assert found is None
+    told = counts(made)
+    assert told.saved_ratio.low > 0.2
+    own_estimate = told.shadow_saved_tokens / told.control.think_tokens
+    assert abs(own_estimate - told.saved_ratio.value) < 0.05, "the shadow's own estimate agrees"
+
+
+# ------------------------------------------------------------------------------------------------- several replicas
+
+
+def answer(**fields: Any) -> fleet_pb2.Savings:
+    """Return a replica's counts, all of the entropy rules."""
+    names = ("judged", "judged_stops", "harmful", "unjudged")
+    harm = fleet_pb2.ShorteningHarm(kind="entropy", **{name: fields.get(name, 0) for name in names})
+    return fleet_pb2.Savings(**{"rules": "r", "since_revision": 3, "max_loss": 0.01, "kinds": [harm], **fields})
+
+
+def test_counts_of_replicas_add() -> None:
+    arm = fleet_pb2.ArmCounts(requests=40, think_tokens=4000, think_tokens_squares=440_000.0, answers=30)
+    other = fleet_pb2.ArmCounts(requests=60, think_tokens=3000, think_tokens_squares=180_000.0, answers=5)
+    one = answer(treated=other, control=arm, judged=40, judged_stops=30, harmful=1, shadow_saved_tokens=7)
+    two = answer(treated=arm, control=arm, judged=2, harmful=0, unjudged=9, since_revision=5, in_force=True)
+    told = savings.merged(fleet_pb2.GetSavingsResponse(savings=[each]) for each in (one, two))
+    (whole,) = told.savings
+    assert (whole.since_revision, whole.in_force, whole.treated.requests, whole.control.answers) == (3, True, 100, 60)
+    assert (whole.judged, whole.harmful, whole.unjudged, whole.shadow_saved_tokens) == (42, 1, 9, 7)
+    assert whole.saved_tokens.value == pytest.approx(100 - 70)
+    assert whole.saved_ratio.value == pytest.approx(0.3)
+    assert whole.harm_ratio.low < 1 / 42 < whole.harm_ratio.high
+
+
+def test_the_watch_takes_each_request_in_once_and_begins_anew_with_new_rules() -> None:
+    watch = Watch()
+    a, b = answer(judged=50, harmful=3), answer(judged=10)
+    first = watch.look({"a": a, "b": b})
+    assert watch.look({"a": a, "b": b}) == first, "no new request, no new evidence"
+    grown = watch.look({"a": answer(judged=60, harmful=9), "b": b})
+    assert grown > first
+    again = watch.look({"a": answer(since_revision=9, judged=1), "b": b})
+    assert again < first
+    assert watch.look({"a": answer(since_revision=9, judged=1)}) == again, "a replica that is silent takes nothing back"
+
+
+async def test_evidence_outlives_a_look_at_which_its_only_replica_is_silent() -> None:
+    counted, silent = [answer(judged=60)], list[str]()
+
+    async def heard() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        return {} if silent else {"peer": fleet_pb2.GetSavingsResponse(savings=counted)}, silent
+
+    whole: Any = SimpleNamespace(leads=lambda: True, heard_savings=heard, evidence={})
+    guard = HarmGuard(whole, SimpleNamespace(), lambda: NOW)  # type: ignore[arg-type]
+    await guard.look()
+    counted[:] = [answer(judged=64, harmful=2)]
+    await guard.look()
+    before = whole.evidence["r"].evidence_ratio
+    silent.append("peer")
+    await guard.look()
+    assert whole.evidence == {}
+    silent.clear()
+    await guard.look()
+    assert whole.evidence["r"].evidence_ratio == before, "no new request, no new evidence"

@@ -1,0 +1,83 @@
+"""A session sends an engine its limits, and shows those in force."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.fleet.status_messages import engine_limits
+from tests.fakes.tables import policy
+from tests.unit.sessions import Stream, stream
+
+BOUNDS = agent_pb2.EngineLimits(
+    max_num_active_seqs=agent_pb2.EngineLimit(startup=100, lowest=1, highest=128),
+    long_prefill_token_threshold=agent_pb2.EngineLimit(startup=0, lowest=16, highest=1024),
+)
+SMALL = {"engine_labels": {"gpu": "l4"}, "engine": {"max_num_active_seqs": 8}}
+
+
+def small(**fields: Any) -> Stream:
+    return stream(hello_fields={"engine_limits": BOUNDS, "labels": {"gpu": "l4"}, **fields})
+
+
+def shown(made: Stream) -> list[tuple[str, int, int]]:
+    return [(row.name.partition("_")[0], row.wanted, row.in_force) for row in engine_limits(made.session)]
+
+
+def sent(made: Stream) -> dict[str, int]:
+    settings = [response.settings for response in made.responses if response.HasField("settings")]
+    return {field.name: value for field, value in settings[-1].engine_limits.ListFields()}
+
+
+def test_limits_come_and_go_with_their_revision() -> None:
+    """The default policy sends none, and the policy of a rollback brings the start-up values back."""
+    made = small()
+    assert (sent(made), shown(made)) == ({}, [("max", 0, 100), ("long", 0, 0)])
+    made.apply(policy(engine={"max_num_active_seqs": 64, "long_prefill_token_threshold": 256}, override=[SMALL]))
+    assert sent(made) == {"max_num_active_seqs": 8, "long_prefill_token_threshold": 256}
+    assert shown(made) == [("max", 8, 8), ("long", 256, 256)]
+    made.apply(policy())
+    assert (sent(made), shown(made)) == ({}, [("max", 0, 100), ("long", 0, 0)])
+
+
+def test_other_engines_keep_the_policys_own_limits() -> None:
+    made = stream(hello_fields={"engine_limits": BOUNDS})
+    made.apply(policy(engine={"max_num_active_seqs": 64}, override=[SMALL]))
+    assert sent(made) == {"max_num_active_seqs": 64}
+
+
+def test_an_engine_keeps_its_policy_if_it_cannot_change_a_limit() -> None:
+    fixed = agent_pb2.EngineLimit(startup=8, highest=8, refusal="vLLM 0.30.0 lacks: x")
+    made = small(engine_limits=agent_pb2.EngineLimits(max_num_active_seqs=fixed))
+    before = len(made.responses)
+    made.apply(policy(override=[SMALL]))
+    assert len(made.responses) == before
+    assert (made.session.revision, made.session.acked_revision) == (2, 1)
+    assert made.session.nack_error == "the engine cannot change engine.max_num_active_seqs: vLLM 0.30.0 lacks: x"
+    assert shown(made) == [("max", 0, 8)]
+
+
+def test_refused_settings_leave_the_limits_as_they_are() -> None:
+    made = small()
+    made.apply(policy(override=[SMALL]))
+    made.agent.refuse_settings = "no"
+    made.apply(policy(engine={"max_num_active_seqs": 64}))
+    assert shown(made)[0] == ("max", 8, 8)
+
+
+def test_a_frozen_engine_has_its_start_up_values() -> None:
+    made = small()
+    made.apply(policy(override=[SMALL]))
+    made.deliver(made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(1)),), made.now))
+    made.pump()
+    assert shown(made)[0] == ("max", 8, 100)
+    made.deliver(made.session.on_freezes((), made.now))
+    made.pump()
+    assert shown(made)[0] == ("max", 8, 8)
+
+
+def test_an_engine_with_an_older_agent_shows_no_limit() -> None:
+    assert shown(stream()) == []

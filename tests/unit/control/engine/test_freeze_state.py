@@ -1,0 +1,101 @@
+"""What one engine is told of freezes, and which of its confirmations count."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.engine.freeze_state import Freeze, FreezeState, Match
+from meridian_control.fleet.fleet import Fleet
+from tests.fakes.agent import hello
+
+if TYPE_CHECKING:
+    from meridian_control.fleet.connection import Connection
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+
+
+def seconds(number: float) -> timedelta:
+    return timedelta(seconds=number)
+
+
+def freeze(duration_s: float, freeze_id: int = 1) -> Freeze:
+    return Freeze(freeze_id, Match(), "ann", "why", NOW, NOW + seconds(duration_s))
+
+
+def status(nonce: int, frozen: bool) -> agent_pb2.FreezeStatus:
+    return agent_pb2.FreezeStatus(nonce=nonce, frozen=frozen)
+
+
+# ------------------------------------------------------------------------------------------------------ remaining time
+
+
+def test_an_engine_is_told_the_time_that_is_left() -> None:
+    state = FreezeState(agent_pb2.FreezeStatus())
+    assert state.give((freeze(20),), NOW).remaining_ms == 20_000
+    told = [state.told(NOW + seconds(passed)).remaining_ms for passed in (0.0, 7.5, 12.0, 19.999, 20.0, 60.0)]
+    assert told == [20_000, 12_500, 8_000, 1, 0, 0]
+
+
+@pytest.mark.parametrize("back", [seconds(1), HOUR, 400 * 24 * HOUR], ids=str)
+def test_a_clock_that_was_set_back_makes_no_freeze_longer_than_it_was(back: timedelta) -> None:
+    state = FreezeState(agent_pb2.FreezeStatus())
+    assert state.give((freeze(20),), NOW - back).remaining_ms == 20_000
+    assert state.told(NOW - back).remaining_ms == 20_000
+
+
+def freezes_sent(connection: Connection) -> list[agent_pb2.Freeze]:
+    sent = [connection.outgoing.get_nowait() for _ in range(connection.outgoing.qsize())]
+    return [each.freeze for each in sent if each is not None and each.WhichOneof("message") == "freeze"]
+
+
+async def test_each_reconnect_of_an_engine_brings_what_is_left() -> None:
+    """An agent that reconnects every 3 seconds never stays frozen beyond the freeze's end."""
+    now = NOW
+    fleet = Fleet(lambda: now, capabilities=CAPABILITIES)
+    fleet.set_freezes((freeze(20),))
+    told = []
+    for passed in range(0, 20, 3):
+        now = NOW + seconds(passed)
+        connection = fleet.join(hello("engine"))
+        (sent,) = freezes_sent(connection)
+        told.append(sent.remaining_ms)
+        fleet.leave(connection, "disconnected")
+    assert told == [20_000, 17_000, 14_000, 11_000, 8_000, 5_000, 2_000]
+    now = NOW + seconds(20)
+    assert freezes_sent(fleet.join(hello("engine"))) == []
+    fleet.set_freezes(())
+
+
+# ------------------------------------------------------------------------------------------------------- confirmations
+
+
+def test_only_the_confirmation_of_the_newest_freeze_counts() -> None:
+    state = FreezeState(agent_pb2.FreezeStatus())
+    first, second = state.give((freeze(60),), NOW), state.give((), NOW)
+    assert (first.nonce, second.nonce) == (1, 2)
+    third = state.give((freeze(60, 2),), NOW)
+    # The agent's answers to the first freeze and to the thaw arrive after the newest freeze was sent.
+    assert not state.answered(status(first.nonce, True))
+    assert not state.confirmed
+    assert not state.answered(status(second.nonce, False)), "the engine has not thawed"
+    assert (state.confirmed, state.frozen) == (False, True)
+    assert not state.answered(status(third.nonce, True))
+    assert (state.confirmed, state.frozen) == (True, True)
+
+
+def test_an_old_confirmation_cannot_end_a_freeze() -> None:
+    state = FreezeState(agent_pb2.FreezeStatus())
+    nonces = [state.give(freezes, NOW).nonce for freezes in ((freeze(60),), (), (freeze(60, 2),), ())]
+    assert all(one < other for one, other in pairwise(nonces))
+    for old in nonces[:-1]:
+        assert not state.answered(status(old, False))
+        assert state.frozen
+    assert state.answered(status(nonces[-1], False))
+    assert not state.frozen

@@ -1,0 +1,147 @@
+"""Each kind of shortening leaves the control group alone, and its harm is measured there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP
+from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
+from tests.fakes.tables import policy
+from tests.unit.control.engine.test_control_group import CONTROL, TREATED, counts
+from tests.unit.sessions import Stream, stream
+
+if TYPE_CHECKING:
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.policy.model import Policy
+
+THINK, CUT = 120, 20
+SHADOW = {"shadow": True, "holdout_share": 0.5}
+BUDGET = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": CUT, "shadow": False}
+PRESSURE = {"name": "busy", "ttft_p99_ms": 1.0, "max_think_tokens": CUT, "shadow": False}
+
+
+def harm_of(made: Stream, kind: str) -> fleet_pb2.ShorteningHarm:
+    (found,) = [harm for harm in counts(made).kinds if harm.kind == kind]
+    return found
+
+
+def shortened(kind: str, **entropy: Any) -> Policy:
+    """Return a policy in which only this kind shortens thinking, to CUT tokens or soon after."""
+    scheduler: dict[str, Any] = {"min_think_tokens": 0}
+    sections: dict[str, Any] = {}
+    if kind == "cap":
+        scheduler["max_think_tokens"] = CUT
+    elif kind == "soft_close":
+        scheduler["soft_think_tokens"] = CUT
+    elif kind == "loop":
+        sections["loop"] = {"shadow": False, "min_tokens": 32, "min_rounds": 2}
+    elif kind == "budget":
+        sections["budget"] = [BUDGET]
+    elif kind == "pressure":
+        sections["pressure"] = [PRESSURE]
+    return policy(scheduler=scheduler, entropy={**SHADOW, **entropy}, **sections)
+
+
+def run(kind: str, right_from: int, **entropy: Any) -> Stream:
+    """Let a request of each arm think, whose trial answer is another one until `right_from` thinking tokens."""
+    made = stream(shortened(kind, **entropy))
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    made.agent.end_rank = 1
+    made.agent.eat_nats = 3.0
+    made.stages(acme=FLOOR)
+    made.session.on_pressure_levels({"busy": 6})
+    for name in (CONTROL, TREATED):
+        made.open(name, THINK, 3, trial_answer=lambda tokens: int(tokens >= right_from))
+    made.step(THINK + 20)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["cap", "soft_close", "budget", "pressure"])
+@pytest.mark.parametrize("right_from", [1, 90])
+def test_each_kind_is_measured_although_the_entropy_rules_are_in_shadow(kind: str, right_from: int) -> None:
+    made = run(kind, right_from)
+    told, harm = counts(made), harm_of(made, kind)
+    assert (told.control.requests, told.control.think_tokens) == (1, THINK), "nothing shortens the control group"
+    assert (told.treated.requests, told.treated.stopped) == (1, 1)
+    assert told.treated.think_tokens < CUT + 12
+    assert (harm.judged, harm.judged_stops, harm.harmful, harm.unjudged) == (1, 1, int(right_from > CUT), 0)
+    assert (harm.forced_ends.ends, harm.natural_ends.ends) == (1, 1)
+    assert harm.HasField("harm_ratio")
+    assert harm.name == {"budget": "acme", "pressure": "busy"}.get(kind, "")
+    others = [other for other in told.kinds if other.kind != kind]
+    assert all(not (other.judged_stops or other.harmful or other.forced_ends.ends) for other in others)
+    assert made.session.totals.control_group == (
+        {"shortened": 1, "judged": 1, "harmful": 1} if right_from > CUT else {"shortened": 1, "judged": 1}
+    )
+
+
+def test_harm_needs_probes_that_no_rule_asks_for() -> None:
+    """Calibration without a rule on probes leaves a request one probe of the policy's own."""
+    made = run("budget", 90, eat_probe_interval_tokens=2**31 - 1, rpdi_threshold=0.0, eat_level_threshold_nats=0.0)
+    assert harm_of(made, "budget").harmful == 1
+    probes = Counter(probe.slot for response in made.responses for probe in response.directives.probes)
+    assert sorted(probes.values())[0] == 1
+    assert max(probes.values()) > 5
+
+
+@pytest.mark.parametrize(
+    ("entropy", "capabilities", "why"),
+    [
+        ({"holdout_share": 0.0}, True, "entropy.holdout_share is 0, so no request is left unshortened"),
+        ({"enabled": False}, True, "entropy.enabled is false, so no request is probed"),
+        ({}, False, ""),
+    ],
+)
+def test_harm_that_is_not_measured_is_not_0(entropy: dict[str, Any], capabilities: bool, why: str) -> None:
+    able = agent_pb2.Capabilities(token_entropy=True, force_end=True, dispatch=True, eat_probe=capabilities)
+    made = stream(shortened("budget", **entropy), capabilities=able)
+    made.stages(acme=FLOOR)
+    for name in (CONTROL, TREATED):
+        made.open(name, THINK, 3)
+    made.step(THINK + 20)
+    told = made.session._groups._experiment
+    assert told is not None
+    assert told.not_measured == why
+    if entropy.get("holdout_share", 1):
+        assert not harm_of(made, "budget").HasField("harm_ratio")
+        assert counts(made).control.think_tokens == THINK, "it is the control group although it cannot be judged"
+
+
+def test_a_budget_that_shortens_nothing_counts_no_request() -> None:
+    made = stream(shortened("budget"))
+    for name in (CONTROL, TREATED):
+        made.open(name, THINK, 3)
+    made.step(THINK + 20)
+    assert (counts(made).judged, harm_of(made, "budget").judged) == (1, 0)
+
+
+def test_the_first_kind_to_end_thinking_is_blamed() -> None:
+    """The policy's own cap would come later than the budget's."""
+    rules = shortened("budget")
+    later = rules.model_copy(update={"scheduler": rules.scheduler.model_copy(update={"max_think_tokens": 100})})
+    made = stream(later)
+    made.agent.eat_nats = 3.0
+    made.stages(acme=LOWER_CAP)
+    made.open(CONTROL, THINK, 3, trial_answer=lambda tokens: int(tokens >= 90))
+    made.step(THINK + 20)
+    assert (harm_of(made, "budget").harmful, harm_of(made, "cap").harmful) == (1, 0)
+    assert (harm_of(made, "budget").judged, harm_of(made, "cap").judged) == (1, 1)
+
+
+def test_a_budget_that_begins_to_shorten_would_end_longer_thinking_at_once() -> None:
+    made = stream(shortened("budget"))
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL, THINK, 3, trial_answer=lambda tokens: int(tokens >= 90))
+    made.step(60)
+    made.stages(acme=LOWER_CAP)
+    made.step(THINK)
+    harm = harm_of(made, "budget")
+    assert (harm.judged, harm.harmful) == (1, 1)
+    assert 55 <= THINK - counts(made).shadow_saved_tokens <= 65

@@ -1,0 +1,269 @@
+"""Ends of thinking that operators ask for, in one session: their states, their one outcome, and their traces."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.core import tracker
+from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.fleet.status_messages import request_views
+from meridian_control.journal.messages import explain_request
+from meridian_control.journal.request_ids import is_called
+from tests.fakes.agent import ALL, FakeAgent
+from tests.fakes.engine import END, START, TEXT
+from tests.fakes.tables import policy
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, step_report, stream
+
+if TYPE_CHECKING:
+    from meridian_control.engine.operator_ends import OperatorEnd
+    from meridian_control.policy.model import Policy
+
+State = fleet_pb2.EndThinkingState
+APPLIED, OFF = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_AGENT_OFF
+ENDING, ALREADY = State.END_THINKING_STATE_ENDING, State.END_THINKING_STATE_ALREADY_ENDING
+ANSWERING = State.END_THINKING_STATE_ANSWERING
+NOTHING = {"enabled": False}
+
+
+def state(ended: OperatorEnd) -> str:
+    return State.Name(ended.state).removeprefix("END_THINKING_STATE_")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        policy(scheduler=NOTHING, entropy=NOTHING, kv_memory=NOTHING),
+        policy(scheduler={"shadow": True}, entropy={"shadow": True}, kv_memory={"shadow": True}),
+        policy(scheduler={"min_think_tokens": 500}),
+    ],
+    ids=["everything off", "everything in shadow", "far below the floor"],
+)
+def test_an_operator_ends_thinking_whatever_the_policy_is(held: Policy) -> None:
+    """The call makes one decision with one outcome; calls that are repeated get the same decision."""
+    made = stream(held)
+    made.open("a", min_think_tokens=400)
+    made.step(3)
+    first = made.end("a", "a customer waits")
+    again = made.end("a", "another reason")
+    assert (first.state, again.state) == (ENDING, ALREADY)
+    assert again.decision is first.decision is not None
+    assert (first.decision.reason, first.think_tokens, again.responses) == ("operator", 3, [])
+    made.step(2)
+    assert not made.agent.engine.thinking("a")
+    assert (first.decision.outcome, first.decision.outcome_think_tokens) == (APPLIED, 3)
+    after = made.end("a")
+    assert (after.state, after.decision, after.responses) == (ANSWERING, first.decision, [])
+    totals = made.session.totals
+    assert (totals.decisions["force/operator"], totals.ends["operator"]) == (1, 1)
+    assert totals.settled["force/operator", "applied"] == 1
+    assert totals.answers.keys().isdisjoint({"unended"})
+    assert made.balanced()
+
+
+def test_the_life_of_the_request_shows_the_end_and_the_operators_reason() -> None:
+    made = stream()
+    made.open("chatcmpl-mine-9f", answer=3)
+    made.step(3)
+    made.end("chatcmpl-mine-9f", "a customer waits")
+    made.step(8)
+    asked = fleet_pb2.ExplainRequestRequest(request_id="mine")
+    life = explain_request(made.log, request_views(made.session), asked).life
+    (force,) = [e.decision for e in life.events if e.decision.kind == "force"]
+    assert (force.reason, force.operator_reason, force.outcome) == ("operator", "a customer waits", APPLIED)
+    assert (force.shadow, force.signals.think_tokens, list(force.comparisons)) == (False, 3, [])
+    assert [e.detail for e in life.events if e.kind == "think_end"] == ["operator"]
+    (closed,) = [e for e in life.events if e.kind == "closed"]
+    assert closed.detail == "stop"
+
+
+def test_an_unknown_request() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    assert made.session.on_end_thinking("b", "", made.now) is None
+    assert made.session.totals.decisions["force/operator"] == 0
+
+
+HELLOS: dict[str, dict[str, Any]] = {
+    "UNKNOWN_MARKERS": {"unknown_markers": "no parser"},
+    "AGENT_OFF": {"fault": "KeyError: 1"},
+}
+
+
+@pytest.mark.parametrize("expected", [*HELLOS, "CANNOT_FORCE", "NO_POLICY", "NOT_THINKING_YET", "FROZEN", "ANSWERING"])
+def test_states_in_which_nothing_is_decided(expected: str) -> None:
+    can = agent_pb2.Capabilities()
+    can.CopyFrom(ALL)
+    can.force_end = expected != "CANNOT_FORCE"
+    made = Stream(FakeAgent(capabilities=can), can, HELLOS.get(expected, {}))
+    if expected != "NO_POLICY":
+        made.apply(policy())
+    thinks = expected not in ("NOT_THINKING_YET", "ANSWERING")
+    made.pump()
+    slot, phase = 0, agent_pb2.PHASE_THINK if thinks else agent_pb2.PHASE_PROMPT
+    phase = agent_pb2.PHASE_OUTPUT if expected == "ANSWERING" else phase
+    made.session.on_message(step_report(opened=[{"slot": slot, "request_id": "a", "phase": phase}]), made.now)
+    if expected in ("FROZEN", "ANSWERING"):
+        made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(minutes=1)),), made.now)
+    before = made.session._ledger.made
+    ended = made.session.on_end_thinking("a", "", made.now)
+    assert ended is not None
+    assert (state(ended), ended.decision, ended.responses) == (expected, None, [])
+    assert made.session._ledger.made == before
+
+
+def test_a_phase_that_is_not_known_counts_as_unknown_markers() -> None:
+    made = stream()
+    opened = {"slot": 0, "request_id": "a", "phase": agent_pb2.PHASE_UNSPECIFIED}
+    made.session.on_message(step_report(opened=[opened]), made.now)
+    ended = made.session.on_end_thinking("a", "", made.now)
+    assert ended is not None
+    assert state(ended) == "UNKNOWN_MARKERS"
+
+
+def test_while_a_rule_ends_thinking_the_rules_decision_is_the_answer() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a")
+    while not made.session.totals.decisions["force/eat"]:
+        made.step()
+    ended = made.end("a")
+    assert (ended.state, ended.responses) == (ALREADY, [])
+    assert ended.decision is not None
+    assert (ended.decision.reason, made.session.totals.decisions["force/operator"]) == ("eat", 0)
+    made.step(2)
+    assert made.end("a").decision is ended.decision
+
+
+def test_no_rule_and_no_probe_follows_an_operators_end() -> None:
+    """The FakeAgent's checker fails if a second end is sent for the request."""
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_warmup_samples": 1}))
+    made.open("a")
+    made.step()
+    made.end("a")
+    told = made.step(30)
+    assert (list(told.forces), list(told.probes)) == ([], [])
+    assert made.balanced()
+
+
+def test_thinking_that_begins_anew_can_be_ended_again() -> None:
+    made = stream()
+    made.open("a", answer=100)
+    made.step(3)
+    first = made.end("a")
+    made.step(3)
+    assert made.end("a").state == ANSWERING
+    made.agent.engine.schedule()
+    made.agent.engine.feed("a", [START])
+    made.agent._measured([0.5], [1.0])
+    made.agent._report()
+    made.pump()
+    second = made.end("a")
+    assert second.state == ENDING
+    assert second.decision is not first.decision
+    made.step(2)
+    assert not made.agent.engine.thinking("a")
+    assert made.session.totals.settled["force/operator", "applied"] == 2
+    assert made.balanced()
+
+
+def test_a_new_policy_keeps_an_end_under_way() -> None:
+    made = stream()
+    made.open("a")
+    made.step(3)
+    first = made.end("a")
+    made.apply(policy(scheduler=EARLY, entropy=CALIBRATED))
+    assert made.end("a").decision is first.decision
+    made.step(2)
+    assert first.decision is not None
+    assert first.decision.outcome == APPLIED
+    assert made.session.totals.ends["operator"] == 1
+
+
+def test_a_snapshot_keeps_an_end_under_way_and_forgets_those_of_requests_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
+    made = stream()
+    for name in "ab":
+        made.open(name)
+    made.step(3)
+    first, gone = made.end("a"), made.end("b")
+    made.agent.abort("b")
+    made.agent.engine.take()
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    assert (made.end("a").state, made.end("a").decision) == (ALREADY, first.decision)
+    slot = made.open("c")
+    assert gone.decision is not None
+    assert slot == gone.decision.slot
+    made.step()
+    fresh = made.end("c")
+    assert (fresh.state, fresh.decision is gone.decision) == (ENDING, False)
+
+
+def test_a_freeze_drops_the_end_and_the_request_can_be_ended_after_it() -> None:
+    made = stream()
+    made.open("a")
+    made.step(3)
+    first = made.end("a")
+    made.deliver(made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(1)),), made.now))
+    made.step(2)
+    assert first.decision is not None
+    assert (first.decision.outcome, made.agent.engine.thinking("a")) == (OFF, True)
+    assert state(made.end("a")) == "FROZEN"
+    made.deliver(made.session.on_freezes((), made.now))
+    made.step(2)
+    assert made.end("a").state == ENDING
+    made.step(2)
+    assert not made.agent.engine.thinking("a")
+    assert made.balanced()
+
+
+def test_an_end_without_an_outcome_is_closed_with_the_stream() -> None:
+    made = stream()
+    made.open("a")
+    made.step(3)
+    first = made.end("a")
+    made.session.close(made.now)
+    assert first.decision is not None
+    assert first.decision.outcome == OFF
+
+
+def test_the_model_ends_thinking_first() -> None:
+    made = stream()
+    made.open("a", think=3)
+    made.agent.step()
+    made.agent.step()
+    made.agent.step()
+    made.pump()
+    made.agent.engine.schedule()
+    made.agent.engine.feed("a", [END])
+    made.agent.engine.feed("a", [TEXT])
+    ended = made.end("a")
+    assert ended.state == ENDING
+    made.agent._measured([0.5, 0.5], [1.0, 1.0])
+    made.agent._report()
+    made.pump()
+    assert ended.decision is not None
+    assert ended.decision.outcome == agent_pb2.OUTCOME_ENDED_NATURALLY
+    assert (made.session.totals.ends["natural"], made.session.totals.ends["operator"]) == (1, 0)
+    assert made.end("a").decision is ended.decision
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "fits"),
+    [
+        ("chatcmpl-mine-9f", "mine", True),
+        ("chatcmpl-mine-9f", "chatcmpl-mine-9f", True),
+        ("chatcmpl-mine-9f", "mine-9f", True),
+        ("chatcmpl-mine-9f", "min", False),
+        ("mine-9f", "mine", True),
+        ("a", "", False),
+    ],
+)
+def test_a_request_by_its_own_id_or_the_clients_part(own: str, asked: str, fits: bool) -> None:
+    assert is_called(own, asked) is fits

@@ -1,0 +1,629 @@
+"""A session measures the targets of its requests, and shortens their thinking while a target is missed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.core import tracker
+from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.engine.session import Session
+from meridian_control.journal.messages import explain_request
+from meridian_control.journal.pressure_messages import pressure_messages
+from meridian_control.pressure.controller import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
+from meridian_control.table.control_group import held_out
+from meridian_control.table.request_table import OUTPUT, THINK
+from meridian_control.table.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
+from tests.fakes.tables import policy, tokens
+from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+    from meridian_control.pressure.controller import Reading
+
+CHAT: dict[str, Any] = {
+    "name": "chat",
+    "tenant": "chat",
+    "output_itl_p99_ms": 40.0,
+    "window_s": 1,
+    "soft_think_tokens": 10,
+    "max_think_tokens": 20,
+    # The rules' floor may be the last stage.
+    "min_think_tokens": 1,
+    "shadow": False,
+}
+ANSWERS = ("answer", "another")
+# Steps of this many milliseconds miss the target of CHAT by far, and these leave room.
+SLOW_MS, FAST_MS = 100.0, 25.0
+
+
+def pressed(*entries: dict[str, Any], **scheduler: Any) -> Policy:
+    limits = {"min_think_tokens": 4, "max_think_tokens": 100, **scheduler}
+    return policy(scheduler=limits, entropy={"enabled": False}, pressure=list(entries or [CHAT]))
+
+
+def answering(first: Policy, **fields: Any) -> Stream:
+    """Return an engine with two requests that answer all the time, so that their tokens measure the steps."""
+    made = stream(first)
+    for name in ANSWERS:
+        made.open(name, 1, 100_000, tenant="chat", **fields)
+    made.step(2)
+    return made
+
+
+def seconds(made: Stream, count: float, step_ms: float) -> agent_pb2.Directives:
+    return made.step(round(1e3 * count / step_ms), then_ms=step_ms)
+
+
+def level(made: Stream, name: str = "chat") -> int:
+    return made.session.pressure.levels.get(name, 0)
+
+
+def caps(made: Stream) -> dict[str, int]:
+    """Return the caps in force on the agent, by request."""
+    live = made.agent.engine.live.values()
+    return {one.info.request_id: one.cap.max_think_tokens for one in live if one.cap is not None}
+
+
+def readings(made: Stream, name: str = "chat") -> dict[str, Reading]:
+    return {reading.target: reading for reading in made.session.pressure.readings[name]}
+
+
+def life(made: Stream, request_id: str) -> fleet_pb2.RequestLife:
+    return explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
+
+
+# ------------------------------------------------------------------------------------------------------------ shortened
+
+
+def test_thinking_yields_while_answers_are_slow_and_is_restored_after() -> None:
+    made = answering(pressed())
+    made.open("ours", 10_000, tenant="chat")
+    made.open("floored", 10_000, tenant="chat", min_think_tokens=12)
+    made.open("other", 10_000, tenant="batch")
+    made.step(2)
+    assert caps(made) == {**dict.fromkeys(ANSWERS, 100), "ours": 100, "floored": 100, "other": 100}
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 2
+    seconds(made, 2, SLOW_MS)
+    assert level(made) == 4
+    made.open("new", 10_000, tenant="chat", min_think_tokens=12)
+    seconds(made, 2, SLOW_MS)
+    assert level(made) == 6
+    live = made.agent.engine.live
+    assert (caps(made)["new"], caps(made)["other"]) == (12, 100)
+    assert live["ours"].state.think_tokens < 100, "a request that has thought longer than its cap ends at once"
+    seconds(made, 5, FAST_MS)
+    assert level(made) == 5
+    assert made.balanced()
+
+
+def test_converged_thinking_ends_only_under_pressure() -> None:
+    """The entropy rules are in shadow; a request whose EAT has converged before goes on until the level rises."""
+    rules = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
+        entropy=CALIBRATED | {"shadow": True},
+        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
+    )
+    made = answering(rules)
+    made.open("ours", 10_000, tenant="chat")
+    made.open("other", 10_000, tenant="batch")
+    made.step(60)
+    assert made.session.totals.ends == {"natural": 2, "eat_shadowed": 2}, "without pressure the rule is in shadow"
+    seconds(made, 2.5, SLOW_MS)
+    assert level(made) == 2
+    assert made.session.totals.ends["eat"] == 1
+    live = made.agent.engine.live
+    assert live["ours"].state.think_tokens < live["other"].state.think_tokens, "only requests under pressure end"
+    (end,) = [e.decision for e in life(made, "ours").events if e.decision.kind == "force" and not e.decision.shadow]
+    assert (end.reason, end.pressure.name, end.pressure.level) == ("eat", "chat", 2)
+    assert any(row.limit_name == "pressure chat output_itl_p99_ms" for row in end.comparisons)
+    while level(made):
+        seconds(made, 1, FAST_MS)
+    made.open("later", 10_000, tenant="chat")
+    made.step(60)
+    assert made.session.totals.ends == {"natural": 2, "eat": 1, "eat_shadowed": 3}, "in shadow again"
+    assert made.balanced()
+
+
+def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None:
+    budget = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": 60_000, "shadow": False}
+    rules = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
+        entropy=CALIBRATED | {"shadow": True},
+        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
+        budget=[{**budget, "soft_think_tokens": 60_000}],
+    )
+    made = answering(rules)
+    made.open("ours", 10_000, tenant="chat")
+    made.step(60)
+    made.stages(acme=LOWER_CAP)
+    made.step(2)
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 2
+    (end,) = [e.decision for e in life(made, "ours").events if e.decision.kind == "force" and not e.decision.shadow]
+    assert (end.reason, end.budget, end.pressure.name, end.budget_stage) == ("eat", "", "chat", SOFT_CLOSE)
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
+    """The control group is counted too, so that the harm of rules that only pressure puts in force is known."""
+    rules = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
+        entropy=CALIBRATED | {"shadow": shadow, "holdout_share": 0.5},
+        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
+    )
+    made = answering(rules)
+    names = [f"request-{number}" for number in range(6)]
+    control = {name for name in names if held_out(name, 0.5)}
+    assert 0 < len(control) < len(names)
+    seconds(made, 2.5, SLOW_MS)
+    assert level(made) > 0
+    for name in names:
+        made.open(name, 10_000, tenant="chat")
+    made.step(60)
+    # A request whose thinking a rule ends has answered by now.
+    assert control <= made.agent.engine.live.keys()
+    assert made.session.totals.ends["eat"] == len(names) - len(control)
+    assert made.session.totals.ends["eat_shadowed"] == len(control)
+    counted = made.session.table.control & made.session.table.counted
+    assert {name for name, live in made.agent.engine.live.items() if counted[live.slot]} == control
+
+
+def test_one_record_for_each_change_has_its_numbers() -> None:
+    made = answering(pressed())
+    seconds(made, 3.2, SLOW_MS)
+    (told,) = pressure_messages(made.session.pressure)
+    assert [(change.level_before, change.level) for change in told.changes] == [(2, 4), (0, 2)]
+    first = told.changes[-1].reading
+    assert (first.target, first.limit, told.level, told.shadow) == ("output_itl_p99_ms", 40, 4, False)
+    assert SLOW_MS <= first.measured <= 1.1 * SLOW_MS
+    assert 15 <= first.samples <= 30
+    assert made.session.totals.pressure_changes == {("chat", "shortened"): 2}
+    assert made.session.totals.pressure_missed["chat", "output_itl_p99_ms"] == 3
+    unlogged = made.session.pressure.take_unlogged()
+    assert [change.level for change in unlogged] == [2, 4]
+    assert made.session.pressure.take_unlogged() == []
+
+
+def test_explain_names_the_pressure_that_shortened_a_request() -> None:
+    made = answering(pressed())
+    made.open("a", 10_000, tenant="chat")
+    seconds(made, 3.2, SLOW_MS)
+    decisions = [event.decision for event in life(made, "a").events if event.decision.reason == "pressure"]
+    assert [(d.kind, d.budget, d.budget_stage, d.pressure.name) for d in decisions] == [("cap", "", LOWER_CAP, "chat")]
+    (decision,) = decisions
+    assert (decision.pressure.level_before, decision.pressure.level) == (2, 4)
+    cap, target = decision.comparisons
+    assert (cap.value, cap.limit_name) == (20, "pressure chat in stage lower_cap")
+    assert (target.signal, target.operator, target.limit) == ("output_itl_p99_ms", ">", 40)
+    assert target.value == decision.pressure.reading.measured >= SLOW_MS
+
+
+def test_those_that_gain_least_are_shortened_a_level_earlier() -> None:
+    made = answering(pressed({**CHAT, "output_itl_p99_ms": 90.0, "max_think_tokens": 30}, max_think_tokens=10_000))
+    for name in ("long", "middle", "short"):
+        made.open(name, 100_000, tenant="chat", own_cap=None)
+        made.step(3)
+    seconds(made, 1.2, SLOW_MS)
+    assert (level(made), caps(made)["long"]) == (1, 10_000)
+    made.session.pressure.resume({"chat": 3})
+    made.apply(pressed({**CHAT, "output_itl_p99_ms": 120.0, "max_think_tokens": 30}, max_think_tokens=10_000))
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 3
+    live = made.agent.engine.live
+    told = [int(made.session.table.max_think_tokens[live[name].slot]) for name in ("long", "middle", "short")]
+    assert told == [30, 30, 10_000], "two of three are the half that gains least"
+
+
+def test_a_request_that_is_chosen_stays_so_over_a_change_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
+    entry = {**CHAT, "output_itl_p99_ms": 90.0, "max_think_tokens": 30}
+    made = answering(pressed(entry, max_think_tokens=10_000))
+    for name in ("long", "middle", "short"):
+        made.open(name, 100_000, tenant="chat", own_cap=None)
+        made.step(3)
+    seconds(made, 1.2, SLOW_MS)
+    live, pressure = made.agent.engine.live, made.session.pressure
+
+    def stages() -> list[int]:
+        """The stages of the entry `chat`, which is the last one of the policy."""
+        of_slots = [dict(pressure.stages(live[name].slot)) for name in ("long", "middle", "short")]
+        return [found.get(len(pressure.entries) - 1, UNSHORTENED) for found in of_slots]
+
+    assert (level(made), stages()) == (1, [SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED])
+    other = {**entry, "name": "other", "tenant": "other"}
+    made.apply(pressed(other, {**entry, "max_think_tokens": 40}, max_think_tokens=10_000))
+    assert stages() == [SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED]
+
+    slot = live["long"].slot
+    made.agent.engine.finish("long")
+    made.step(1)
+    assert made.open("later", 100_000, tenant="chat") == slot
+    made.step(1)
+    assert pressure.stages(slot) == (), "another request in the same slot"
+
+
+def test_pressure_in_shadow_that_the_policy_has_no_more_is_not_compared() -> None:
+    made = answering(pressed({**CHAT, "shadow": True}))
+    made.open("a", 40, tenant="chat")
+    seconds(made, 3.2, SLOW_MS)
+    made.apply(policy(scheduler={"max_think_tokens": 100}, entropy={"enabled": False}))
+    made.step(40)
+    assert made.agent.engine.live["a"].state.output_tokens
+    assert not [row for row in made.session.shadow.messages() if row.section == "pressure" and row.requests]
+
+
+def test_a_level_is_kept_over_a_change_of_the_policy() -> None:
+    made = answering(pressed())
+    seconds(made, 1.2, SLOW_MS)
+    made.apply(pressed({**CHAT, "max_think_tokens": 30}))
+    assert level(made) == 2
+    made.apply(pressed({**CHAT, "name": "other"}))
+    assert made.session.pressure.levels == {}
+
+
+def test_pressure_in_shadow_only_measures_and_compares() -> None:
+    made = answering(pressed({**CHAT, "shadow": True}))
+    made.open("a", 40, tenant="chat")
+    made.open("other", 40, tenant="batch")
+    seconds(made, 5.2, SLOW_MS)
+    assert level(made) == 6
+    assert caps(made)["a"] == 100
+    (row,) = [row for row in made.session.shadow.messages() if row.section == "pressure" and not row.reason]
+    assert (row.requests, row.think_tokens, row.would_end) == (3, 42, 1)
+    assert not [event for event in life(made, "a").events if event.decision.reason == "pressure"]
+
+
+def test_a_budget_and_pressure_together_take_the_stricter() -> None:
+    budget = {
+        "name": "acme",
+        "tokens_per_day": 1,
+        "max_think_tokens": 15,
+        "min_think_tokens": 1,
+        "shadow": False,
+    }
+    both = policy(
+        scheduler={"min_think_tokens": 4, "max_think_tokens": 100},
+        entropy={"enabled": False},
+        pressure=[CHAT],
+        budget=[budget],
+    )
+    made = answering(both)
+    seconds(made, 3.2, SLOW_MS)
+    made.stages(acme=LOWER_CAP)
+    made.open("a", 10_000, tenant="chat")
+    made.step(2)
+    assert caps(made)["a"] == 15
+    made.stages(acme=FLOOR)
+    made.step(1)
+    assert caps(made)["a"] == 4
+    made.stages()
+    made.open("b", 10_000, tenant="chat")
+    made.step(2)
+    assert caps(made)["b"] == 20
+
+
+# ------------------------------------------------------------------------------------------------------------- measured
+
+EVERY = {
+    "name": "chat",
+    "output_itl_p99_ms": 1000.0,
+    "ttot_p99_ms": 1000.0,
+    "ttft_p99_ms": 1000.0,
+    "ttfvt_p99_ms": 1000.0,
+    "queueing_p99_ms": 1000.0,
+    "preempted_answer_ratio": 0.5,
+    "window_s": 1,
+}
+
+
+def test_each_target_is_measured() -> None:
+    made = stream(pressed(EVERY))
+    made.agent.places = 4
+    for number in range(4):
+        made.open(f"r{number}", 5, 100)
+    # The report that brings a request brings its first token too, so that its TTFT is known to within a step.
+    made.step(10, then_ms=40.0)
+    made.agent.preempt("r0")
+    made.step(4, then_ms=200.0)
+    told = readings(made)
+    assert (told["ttft_p99_ms"].samples, told["ttfvt_p99_ms"].samples, told["ttot_p99_ms"].samples) == (4, 4, 4)
+    assert 40 <= told["ttot_p99_ms"].measured <= 1.1 * 40
+    assert 200 <= told["ttfvt_p99_ms"].measured <= 1.1 * 240, "five thinking tokens, then the first of the answer"
+    assert told["queueing_p99_ms"].samples == 4
+    assert told["queueing_p99_ms"].measured < 20, "each joins the step that follows"
+    assert told["output_itl_p99_ms"].samples >= 12
+    assert told["preempted_answer_ratio"] == ("preempted_answer_ratio", 0.25, 0.5, 4)
+
+
+PREEMPTION = {"name": "chat", "preempted_answer_ratio": 0.1, "window_s": 1}
+
+
+@pytest.mark.parametrize("first", [(), (PREEMPTION,)], ids=["first entry", "another policy"])
+def test_answers_that_have_begun_before_a_policy_count_in_its_first_window(first: tuple[dict[str, Any], ...]) -> None:
+    """Half of the new answers are preempted, but few of all; and a request that thinks is no answer."""
+    made = stream(pressed(*first))
+    for number in range(40):
+        made.open(f"old{number}", 1 if number else 10**6, 100_000)
+    made.step(40, then_ms=50.0)
+    made.apply(pressed(PREEMPTION, max_think_tokens=10**6))
+    for number in range(2):
+        made.open(f"new{number}", 1, 100_000)
+    made.step(3, then_ms=20.0)
+    made.agent.preempt("old1")
+    made.step(20, then_ms=50.0)
+    told = readings(made)["preempted_answer_ratio"]
+    assert (told.samples, told.measured) == (41, 1 / 41)
+
+
+def test_answers_of_a_snapshot_count_in_the_first_window() -> None:
+    made = stream(pressed(PREEMPTION))
+    begun: dict[str, Any] = {"phase": agent_pb2.PHASE_OUTPUT, "think_tokens": 5, "output_tokens": 50}
+    requests = [agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", **begun) for slot in range(20)]
+    snapshot = agent_pb2.Snapshot(step=1, requests=requests)
+    made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), made.now)
+    made.say(preempted=[3])
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)["preempted_answer_ratio"]
+    assert (told.samples, told.measured) == (20, 1 / 20)
+
+
+@pytest.mark.parametrize(("limit_ms", "missed"), [(100.0, False), (99.999, True)])
+def test_a_target_that_is_met_exactly_is_not_missed(limit_ms: float, missed: bool) -> None:
+    made = answering(pressed({**CHAT, "output_itl_p99_ms": limit_ms}))
+    seconds(made, 9, 100.0)
+    assert (level(made) > 0) == missed
+
+
+def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
+    made = stream(pressed({**EVERY, "ttft_p99_ms": 500.0, "ttfvt_p99_ms": 500.0}))
+    made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)
+    assert (told["ttft_p99_ms"].samples, told["ttft_p99_ms"].missed) == (12, True)
+    assert 1100 <= told["ttfvt_p99_ms"].measured <= 1.1 * 1100
+    assert told["ttot_p99_ms"].samples == told["output_itl_p99_ms"].samples == 0
+    assert told["queueing_p99_ms"].samples == 0, "an older agent does not say that they wait in the queue"
+
+
+def test_the_beginning_of_a_start_marker_is_no_answer() -> None:
+    """A model that writes its start marker in several tokens has not answered with the first of them."""
+    made = stream(pressed({**EVERY, "ttfvt_p99_ms": 500.0}))
+    completed = FLAG_MARKER | FLAG_FROM_OUTPUT | 1 << TAKE_BACK_SHIFT
+    made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
+    for phase, flags in ((OUTPUT, 0), (THINK, completed)):
+        made.say(tokens=tokens([(slot, phase, flags, 0.0, 0, 0.0, 0.0) for slot in range(12)]))
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)
+    assert told["preempted_answer_ratio"].samples == 0
+    assert told["ttfvt_p99_ms"].measured >= 1100, "all twelve still wait for their answers"
+
+
+def test_a_request_in_the_queue_counts_until_it_joins_a_step() -> None:
+    made = stream(pressed({**EVERY, "queueing_p99_ms": 500.0}))
+    opened = [agent_pb2.RequestOpened(slot=number, request_id=f"r{number}", queued=True) for number in range(24)]
+    made.say(opened=opened)
+    made.now += timedelta(seconds=0.4)
+    first = range(12)
+    made.say(joined=agent_pb2.JoinedColumns(slot=first, queueing_ms=[400.0] * 12))
+    made.now += timedelta(seconds=0.7)
+    made.say(closed=[agent_pb2.RequestClosed(slot=23)])
+    told = readings(made)["queueing_p99_ms"]
+    assert (told.samples, told.missed) == (24, True), (
+        "twelve have waited for 400 ms, and twelve wait for 1100 ms so far"
+    )
+    assert 1100 <= told.measured <= 1.1 * 1100
+    made.now += timedelta(seconds=1.1)
+    made.say(joined=agent_pb2.JoinedColumns(slot=[*first, 23], queueing_ms=[700.0] * 13))
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    told = readings(made)["queueing_p99_ms"]
+    assert told.samples == 12 + 11, "the request that has ended has no queueing time any more"
+    histogram = made.session.totals.queueing
+    assert histogram.counts.sum() == 24
+    assert histogram.sum == pytest.approx(12 * 0.4 + 12 * 0.7)
+
+
+def test_a_snapshot_says_who_still_waits_in_the_queue() -> None:
+    made = stream(pressed({**EVERY, "queueing_p99_ms": 500.0}))
+    told = [agent_pb2.RequestOpened(slot=n, request_id=f"r{n}", queued=n < 12) for n in range(24)]
+    made.session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=told)), made.now)
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    assert readings(made)["queueing_p99_ms"].samples == 12
+
+
+def test_columns_of_different_length_are_refused() -> None:
+    made = stream(pressed(EVERY))
+    with pytest.raises(InvalidRequest, match="joined columns must have one length"):
+        made.say(joined=agent_pb2.JoinedColumns(slot=[0]))
+
+
+def test_requests_from_before_the_stream_have_no_time_since_submission() -> None:
+    made = stream(pressed(EVERY))
+    opened = [agent_pb2.RequestOpened(slot=0, request_id="a", phase=agent_pb2.PHASE_THINK, think_tokens=5)]
+    made.session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=opened)), made.now)
+    made.now += timedelta(seconds=1.1)
+    made.say()
+    assert {reading.samples for reading in readings(made).values()} == {0}
+
+
+def idle(made: Stream) -> None:
+    for name in ANSWERS:
+        made.agent.abort(name)
+    made.step()
+
+
+def test_an_idle_engine_is_restored_by_the_time_that_passes() -> None:
+    made = answering(pressed())
+    seconds(made, 3.2, SLOW_MS)
+    assert level(made) == 4
+    idle(made)
+    made.now += timedelta(seconds=9)
+    made.open("a", 10_000, tenant="chat")
+    made.step(2)
+    assert level(made) == 2
+    made.agent.abort("a")
+    made.step()
+    made.now += timedelta(days=9)
+    made.open("b", 10_000, tenant="chat")
+    made.step(2)
+    assert level(made) == 0
+    assert caps(made)["b"] == 100
+
+
+def test_a_changed_policy_finds_an_idle_engine_restored() -> None:
+    made = answering(pressed())
+    seconds(made, 5.2, SLOW_MS)
+    assert level(made) == 6
+    idle(made)
+    made.now += timedelta(hours=5)
+    made.apply(pressed({**CHAT, "max_think_tokens": 30}))
+    made.open("a", 10_000, tenant="chat")
+    made.step(2)
+    assert (level(made), caps(made)["a"]) == (0, 100)
+
+
+def test_an_idle_engine_forgets_its_misses() -> None:
+    made = answering(pressed())
+    controller = made.session.pressure._controllers["chat"]
+    for _ in range(5):
+        while level(made) < 6:
+            seconds(made, 1, SLOW_MS)
+        while level(made) == 6:
+            seconds(made, 1, FAST_MS)
+    assert controller.hold == MAX_HOLD
+    idle(made)
+    made.now += timedelta(days=9)
+    made.session.rest(made.now)
+    assert (controller.level, controller.hold) == (0, FIRST_HOLD)
+
+
+def test_a_clock_that_is_set_back_keeps_no_idle_engine_under_pressure() -> None:
+    made = answering(pressed())
+    seconds(made, 5.2, SLOW_MS)
+    idle(made)
+    made.now -= timedelta(hours=1)
+    for _ in range(600):
+        made.now += timedelta(seconds=1)
+        made.session.rest(made.now)
+    assert level(made) == 0
+
+
+@pytest.mark.parametrize("every_ms", [7, 700, 1000, 61_000])
+def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) -> None:
+    looked_at, alone = (answering(pressed({**CHAT, "window_s": 3})) for _ in range(2))
+    for made in (looked_at, alone):
+        seconds(made, 21, SLOW_MS)
+        idle(made)
+    for _ in range(61_000 // every_ms):
+        looked_at.now += timedelta(milliseconds=every_ms)
+        looked_at.session.rest(looked_at.now)
+    alone.now = looked_at.now
+    for made in (looked_at, alone):
+        made.open("a", 10_000, tenant="chat")
+        made.step(2)
+    found = [made.session.pressure for made in (looked_at, alone)]
+    assert found[0]._controllers == found[1]._controllers
+    assert found[0]._windows[0].start_ms == found[1]._windows[0].start_ms
+    assert 0 < level(alone) < 6
+
+
+def test_an_engine_that_makes_no_step_leaves_no_room() -> None:
+    made = answering(pressed())
+    seconds(made, 3.2, SLOW_MS)
+    made.now += timedelta(seconds=30)
+    made.step()
+    assert level(made) == 4
+
+
+def test_windows_begin_anew_if_the_clock_goes_back_or_no_decision_is_made() -> None:
+    made = answering(pressed())
+    seconds(made, 0.5, SLOW_MS)
+    made.now -= timedelta(hours=1)
+    seconds(made, 1.2, SLOW_MS)
+    assert level(made) == 2
+    made.session.freezing.void = True
+    before = made.session.pressure._windows[0].start_ms
+    made.say()
+    assert made.session.pressure._windows[0].start_ms > before
+
+
+def test_without_an_entry_nothing_is_kept() -> None:
+    made = answering(policy())
+    seconds(made, 2, SLOW_MS)
+    assert (made.session.pressure.readings, len(made.session.pressure._members)) == ({}, 0)
+
+
+def busy(seconds: int, **entry: Any) -> Stream:
+    """Return an engine with four places to which twice as many requests come as their thinking leaves room for."""
+    chat = {"name": "chat", "queueing_p99_ms": 400.0, "window_s": 4, "soft_think_tokens": 40, "max_think_tokens": 20}
+    made = stream(pressed({**chat, "shadow": False, **entry}))
+    made.agent.places = 4
+    for number in range(5 * seconds):
+        made.open(f"r{number}", 75, 5)
+        made.step(10, then_ms=20.0)
+    return made
+
+
+def waiting(made: Stream) -> int:
+    return sum(live.queued_s is not None for live in made.agent.engine.live.values())
+
+
+def test_thinking_yields_while_requests_wait_in_the_queue() -> None:
+    shadowed = busy(60, shadow=True)
+    assert waiting(shadowed) > 100
+    assert level(shadowed) == MAX_LEVEL, "nothing relieves the engine"
+    made = busy(60)
+    assert waiting(made) <= 2
+    assert 0 < level(made) <= MAX_LEVEL
+    assert not readings(made)["queueing_p99_ms"].missed
+    changes = made.session.totals.pressure_changes
+    assert changes["chat", "shortened"] + changes["chat", "restored"] <= 8
+    first = made.session.pressure.changes["chat"][-1]
+    assert (first.level_before, first.reading.target if first.reading else "") == (0, "queueing_p99_ms")
+    assert made.session.totals.pressure_missed["chat", "queueing_p99_ms"] >= 2
+    assert made.balanced()
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize("signals", [False, True])
+def test_a_session_under_pressure_replays_exactly(signals: bool) -> None:
+    made = stream(pressed({**CHAT, "ttfvt_p99_ms": 300.0}))
+    made.agent.end_rank = 3 if signals else 0
+    for number in range(40):
+        made.open(f"r{number}", 30, 8, tenant="chat" if number % 3 else "batch")
+        made.step(5, then_ms=SLOW_MS if 10 < number < 25 else FAST_MS)
+    assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    assert_replays(made)
+
+
+def test_a_session_with_a_queue_replays_exactly() -> None:
+    made = busy(20)
+    assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    assert_replays(made)
+
+
+def assert_replays(made: Stream) -> None:
+    again = Session("s", made.hello, NOW, parts=STREAM_PARTS)
+    said: list[agent_pb2.ConnectResponse] = []
+    for now, told in made.trace:
+        if isinstance(told, agent_pb2.ConnectRequest):
+            said += again.on_message(told, now)
+        elif isinstance(told, tuple):
+            said += again.on_policy(*told)
+    assert again.pressure.levels == made.session.pressure.levels
+    assert [m.SerializeToString(deterministic=True) for m in said] == [
+        m.SerializeToString(deterministic=True) for m in made.responses
+    ]

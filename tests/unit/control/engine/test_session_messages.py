@@ -1,0 +1,386 @@
+"""The messages that a session accepts and refuses: snapshots, reports, merged steps and broken messages."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core import tracker
+from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
+from meridian_control.common.report_bounds import REFUSED
+from meridian_control.engine import decision_ledger as ledger
+from meridian_control.engine.merged_steps import MAX_STEPS
+from meridian_control.engine.session import Session
+from meridian_control.engine.step_cost import WARM_STEPS
+from meridian_control.fleet.status_messages import engine_view, request_views
+from meridian_control.table.request_table import THINK
+from meridian_control.table.token_rows import MAX_ROWS_PER_SLOT
+from tests.fakes.agent import hello
+from tests.fakes.tables import policy, tokens
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, step_report, stream
+
+
+def test_a_snapshot_replaces_the_table() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 900}))
+    made.open("a")
+    made.open("b", answer=1, prompt=[1, 2])
+    made.step(3)
+    assert set(made.agent.engine.live) == {"a"}
+    made.agent.say(snapshot=made.agent.snapshot())
+    (response,) = made.pump()
+    assert [(c.slot, c.max_think_tokens) for c in response.directives.caps] == [(0, 900)]
+    assert [r.request_id for r in request_views(made.session)] == ["a"]
+    assert request_views(made.session)[0].think_tokens == 3
+    assert response.directives.step == made.agent.engine.step
+    made.step()
+    assert made.balanced()
+
+
+def test_an_end_under_way_while_the_table_is_told_anew_is_still_the_rules() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a")
+    while not made.step().forces:
+        pass
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    made.step(20)
+    assert made.session.totals.ends == {"eat": 1}
+    assert made.session.totals.decisions["force/eat"] == 1
+
+
+def test_a_snapshot_before_the_first_policy() -> None:
+    """Decisions name the step that they were made from; otherwise the agent would take them for old ones."""
+    made = Stream()
+    made.agent.heard()
+    made.agent.engine.step = 70
+    made.open("a")
+    snapshot = made.agent.snapshot()
+    assert snapshot.step == 70
+    made.agent.say(snapshot=snapshot)
+    made.agent.engine.tracker.take_record()
+    directives = made.apply(policy())[-1].directives
+    assert (directives.step, [c.slot for c in directives.caps]) == (70, [0])
+
+
+def test_what_was_decided_for_another_request_is_not_shown() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    snapshot = agent_pb2.Snapshot(step=9, requests=[agent_pb2.RequestOpened(slot=0, request_id="b")])
+    (response,) = made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
+    (view,) = request_views(made.session)
+    assert (view.request_id, view.last_decision.decision_id) == ("b", response.directives.caps[0].decision_id)
+    faulted = Session("s", hello(fault="x"), NOW, parts=STREAM_PARTS)
+    faulted.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
+    assert not request_views(faulted)[0].HasField("last_decision")
+
+
+def test_a_slot_that_is_used_again_shows_no_old_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
+    nothing = {"enabled": False}
+    made = stream()
+    made.open("a")
+    made.step()
+    made.apply(policy(scheduler=nothing, entropy=nothing, kv_memory=nothing))
+    made.agent.abort("a")
+    made.step()
+    made.open("b")
+    made.step()
+    (view,) = request_views(made.session)
+    assert (view.request_id, view.slot, view.HasField("last_decision")) == ("b", 0, False)
+
+
+def test_probe_results_of_a_request_that_is_gone_are_not_the_next_ones() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a")
+    (probe,) = made.step().probes
+    assert made.session.table is not None
+    opened = [agent_pb2.RequestOpened(slot=probe.slot, request_id="b", phase=agent_pb2.PHASE_THINK)]
+    made.session.on_message(step_report(closed=[{"slot": probe.slot}]), NOW)
+    made.session.on_message(step_report(opened=opened), NOW)
+    made.session.table.probe_open[probe.slot] = True
+    probes = agent_pb2.ProbeColumns(
+        decision_id=[probe.decision_id], slot=[probe.slot], think_tokens=[1], eat_nats=[0.5], cost_tokens=[1]
+    )
+    outcomes = [agent_pb2.DecisionOutcome(decision_id=probe.decision_id, outcome=agent_pb2.OUTCOME_APPLIED)]
+    made.session.on_message(step_report(probes=probes, outcomes=outcomes), NOW)
+    assert made.session.table.eat_count[probe.slot] == 0
+    assert made.session.table.probe_open[probe.slot]
+
+
+def test_a_refused_probe_is_asked_for_again_an_interval_later() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_probe_interval_tokens": 4, "shadow": True}))
+    made.open("a")
+    made.agent.eat_nats = math.nan
+    asked = [bool(made.step().probes) for _ in range(13)]
+    assert asked == [at % 4 == 0 for at in range(13)]
+
+
+def test_outcomes_of_decisions_that_were_never_made() -> None:
+    made = stream()
+    made.session.on_message(step_report(outcomes=[{"decision_id": 999, "outcome": 1}]), NOW)
+    assert made.session.totals.unknown_outcomes == 1
+    assert not made.session.totals.outcomes
+
+
+def test_a_report_of_no_steps_carries_outcomes_only() -> None:
+    made = Stream()
+    made.apply(policy())
+    made.session.on_message(step_report(outcomes=[{"decision_id": 1, "outcome": 1}], steps=0, step=0), NOW)
+    assert not made.session.open_decisions
+    assert made.session.gauges is None
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (
+            agent_pb2.ConnectRequest(hello=hello()),
+            "message must be a report, a snapshot or a settings status; got hello",
+        ),
+        (agent_pb2.ConnectRequest(), "message must be a report, a snapshot or a settings status; got None"),
+        (step_report(opened=[{"slot": MAX_SLOTS}]), f"step slot must be below {MAX_SLOTS}; got {MAX_SLOTS}"),
+        (
+            agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened(slot=2**32 - 1)])),
+            f"snapshot slot must be below {MAX_SLOTS}",
+        ),
+        (step_report(opened=[{}] * (MAX_SLOTS + 1)), f"step opened must have at most {MAX_SLOTS} entries; got 65537"),
+        (step_report(closed=[{}] * (MAX_SLOTS + 1)), f"step closed must have at most {MAX_SLOTS} entries; got 65537"),
+        (step_report(resumed=[0] * (MAX_SLOTS + 1)), f"step resumed must have at most {MAX_SLOTS} entries; got 65537"),
+        (
+            agent_pb2.ConnectRequest(
+                snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened()] * (MAX_SLOTS + 1))
+            ),
+            f"snapshot requests must have at most {MAX_SLOTS} entries; got 65537",
+        ),
+        (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
+        (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
+        (
+            step_report(opened=[{"slot": 0, "think_tokens": 2**32 - 1}]),
+            "step think_tokens must be at most 2147483647; got 4294967295",
+        ),
+        (
+            step_report(opened=[{"slot": 0, "request_id": "x" * 2000}]),
+            "step request_id must have at most 1024 characters; got 2000",
+        ),
+        (
+            step_report(opened=[{"slot": 0, "traceparent": "x" * 2000}]),
+            "step traceparent must have at most 1024 characters; got 2000",
+        ),
+        (
+            step_report(opened=[{"slot": 0}], tokens=tokens([(0, THINK, 0, 0.0)] * (MAX_ROWS_PER_SLOT + 1))),
+            "step a slot must have at most 16384 rows in a report; got 16385",
+        ),
+    ],
+)
+def test_broken_messages(message: agent_pb2.ConnectRequest, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{complaint}"):
+        stream().session.on_message(message, NOW)
+
+
+def test_slots_nobody_lives_in_are_no_error() -> None:
+    made = stream()
+    far = 2**32 - 1
+    made.session.on_message(step_report(preempted=[far, 7], resumed=[far], closed=[{"slot": far}, {"slot": 3}]), NOW)
+    assert request_views(made.session) == []
+
+
+def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
+    made = stream(policy(scheduler={"output_tpot_budget_ms": 1.0}))
+    made.open("a", think=0)
+    made.open("b")
+    for took_ms in (-5.0, 3e38, math.nan, math.inf):
+        made.agent.step_cost_ms = took_ms, 0.0
+        with pytest.raises(InvalidRequest, match=r"step step_time_ms must be in \[0, 1e\+09\]; got"):
+            made.step(WARM_STEPS)
+    assert engine_view(made.session, connected=True).step_time_ms == 0.0
+    assert made.session._stream.step_cost.steps == 0
+
+
+def report_with(path: str, value: float) -> agent_pb2.ConnectRequest:
+    """Return a report with one number, which is valid but for the number."""
+    report = agent_pb2.StepReport(step=1, steps=1)
+    part, _, name = path.rpartition(".")
+    if part == "merged":
+        columns: dict[str, Any] = {"rows": [0], "step_time_ms": [1.0], "prefill_tokens": [0], "age_ms": [0.0]}
+        report.merged.CopyFrom(agent_pb2.StepColumns(**(columns | {name: [value]})))
+    else:
+        setattr(getattr(report, part) if part else report, name, value)
+    return agent_pb2.ConnectRequest(step=report)
+
+
+FRACTIONS = {
+    "step_time_ms",
+    "kv_used",
+    "merged.step_time_ms",
+    "counters.agent_seconds",
+    "counters.scheduler_seconds",
+    "counters.round_trip_ms",
+}
+WRONG = [
+    *((path, value) for path in sorted(FRACTIONS) for value in (-1e38, -1e-3, 3e38, math.nan, math.inf, -math.inf)),
+    ("kv_used", 1.001),
+    *((path, 2**32 - 1) for path in sorted(REFUSED.keys() - FRACTIONS) if not path.startswith("counters.")),
+    *((path, 2**64 - 1) for path in sorted(REFUSED.keys() - FRACTIONS) if path.startswith("counters.")),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG)
+def test_numbers_out_of_bounds_are_the_agents_fault(path: str, value: float) -> None:
+    """The stream ends with an error that names the field and the value, and nothing of the report is shown."""
+    made = stream()
+    error = rf"^step {re.escape(path)} must be in \[.*\]; got {re.escape(f'{value:g}'[:4])}"
+    with pytest.raises(InvalidRequest, match=error):
+        made.session.on_message(report_with(path, value), NOW)
+    assert made.session.totals.reports == 0
+    assert engine_view(made.session, connected=True).kv_used == 0
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_the_bounds_themselves_are_no_fault(path: str) -> None:
+    for bound in REFUSED[path]:
+        stream().session.on_message(report_with(path, bound if path in FRACTIONS else int(bound)), NOW)
+
+
+def test_every_number_of_a_report_has_bounds() -> None:
+    """A number that is added to the reports needs bounds, or a place here that says where it is checked."""
+    elsewhere = {
+        "step",
+        "steps",
+        "state",
+        # By `step_of`, which compares them with the entries that they count, and by `ages_ms`.
+        *(f"merged.{name}" for name in ("rows", "age_ms", "probes", "preempted", "resumed", "outcomes")),
+    }
+    found = set()
+    for field in agent_pb2.StepReport.DESCRIPTOR.fields:
+        if field.name in ("counters", "merged") and field.message_type is not None:
+            found |= {f"{field.name}.{each.name}" for each in field.message_type.fields}
+        elif field.message_type is None and not field.is_repeated:
+            found.add(field.name)
+    assert found - elsewhere == REFUSED.keys()
+
+
+@pytest.mark.parametrize("value", [-1e38, -5.0, 3e38, 2e9, math.nan, math.inf])
+def test_a_measurement_out_of_bounds_is_left_out(value: float) -> None:
+    made = stream()
+    made.open("a", think=0, handed_over_ref="ref")
+    made.say(
+        joined=agent_pb2.JoinedColumns(slot=[0], queueing_ms=[value]),
+        continued=agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[10], first_token_ms=[value]),
+    )
+    assert (made.session.totals.queueing.sum, made.session.totals.ttot.sum) == (0, 0)
+
+
+def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
+    alone, merged = stream(policy()), stream(policy())
+    took_ms, prefill_tokens = [10.0, 40.0, 11.0], [0, 300, 2]
+    rows = [[(0, THINK, 0, 1.0)], [(0, THINK, 0, 1.0)], [(0, THINK, 0, 1.0), (1, THINK, 0, 1.0)]]
+    for made in (alone, merged):
+        made.open("a", think=0)
+        made.open("b", think=0)
+        made.step()
+    for kept, step_ms, prompt in zip(rows, took_ms, prefill_tokens, strict=True):
+        alone.say(tokens=tokens(kept), step_time_ms=step_ms, prefill_tokens=prompt)
+    columns = agent_pb2.StepColumns(
+        rows=[1, 1, 2], step_time_ms=took_ms, prefill_tokens=prefill_tokens, age_ms=[51.0, 11.0, 0.0]
+    )
+    merged.say(
+        3, tokens=tokens([row for kept in rows for row in kept]), step_time_ms=11.0, prefill_tokens=2, merged=columns
+    )
+    assert (costs := merged.session._stream.step_cost).steps == 4
+    assert costs.coefficients == alone.session._stream.step_cost.coefficients
+    # If the agent does not tell merged steps apart, only their number is known, and nothing can be learnt.
+    merged.say(2, tokens=tokens(rows[2]), step_time_ms=11.0)
+    assert costs.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rows": [1, 1]}, "columns of merged steps must have one entry for each of 3; got [2, 3, 3, 3]"),
+        ({"rows": [1, 1, 1]}, "merged steps must have all of the report's 4 rows; got 3"),
+        ({"age_ms": [1.0, -1.0, 0.0]}, "age_ms must be in [0, 86400000]; got -1.0"),
+        ({"age_ms": [math.nan, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got nan"),
+        ({"age_ms": [1e9, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got 1000000000.0"),
+    ],
+)
+def test_merged_steps_that_do_not_fit_are_refused(wrong: dict[str, Any], error: str) -> None:
+    made = stream(policy())
+    made.open("a", think=0)
+    columns: dict[str, Any] = {
+        "rows": [1, 1, 2],
+        "step_time_ms": [1.0] * 3,
+        "prefill_tokens": [0] * 3,
+        "age_ms": [2.0, 1.0, 0.0],
+    }
+    merged = agent_pb2.StepColumns(**(columns | wrong))
+    with pytest.raises(InvalidRequest, match=re.escape(error)):
+        made.say(3, tokens=tokens([(0, THINK, 0, 1.0)] * 4), merged=merged)
+
+
+def test_too_many_merged_steps_are_refused_in_few_words() -> None:
+    for steps, error in ((MAX_STEPS, "age_ms must be in"), (MAX_STEPS + 1, f"at most {MAX_STEPS} steps; got 4097")):
+        columns: dict[str, Any] = {
+            "rows": [0],
+            "step_time_ms": [1.0],
+            "prefill_tokens": [1],
+            "age_ms": [math.nan],
+        }
+        merged = agent_pb2.StepColumns(**{name: value * steps for name, value in columns.items()})
+        with pytest.raises(InvalidRequest, match=error) as raised:
+            stream().say(steps, merged=merged)
+        assert len(str(raised.value)) < 100
+
+
+def test_of_what_an_agent_says_at_length_only_the_beginning_is_kept() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    outcomes = [{"decision_id": made_id, "outcome": 6, "detail": "x" * 9999} for made_id in made.session.open_decisions]
+    made.say(outcomes=outcomes)
+    (life,) = made.log.find("a", "")
+    assert life is not None
+    assert {len(event.detail) for event in life.events} == {MAX_TEXT}
+    made.agent.refuse_settings = "y" * 9999
+    made.apply(policy())
+    assert made.session.nack_error == "y" * MAX_TEXT
+
+
+@pytest.mark.parametrize("kind", ["step", "snapshot", "freeze_status"])
+def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(ledger, "MAX_OPEN_DECISIONS", 4)
+    made = stream()
+    opened = [agent_pb2.RequestOpened(slot=slot, request_id=str(slot)) for slot in range(9)]
+    again = {
+        "step": step_report(),
+        "snapshot": agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=opened)),
+        "freeze_status": agent_pb2.ConnectRequest(freeze_status=agent_pb2.FreezeStatus()),
+    }
+    made.session.on_message(step_report(opened=opened), NOW)
+    with pytest.raises(InvalidRequest, match=rf"{kind} must leave at most 4 decisions without an outcome; got "):
+        made.session.on_message(again[kind], NOW)
+
+
+def test_a_wall_clock_that_was_set_back_silences_nobody() -> None:
+    made = stream()
+    made.step()
+    made.now -= timedelta(hours=1)
+    made.agent.step()
+    assert [r.WhichOneof("message") for r in made.pump()] == ["directives"]
+
+
+def test_an_engine_that_says_too_much_of_itself() -> None:
+    with pytest.raises(InvalidRequest, match="hello must be at most 65536 bytes; got 70"):
+        Session("s", hello(fault="x" * 70_000), NOW, parts=STREAM_PARTS)
+
+
+def test_an_engine_without_a_name() -> None:
+    with pytest.raises(InvalidRequest, match="engine_id must not be empty"):
+        Session("s", hello(""), NOW, parts=STREAM_PARTS)

@@ -1,0 +1,151 @@
+"""A busy session gives each decision one outcome, agrees with its agent, and replays exactly."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.link.messages import mergeable
+from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.common.enum_names import outcome_name
+from meridian_control.engine.session import Session
+from meridian_control.fleet.status_messages import request_views
+from tests.fakes.tables import policy
+from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
+
+if TYPE_CHECKING:
+    from meridian_agent.core.step_record import StepRecord
+
+BUDGET_STAGES = fleet_pb2.BudgetStage.values()[1:]
+
+
+def test_close_settles_what_is_open() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    assert made.session.open_decisions
+    opened = [d.decision_id for d in made.session.open_decisions.values()]
+    made.session.close(made.now)
+    totals = made.session.totals
+    assert not made.session.open_decisions
+    assert totals.outcomes["agent_off"] == len(opened)
+    assert sum(totals.outcomes.values()) == sum(totals.decisions.values())
+
+
+def busy(seed: int) -> Stream:
+    """Make 150 random steps with arrivals, aborts, preemptions, operators' ends, new policies and refused settings, and
+    with budgets that are used up and refilled."""
+    rng, operator, spender = random.Random(seed), random.Random(f"operator {seed}"), random.Random(f"spender {seed}")
+    budget = {"name": "b", "tokens_per_day": 1, "soft_think_tokens": 8, "max_think_tokens": 12, "shadow": False}
+    made = stream(
+        policy(scheduler={"max_think_tokens": 40, "min_think_tokens": 0}, entropy=CALIBRATED, budget=[budget])
+    )
+    policies = [
+        policy(),
+        policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 0}, entropy=CALIBRATED, budget=[budget]),
+        policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 3, "shadow": True}, kv_memory={"shadow": True}),
+        policy(scheduler={"enabled": False}, entropy={"enabled": False}, kv_memory={"enabled": False}),
+    ]
+    for number in range(150):
+        live = list(made.agent.engine.live)
+        if rng.random() < 0.5 and len(live) < 8:
+            prompt = rng.choice([[1], [1, 2], [40]])
+            think, answer = rng.randrange(25), 1 + rng.randrange(10)
+            made.open(f"r{number}", think, answer, prompt=prompt, own_cap=rng.choice([None, None, 0, 7]))
+        if spender.random() < 0.1:
+            made.stages(b=spender.choice(BUDGET_STAGES))
+        if live and operator.random() < 0.15:
+            made.end(operator.choice(live))
+        if live and rng.random() < 0.05:
+            made.agent.abort(rng.choice(live))
+        elif live and rng.random() < 0.3:
+            name = rng.choice(live)
+            if made.agent.engine.live[name].preempted or rng.random() < 0.3:
+                made.agent.preempt(name, waits=not made.agent.engine.live[name].preempted)
+        if number > 50 and rng.random() < 0.08:
+            made.agent.refuse_settings = rng.choice(["", "", "bad"])
+            made.apply(rng.choice(policies))
+        made.agent.step_cost_ms = rng.choice([(5.0, 0.0), (10.0, 8.0)])
+        made.agent.eat_nats = rng.choice([0.01, 1.0])
+        made.step(then_ms=rng.choice([5, 400]))
+        assert made.balanced()
+    return made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_decision_has_one_outcome(seed: int) -> None:
+    made = busy(seed)
+    for name in list(made.agent.engine.live):
+        made.agent.abort(name)
+    made.step(2)
+    assert made.session.open_decisions == {}
+    assert made.session.totals.unknown_outcomes == 0
+    counted = Counter(outcome_name(outcomes[0]) for outcomes in made.agent.engine.outcomes.values())
+    assert made.session.totals.outcomes == counted
+    assert all(len(outcomes) == 1 for outcomes in made.agent.engine.outcomes.values())
+    assert request_views(made.session) == []
+    kinds = Counter(made.agent.checker.kinds.values())
+    decided = Counter(kind.split("/")[0] for kind in made.session.totals.decisions.elements())
+    assert kinds == decided
+    assert made.session.totals.decisions["force/operator"]
+    assert set(kinds) == {"cap", "force", "plan", "tier", "probe"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_sides_count_alike(seed: int) -> None:
+    made = busy(seed)
+    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in request_views(made.session)}
+    assert seen == {
+        name: (tr.slot, int(tr.state.phase), tr.state.think_tokens, tr.state.output_tokens)
+        for name, tr in made.agent.engine.live.items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recorded_stream_replays_exactly(seed: int) -> None:
+    recorded = busy(seed)
+    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW, parts=STREAM_PARTS)
+    replayed = []
+    for now, message in recorded.trace:
+        if isinstance(message, tuple):
+            replayed += session.on_policy(*message)
+        elif isinstance(message, dict):
+            session.on_budget_stages(message)
+        elif isinstance(message, str):
+            ended = session.on_end_thinking(message, "", now)
+            replayed += ended.responses if ended is not None else []
+        else:
+            copy = agent_pb2.ConnectRequest.FromString(message.SerializeToString())
+            replayed += session.on_message(copy, now)
+    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
+    assert len(replayed) > 50
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(2, 8))
+def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int) -> None:
+    """A slow link merges steps; in the end the control plane's table is the same."""
+    seen = []
+    for most in (1, interval):
+        made = Stream()
+        made.pump()
+        batch: list[StepRecord] = []
+        for number, think in enumerate(thinks):
+            made.open(f"r{number}", think, 2)
+            record = made.agent.step()
+            record.ended_s = 0.0077 * number
+            if batch and (len(batch) == most or not mergeable(batch, record)):
+                made.merged(batch)
+                batch = []
+            batch.append(record)
+        made.merged(batch)
+        totals = made.session.totals
+        counted = totals.output_itl.counts.tolist(), totals.ttot.counts.tolist(), totals.ends, totals.answers
+        seen.append(([r.SerializeToString() for r in request_views(made.session)], counted))
+    assert seen[0] == seen[1]

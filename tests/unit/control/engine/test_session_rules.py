@@ -1,0 +1,330 @@
+"""The rules that a session applies to each request: overrides, empty answers, holds, probes and shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.engine.effective_policies import ROOM
+from meridian_control.engine.step_cost import WARM_STEPS
+from tests.fakes.agent import Script
+from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
+from tests.fakes.tables import policy
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
+
+# ----------------------------------------------------------------------------------------------------------- overrides
+
+RULES = CALIBRATED | {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 1}
+LOW = {"effort": "low", "scheduler": {"max_think_tokens": 7}}
+NO_RULES = {"tenant": "careful", "entropy": {"enabled": False}}
+
+
+def caps_of(made: Stream) -> dict[str, int]:
+    table = made.session.table
+    return {info.request_id: int(table.max_think_tokens[slot]) for slot, info in table.requests()}
+
+
+def test_overrides_decide_caps_and_rules_of_the_requests_they_match() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=RULES, override=[LOW, NO_RULES]))
+    made.open("plain")
+    made.open("low", effort="low")
+    made.open("careful", tenant="careful")
+    forced = {f.slot for f in made.step(3).forces}
+    assert caps_of(made) == {"plain": 32768, "low": 7, "careful": 32768}
+    names = {slot: info.request_id for slot, info in made.session.table.requests()}
+    assert {names[slot] for slot in forced} == {"plain", "low"}
+    made.step(20)
+    assert set(made.agent.engine.live) == {"plain", "low", "careful"}
+    assert "careful" not in {d.request_id for d in made.session.last_decision.values() if d.kind == "force"}
+
+
+def test_unknown_efforts_get_the_defaults_and_are_counted_once() -> None:
+    """A request is counted when it opens: not again under a new policy, after a snapshot, or without policy."""
+    made = stream(policy(scheduler=EARLY, override=[LOW, {**LOW, "effort": "ultra*"}]))
+    for effort in ("", "low", "high", "ultra-2", "turbo", "LOW"):
+        made.open(f"r-{effort}", effort=effort)
+    made.step()
+    assert caps_of(made) == {"r-": 32768, "r-low": 7, "r-high": 32768, "r-ultra-2": 7, "r-turbo": 32768, "r-LOW": 32768}
+    assert (made.session.totals.requests, made.session.totals.unknown_efforts) == (6, 2)
+    made.apply(policy(scheduler=EARLY))
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    made.step()
+    assert made.session.totals.unknown_efforts == 2
+    ungoverned = Stream()
+    ungoverned.open("early", effort="turbo")
+    ungoverned.step()
+    assert (ungoverned.session.totals.requests, ungoverned.session.totals.unknown_efforts) == (1, 0)
+
+
+def test_overrides_are_gone_over_again_with_a_new_policy() -> None:
+    made = stream(policy(scheduler=EARLY, override=[LOW]))
+    made.open("low", effort="low")
+    made.step()
+    made.apply(policy(scheduler=EARLY, override=[{**LOW, "scheduler": {"max_think_tokens": 9}}]))
+    assert caps_of(made) == {"low": 9}
+    made.apply(policy(scheduler=EARLY))
+    assert caps_of(made) == {"low": 32768}
+
+
+def test_overrides_of_requests_that_a_snapshot_brings() -> None:
+    made = stream(policy(scheduler=EARLY, override=[LOW]))
+    made.agent.open("low", Script(1000, 1000), effort="low")
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.agent.engine.take()
+    made.pump()
+    made.step()
+    assert caps_of(made) == {"low": 7}
+
+
+def test_engine_labels_choose_overrides() -> None:
+    limited = {"engine_labels": {"pool": "batch"}, "scheduler": {"max_think_tokens": 5}}
+    for labels, cap in (({"pool": "batch"}, 5), ({"pool": "chat"}, 32768), ({}, 32768)):
+        made = stream(policy(scheduler=EARLY, override=[limited]), hello_fields={"labels": labels})
+        made.open("a")
+        made.step()
+        assert caps_of(made) == {"a": cap}
+
+
+def test_a_requests_own_floor_holds_the_rules_back_but_not_the_cap() -> None:
+    made = stream(policy(scheduler={**EARLY, "max_think_tokens": 12}, entropy=RULES))
+    made.open("floor", min_think_tokens=8)
+    made.open("plain")
+    made.open("over-cap", min_think_tokens=500)
+    forces: dict[int, int] = {}
+    for _ in range(20):
+        before = {slot: int(made.session.table.think_tokens[slot]) for slot in range(3)}
+        for force in made.step().forces:
+            forces[force.slot] = before[force.slot]
+    assert forces[1] < 7 <= forces[0]
+    assert 2 not in forces
+    assert made.session.totals.ends["hard_cap"] == 1
+
+
+def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
+    """Clients choose the fields that overrides match on, so eight overrides make 256 policies."""
+    values: dict[str, dict[str, float]] = {
+        "scheduler": {
+            "min_think_tokens": 1,
+            "max_think_tokens": 50,
+            "soft_think_tokens": 9,
+            "soft_close_rank": 2,
+            "empty_answer_extension_tokens": 3,
+        },
+        "entropy": {"ema_alpha": 0.9, "eat_probe_interval_tokens": 7, "rpdi_threshold": 3.0},
+    }
+    fields = [(section, name, value) for section, given in values.items() for name, value in given.items()]
+    overrides = [
+        {"tenant": f"*{letter}*", section: {name: value}}
+        for letter, (section, name, value) in zip("abcdefgh", fields, strict=True)
+    ]
+    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 99}, override=overrides))
+    kept = made.open("kept", tenant="b")
+    for number in range(256):
+        tenant = "".join(letter for bit, letter in enumerate("abcdefgh") if number >> bit & 1)
+        slot = made.open(f"r{number}", tenant=tenant)
+        made.step()
+        groups = made.session._groups
+        assert groups.of(slot).scheduler.max_think_tokens == (50 if "b" in tenant else 99)
+        assert groups.of(kept).scheduler.max_think_tokens == 50
+        assert len(groups._held) <= ROOM
+        made.agent.abort(f"r{number}")
+        made.step()
+    assert made.session.policy is groups.policy
+
+
+# ------------------------------------------------------------------------------------------------------- empty answers
+
+
+def test_the_cap_of_a_request_whose_answer_would_be_empty_is_extended_once() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("empty")
+    made.open("own", own_cap=90)
+    asked = made.step(99)
+    assert len(asked.probes) == 2
+    assert caps_of(made) == {"empty": 130, "own": 90}
+    made.step(60)
+    assert made.session.totals.decisions["probe"] == 2
+    assert made.session.totals.ends["hard_cap"] == 2
+    assert made.balanced()
+
+
+def test_caps_are_left_alone_when_the_answer_is_not_empty() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.open("a")
+    made.step(99)
+    assert caps_of(made) == {"a": 100}
+    made = stream(policy(scheduler={**limits, "empty_answer_extension_tokens": 0}, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("a")
+    assert not made.step(99).probes
+    assert caps_of(made) == {"a": 100}
+
+
+def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
+    made = stream(policy(scheduler={**EARLY, "empty_answer_extension_tokens": 30}, entropy=RULES))
+    made.agent.empty_answer = True
+    made.open("a")
+    assert not made.step(20).forces
+    made.agent.empty_answer = False
+    assert made.step(4).forces
+
+
+# -------------------------------------------------------------------------------------------------------------- hold
+
+
+@pytest.mark.parametrize(("entropy", "hold_ms"), [({}, 50), ({"eat_hold_ms": 7}, 7), ({"shadow": True}, 0)])
+def test_a_probed_request_waits_unless_nothing_is_applied(entropy: dict[str, Any], hold_ms: int) -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | entropy))
+    made.open("a")
+    (probe,) = made.step().probes
+    assert probe.hold_ms == hold_ms
+
+
+def test_results_of_probes_are_always_answered() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.step(12)
+    heard = [m.step.step for _, m in made.trace if isinstance(m, agent_pb2.ConnectRequest) and m.step.probes.slot]
+    answered = {r.directives.step for r in made.responses if r.HasField("directives")}
+    assert len(heard) > 3
+    assert set(heard) <= answered
+
+
+# ------------------------------------------------------------------------------------------- probes, ends and shares
+
+
+def test_gated_probes_are_asked_for_where_the_end_marker_is_likely_and_placed_at_once() -> None:
+    gate = RULES | {"shadow": True, "eat_probe_max_rank": 5}
+    made = stream(policy(scheduler=EARLY, entropy=gate))
+    made.open("a")
+    assert not made.step(6).probes, "no sentence has ended"
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    asked = made.step(3)
+    assert {p.placement for p in asked.probes} == {agent_pb2.PLACEMENT_ANYWHERE}
+    made.agent.end_rank = 6
+    made.step()
+    assert not made.step(6).probes, "the end marker is not likely enough"
+
+
+def test_probes_are_gated_by_the_margin_too() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=RULES | {"shadow": True, "eat_probe_max_margin_nats": 1.5}))
+    made.agent.margin_nats = 1.75
+    made.open("a")
+    made.step()
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    assert not made.step(6).probes, "the margin is too large"
+    made.agent.margin_nats = 1.5
+    assert {p.placement for p in made.step(3).probes} == {agent_pb2.PLACEMENT_ANYWHERE}
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_the_margin_rule_ends_thinking_once_it_is_confirmed(shadow: bool) -> None:
+    """The tokens of each request are all sentence ends; the request of tenant `careful` needs three of them."""
+    rule = {"margin_threshold_nats": 1.5, "eat_probe_interval_tokens": 10_000, "shadow": shadow}
+    careful = {"tenant": "careful", "entropy": {"confirm_sentence_ends": 3}}
+    made = stream(policy(scheduler=EARLY, entropy=rule, override=[careful]))
+    made.agent.margin_nats = 1.75
+    made.open("plain", think=60)
+    made.open("careful", think=60, tenant="careful")
+    made.step(2)
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    assert not made.step(10).forces, "the margin is too large"
+    made.agent.margin_nats = 1.5
+    fired = [sorted((f.slot, f.reason, f.shadow) for f in made.step().forces) for _ in range(4)]
+    margin = agent_pb2.FORCE_REASON_MARGIN
+    assert fired == [[(0, margin, shadow)], [], [(1, margin, shadow)], []]
+    made.step(60)
+    assert made.session.totals.ends["margin_shadowed" if shadow else "margin"] == 2
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_eat_probes_and_ends(shadow: bool) -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": shadow}))
+    made.open("a", think=30, answer=1)
+    asked = made.step(25)
+    assert len(asked.probes) == 4 if not shadow else len(asked.probes) >= 4
+    assert [(f.slot, f.reason, f.shadow) for f in asked.forces] == [(0, agent_pb2.FORCE_REASON_EAT, shadow)]
+    assert made.session.totals.ends == {"eat_shadowed" if shadow else "eat": 1}
+    assert ("a" in made.agent.engine.live) == shadow
+
+
+def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
+    rules = {"shadow": False, "rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "eat_probe_interval_tokens": 10_000}
+    made = stream(policy(scheduler=EARLY, entropy=rules))
+    made.open("a")
+    made.step(9)
+    made.agent.scripts["a"].entropy_nats = 2.0
+    assert not made.step(3).forces, "no sentence has ended"
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    assert [f.reason for f in made.step(2).forces] == [agent_pb2.FORCE_REASON_RPDI]
+    assert made.session.table is not None
+    made.apply(policy(scheduler=EARLY, entropy=rules | {"rpdi_window_tokens": 30}))
+    assert made.session.table.window.shape[1] == 30
+
+
+def test_thinking_is_limited_and_released() -> None:
+    made = stream(policy(scheduler={"output_tpot_budget_ms": 20.0, "think_tpot_budget_ms": 80.0}))
+    made.open("answer", prompt=[1, 2])
+    for name in "abcd":
+        made.open(name)
+    made.agent.step_cost_ms = 4.0, 2.0
+    assert not made.step(WARM_STEPS).plan.HasField("think_per_step")
+    made.agent.step_cost_ms = 10.0, 4.0
+    for name in "efg":
+        made.open(name)
+        made.step(10)
+    plan = made.agent.checker.plan
+    assert plan is not None
+    assert 1 <= plan[0] <= 4, "7 thinking and 1 answering take 42 ms, twice the answers' budget"
+    assert plan[1] >= 1
+    made.agent.step_cost_ms = 1.0, 0.1
+    made.step(400)
+    plan = made.agent.checker.plan
+    assert plan is not None
+    assert plan[:2] == (None, 0)
+
+
+@pytest.mark.parametrize("strategy", ["output_first", "deadline", "reasoning_first", "stock"])
+def test_strategies_change_live(strategy: str) -> None:
+    made = stream()
+    made.open("a")
+    made.open("b", prompt=[1, 2])
+    made.step(3)
+    made.apply(policy(scheduler={"strategy": strategy}))
+    made.step()
+    plan = made.agent.checker.plan
+    assert plan is not None
+    assert plan[4] is (strategy == "stock")
+    assert made.session.totals.decisions["plan"] > 1
+    a, b = (made.session.table.rank[slot] for slot in range(2))
+    assert {"output_first": a > b, "deadline": a > b, "reasoning_first": a < b, "stock": True}[strategy]
+
+
+def test_admission_is_held_while_an_answer_waits_for_memory() -> None:
+    made = stream(hello_fields={"num_blocks": 1})
+    made.open("answer", prompt=[1, 2])
+    made.open("thought", prompt=[*range(40, 50), 1])
+    assert not made.step(2).plan.hold_admission
+    made.agent.preempt("answer")
+    assert made.step().plan.hold_admission
+    made.agent.preempt("answer", waits=False)
+    made.step()
+    assert made.agent.checker.plan is not None
+    assert made.agent.checker.plan[2] is False
+
+
+def test_a_shadowed_memory_policy_does_not_hold_admission() -> None:
+    made = stream(policy(kv_memory={"shadow": True}), hello_fields={"num_blocks": 1})
+    made.open("answer", prompt=[1, 2])
+    made.open("thought", prompt=[*range(40, 50), 1])
+    assert [t.shadow for t in made.step().tiers] == [True]
+    made.agent.preempt("answer")
+    assert not made.step(3).plan.hold_admission

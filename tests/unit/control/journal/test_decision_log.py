@@ -1,0 +1,538 @@
+"""The decision log: the requests whose lives it keeps, the contents of a life, the search for a life, and the log's
+bounds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.common.errors import InvalidRequest, NotFound
+from meridian_control.engine.session import Session
+from meridian_control.fleet.status_messages import request_views
+from meridian_control.journal import log as decision_log
+from meridian_control.journal.journal import Journal
+from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
+from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
+from meridian_control.journal.request_ids import sampled
+from tests.fakes.agent import StreamChecker
+from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
+from tests.fakes.tables import policy
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
+
+
+def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
+    request = fleet_pb2.ExplainRequestRequest(request_id=request_id, engine_id=engine_id)
+    return explain_request(made.log, request_views(made.session), request).life
+
+
+def kinds(told: fleet_pb2.RequestLife) -> list[str]:
+    """Return the kinds of a life's events, without probes and tiers."""
+    names = [(e.decision.kind, e.decision.reason) if e.kind == "decision" else (e.kind, e.detail) for e in told.events]
+    return [" ".join(filter(None, name)) for name in names if name[0] not in ("probe", "tier")]
+
+
+def decisions(made: Stream, **asked: Any) -> list[fleet_pb2.LoggedDecision]:
+    return list(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(**asked)).decisions)
+
+
+def compared(decision: fleet_pb2.LoggedDecision) -> dict[str, tuple[float, str, str, float]]:
+    return {c.signal: (c.value, c.operator, c.limit_name, c.limit) for c in decision.comparisons}
+
+
+# -------------------------------------------------------------------------------------------------------------- lives
+
+
+def test_a_life_from_opening_to_closing() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a", answer=3, tenant="acme")
+    made.step(6)
+    made.agent.preempt("a")
+    made.step(2)
+    made.agent.preempt("a", waits=False)
+    made.step(30)
+    told = life(made)
+    assert kinds(told) == [
+        "opened",
+        "cap hard_cap",
+        "preempted",
+        "resumed",
+        "force eat",
+        "think_end eat",
+        "closed stop",
+    ]
+    assert (told.engine_id, told.incarnation, told.tenant, told.joined_late) == ("engine", "1", "acme", False)
+    force = next(e for e in told.events if e.decision.kind == "force").decision
+    end = next(e for e in told.events if e.kind == "think_end")
+    assert (force.outcome, force.revision, force.shadow) == (agent_pb2.OUTCOME_APPLIED, 1, False)
+    assert force.signals.think_tokens <= force.outcome_think_tokens == end.think_tokens == told.think_tokens
+    assert force.time.ToNanoseconds() < force.outcome_time.ToNanoseconds()
+    assert told.output_tokens == 3
+    times = [e.time.ToNanoseconds() for e in told.events]
+    assert times == sorted(times)
+    assert told.close_time.ToNanoseconds() == times[-1]
+
+
+def test_what_the_eat_rule_saw_and_compared() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a", min_think_tokens=6)
+    made.step(30)
+    (force,) = decisions(made, kind="force")
+    assert compared(force) == {
+        "think_tokens": (force.signals.think_tokens, ">=", "own min_think_tokens", 6),
+        "eat_samples": (4, ">=", "entropy.eat_warmup_samples", 4),
+        "eat_ema_variance": (0, "<", "entropy.eat_ema_variance_threshold", 1e-4),
+        "eat_ema_nats": (pytest.approx(0.01), "<", "entropy.eat_level_threshold_nats", 0.1),
+    }
+    probes = decisions(made, kind="probe", reason="eat")
+    assert [p.measured_eat_nats for p in probes] == [pytest.approx(0.01)] * 4
+    (cap,) = decisions(made, kind="cap")
+    assert compared(cap) == {"max_think_tokens": (32768, "=", "scheduler.max_think_tokens", 32768)}
+
+
+def test_what_a_confirmed_eat_rule_compared() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"confirm_sentence_ends": 2}))
+    made.open("a")
+    made.step(40)
+    (force,) = decisions(made, kind="force")
+    assert compared(force) == compared(force) | {
+        "eat_samples": (5, ">=", "entropy.eat_warmup_samples + entropy.confirm_sentence_ends - 1", 5),
+        "earlier_eat_ema_nats[0]": (pytest.approx(0.01), "<", "entropy.eat_level_threshold_nats", 0.1),
+        "earlier_eat_ema_variance[0]": (0, "<", "entropy.eat_ema_variance_threshold", 1e-4),
+    }
+
+
+def test_what_the_gates_of_a_probe_compared() -> None:
+    gates = {"eat_probe_max_rank": 4, "eat_probe_max_margin_nats": 0.75}
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | gates))
+    made.agent.end_rank, made.agent.margin_nats = 3, 0.5
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    made.open("a")
+    made.step(4)
+    probe = decisions(made, kind="probe")[0]
+    assert compared(probe) == compared(probe) | {
+        "boundary_ranks[0]": (3, "<=", "entropy.eat_probe_max_rank", 4),
+        "boundary_margins_nats[0]": (0.5, "<=", "entropy.eat_probe_max_margin_nats", 0.75),
+    }
+
+
+RANKS = {"rank_conditions": [{"max_ranks": [1, 1]}, {"max_ranks": [9]}], "eat_probe_interval_tokens": 10_000}
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason", "expected"),
+    [
+        (
+            {"entropy": RANKS},
+            "rank",
+            {"boundary_ranks[0]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9)},
+        ),
+        (
+            {"entropy": RANKS | {"confirm_sentence_ends": 2}},
+            "rank",
+            {
+                "boundary_ranks[0]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9),
+                "boundary_ranks[1]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9),
+            },
+        ),
+        (
+            {"entropy": {"margin_threshold_nats": 0.75, "confirm_sentence_ends": 2}},
+            "margin",
+            {
+                "boundary_margins_nats[0]": (0.5, "<=", "entropy.margin_threshold_nats", 0.75),
+                "boundary_margins_nats[1]": (0.5, "<=", "entropy.margin_threshold_nats", 0.75),
+            },
+        ),
+        (
+            {"entropy": {"rpdi_threshold": 0.5, "rpdi_window_tokens": 2, "confirm_sentence_ends": 2}},
+            "rpdi",
+            {
+                "rpdi": (1, ">", "entropy.rpdi_threshold", 0.5),
+                "boundary_rpdi[1]": (1, ">", "entropy.rpdi_threshold", 0.5),
+            },
+        ),
+        (
+            {"scheduler": {"soft_think_tokens": 4}},
+            "soft_close",
+            {
+                "think_tokens": (5, ">=", "scheduler.soft_think_tokens", 4),
+                "boundary_ranks[0]": (3, "<=", "scheduler.soft_close_rank", 20),
+            },
+        ),
+    ],
+)
+def test_what_the_rules_at_sentence_ends_compared(
+    sections: dict[str, dict[str, Any]], reason: str, expected: dict[str, Any]
+) -> None:
+    scheduler = EARLY | sections.get("scheduler", {})
+    made = stream(policy(scheduler=scheduler, entropy={"shadow": False} | sections.get("entropy", {})))
+    made.agent.end_rank, made.agent.margin_nats = 3, 0.5
+    made.open("a")
+    made.step(3)
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    made.step(10)
+    (force,) = decisions(made, kind="force")
+    assert force.reason == reason
+    assert compared(force) == compared(force) | expected
+
+
+def test_a_requests_own_cap_and_an_extension_are_named() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("a")
+    made.open("own", own_cap=90)
+    made.step(120)
+    names = {(d.request_id, d.reason): compared(d)["max_think_tokens"] for d in decisions(made, kind="cap")}
+    both = "scheduler.max_think_tokens + scheduler.empty_answer_extension_tokens"
+    assert names == {
+        ("a", "hard_cap"): (100, "=", "scheduler.max_think_tokens", 100),
+        ("a", "empty_answer"): (130, "=", both, 130),
+        ("own", "hard_cap"): (90, "=", "own max_think_tokens", 90),
+    }
+    probe = decisions(made, kind="probe", request_id="a")[0]
+    assert compared(probe)["think_tokens"][1:] == (">=", "max_think_tokens - 64", 36)
+    assert "think_end hard_cap" in kinds(life(made, "own"))
+
+
+def test_an_abort_and_thinking_taken_up_again() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(3)
+    made.agent.abort("a")
+    made.step()
+    assert kinds(life(made))[-1] == "closed the client has gone"
+    made.open("b")
+    made.agent.engine.finish("b", agent_pb2.FINISH_REASON_ABORT)
+    made.step()
+    assert kinds(life(made, "b"))[-1] == "closed aborted by the front end: a stop string, a disconnect or a pause"
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+def reconnected(made: Stream) -> Stream:
+    """Connect the same agent on a new stream, with a snapshot of its live requests."""
+    made.agent.checker, made.agent.outbox = StreamChecker(), []
+    made.agent.engine.directives.new_stream()
+    again = Stream(agent=made.agent, log=made.log, now=made.now)
+    again.session = Session(
+        "t", again.hello, made.now, Journal(made.log, "engine", "1", "t", made.now), parts=STREAM_PARTS
+    )
+    again.agent.say(snapshot=again.agent.snapshot())
+    again.apply(policy(scheduler=EARLY))
+    return again
+
+
+def test_a_life_goes_on_over_a_broken_stream() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", answer=2)
+    made.open("gone", answer=2)
+    made.step(3)
+    made.session.close(made.now)
+    assert [d.outcome for d in decisions(made, kind="cap", request_id="a")] == [agent_pb2.OUTCOME_AGENT_OFF]
+    told = life(made)
+    assert kinds(told)[-1] == "stream_lost"
+    assert not told.HasField("close_time")
+    made.agent.abort("gone")
+    made.agent.engine.take()
+    made.now += timedelta(seconds=3)
+    again = reconnected(made)
+    again.step(3)
+    assert kinds(life(again))[-3:] == ["stream_lost", "stream_back", "cap hard_cap"]
+    assert {d.session_id for d in decisions(again, kind="cap", request_id="a")} == {"s", "t"}
+    assert kinds(life(again, "gone"))[-1] == "stream_lost"
+
+
+def test_a_request_that_was_under_way_is_said_to_be() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(3)
+    made.log = DecisionLog()
+    again = reconnected(made)
+    assert life(again).joined_late
+    assert life(again).think_tokens == 3
+    made.session.close(made.now)
+    assert kinds(life(again))[-1] != "stream_lost", "the end of the older stream is no event of the request"
+
+
+def test_a_request_that_a_snapshot_lacks_ended_unheard() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(3)
+    made.agent.abort("a")
+    made.agent.engine.take()
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    assert kinds(life(made))[-1] == "closed unknown"
+
+
+# --------------------------------------------------------------------------------------------------- search and bounds
+
+
+def test_requests_are_found_by_the_clients_part_of_their_id_and_the_newest_first() -> None:
+    made = stream(policy(scheduler=EARLY))
+    for name in ("chatcmpl-mine-1a2b", "mine-9", "other"):
+        made.open(name, think=2, answer=1)
+        made.step(6)
+    assert life(made, "mine").request_id == "mine-9"
+    assert life(made, "chatcmpl-mine").request_id == "chatcmpl-mine-1a2b"
+    assert {d.request_id for d in decisions(made, request_id="mine")} == {"chatcmpl-mine-1a2b", "mine-9"}
+    for request_id, engine_id in (("min", ""), ("mine", "elsewhere"), ("", "")):
+        with pytest.raises(NotFound, match="in the decision log"):
+            life(made, request_id, engine_id)
+
+
+def test_decisions_come_newest_first_in_pages() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    for name in "abc":
+        made.open(name, answer=2)
+        made.step(20)
+    every = decisions(made)
+    ids = [d.decision_id for d in every]
+    assert ids == sorted(ids, reverse=True)
+    assert {d.kind for d in every} == {"cap", "force", "probe", "tier"}
+    request = fleet_pb2.ListDecisionsRequest(page_size=7)
+    paged: list[fleet_pb2.LoggedDecision] = []
+    while True:
+        page = list_decisions(made.log, request)
+        paged += page.decisions
+        if not page.next_page_token:
+            break
+        assert len(page.decisions) >= 7, "decisions of the same time stay on one page"
+        request.page_token = page.next_page_token
+    assert paged == every
+    assert {d.request_id for d in decisions(made, request_id="b", engine_id="engine")} == {"b"}
+    for token in ("x", "9" * 18):
+        with pytest.raises(InvalidRequest, match="page_token"):
+            list_decisions(made.log, fleet_pb2.ListDecisionsRequest(page_token=token))
+
+
+def test_a_life_that_two_replicas_tell_of_is_one() -> None:
+    """The request's engine moved to another replica, which knows the request from that time on."""
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", answer=2)
+    made.step(3)
+    made.session.close(made.now)
+    request = fleet_pb2.ExplainRequestRequest(request_id="a")
+    before = explain_request(made.log, (), request)
+    made.log = DecisionLog()
+    made.now += timedelta(seconds=1)
+    again = reconnected(made)
+    again.step(3)
+    after = explain_request(made.log, request_views(again.session), request)
+    told = newest_life([after, before])
+    assert kinds(told.life) == ["opened", "cap hard_cap", "stream_lost", "opened", "cap hard_cap"]
+    assert not told.life.joined_late
+    assert told.life.open_time == before.life.open_time
+    assert (told.life.think_tokens, told.live.request_id) == (after.life.think_tokens, "a")
+    assert newest_life([before]) == before
+
+
+def test_pages_of_several_replicas_end_between_two_moments() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    for name in "abcd":
+        made.open(name)
+    made.step(12)
+    every = decisions(made, page_size=1000)
+    whole = page_of((*every[::2], *every[1::2]), 1000)
+    assert [d.time.ToMicroseconds() for d in whole.decisions] == [d.time.ToMicroseconds() for d in every]
+    page = page_of(every, 3)
+    assert len(page.decisions) == 4, "the session asked for four probes at the same time"
+    assert page.next_page_token == str(page.decisions[-1].time.ToMicroseconds())
+
+
+def test_a_probe_has_only_the_values_that_decided_about_it() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.step(200)
+    counted = decisions(made, kind="probe")[0].signals
+    assert (counted.phase, counted.output_tokens) == (agent_pb2.PHASE_THINK, 0)
+    assert 190 <= counted.think_tokens <= 200
+    assert (math.isnan(counted.entropy_nats), counted.eat_samples, list(counted.boundary_ranks)) == (True, 0, [])
+    cap = decisions(made, kind="cap")[0].signals
+    assert (cap.phase, cap.max_think_tokens) == (agent_pb2.PHASE_THINK, 32768)
+    made.apply(
+        policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0, "eat_probe_max_rank": 50})
+    )
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    made.step(200)
+    gated = decisions(made, kind="probe")[0]
+    assert gated.signals.think_tokens > counted.think_tokens
+    assert gated.signals.eat_samples > 0
+    assert compared(gated)["boundary_ranks[0]"] == (
+        gated.signals.boundary_ranks[0],
+        "<=",
+        "entropy.eat_probe_max_rank",
+        50,
+    )
+
+
+def test_a_life_shows_its_probes_among_its_events() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.open("b")
+    made.step(1000)
+    told = life(made)
+    probes = [e.decision for e in told.events if e.decision.kind == "probe"]
+    assert len(probes) > 100
+    assert {probe.request_id for probe in probes} == {"a"}
+    assert probes[-1].signals.think_tokens > 990
+    assert kinds(told)[:2] == ["opened", "cap hard_cap"]
+    times = [event.time.ToNanoseconds() for event in told.events]
+    assert times == sorted(times)
+    assert told.events_left_out == 0
+
+
+def test_probes_displace_probes_only() -> None:
+    made = Stream(log=DecisionLog(max_probes=60))
+    made.apply(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.step(1000)
+    told = life(made)
+    probes = [e.decision for e in told.events if e.decision.kind == "probe"]
+    assert len(probes) == 60
+    assert probes[-1].signals.think_tokens > 990
+    assert kinds(told)[:2] == ["opened", "cap hard_cap"]
+    assert told.events_left_out == made.session.totals.decisions["probe"] - 60
+    listed = decisions(made, page_size=1000)
+    assert Counter(d.kind for d in listed) == {"probe": 60, "cap": 1, "tier": 1}
+    assert [d.decision_id for d in listed] == sorted((d.decision_id for d in listed), reverse=True)
+
+
+def test_one_life_keeps_its_newest_events() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step()
+    for number in range(LIFE_EVENTS):
+        made.apply(policy(scheduler=EARLY | {"max_think_tokens": 100_000 + number}))
+        made.step()
+    told = life(made)
+    opened, *events = (event for event in told.events if event.decision.kind != "probe")
+    assert opened.kind == "opened"
+    assert len(events) == LIFE_EVENTS
+    newest = next(made.log.decisions(lambda d: d.kind == "cap", None))
+    assert newest.decision_id in {event.decision.decision_id for event in events}
+    counted = made.session.totals.decisions
+    assert told.events_left_out == counted["cap"] + counted["tier"] - LIFE_EVENTS
+
+
+def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
+    made = Stream(log=DecisionLog(max_events=60, max_decisions=20))
+    made.apply(policy(scheduler=EARLY))
+    made.open("lives")
+    for number in range(50):
+        made.open(f"r{number}", think=2, answer=1)
+        made.step(6)
+        assert made.log.events <= 60
+    assert life(made, "lives").open_time.ToDatetime() < life(made, "r49").open_time.ToDatetime()
+    with pytest.raises(NotFound, match="dropped for newer requests"):
+        life(made, "r0")
+    assert len([d for d in decisions(made, page_size=1000) if d.kind != "probe"]) == 20
+    kept = [*made.log._live.values(), *made.log._over.values()]
+    assert sum(1 + len(kept_life.events) for kept_life in kept) == made.log.events
+
+
+def test_a_life_with_long_texts_counts_more() -> None:
+    """The bound of the log is a bound of its memory, whatever clients and agents write into a request's texts."""
+    made = Stream(log=DecisionLog(max_events=100))
+    made.apply(policy(scheduler=EARLY))
+    for number in range(20):
+        made.open(f"r{number}", answer=1, tenant="é" * 1000, effort="é" * 1000)
+        made.step(3)
+    kept = [*made.log._live.values(), *made.log._over.values()]
+    assert {life.weight for life in kept} == {5}
+    assert made.log.events <= 100
+    assert 10 < len(kept) < 20
+
+
+def test_a_life_is_over_as_soon_as_its_request_closes() -> None:
+    ended = list[str]()
+    made = Stream(log=DecisionLog(ended=lambda over: ended.append(over.opened.request_id)))
+    made.apply(policy(scheduler=EARLY))
+    made.open("a", think=2, answer=1)
+    made.step(6)
+    assert ended == ["a"], "traces need not wait for a reader"
+
+
+def test_live_requests_go_too_where_there_is_no_other_room() -> None:
+    made = Stream(log=DecisionLog(max_events=20))
+    made.apply(policy(scheduler=EARLY))
+    for number in range(20):
+        made.open(f"r{number}")
+        made.step()
+    assert made.log.events <= 20
+    with pytest.raises(NotFound, match="is unknown, is not in the sample, or was dropped"):
+        life(made, "elsewhere")
+    with pytest.raises(NotFound, match="the request lives, but is not in the sample"):
+        life(made, "r0")
+
+
+# -------------------------------------------------------------------------------------------------------------- sample
+
+
+def test_a_sample_holds_lives_whole_or_not_at_all() -> None:
+    made = stream(
+        policy(
+            scheduler=EARLY, entropy=CALIBRATED | {"holdout_share": 0.0}, telemetry={"decision_log_sample_ratio": 0.5}
+        )
+    )
+    names = [f"r{number}" for number in range(40)]
+    for name in names:
+        made.open(name, answer=1)
+    made.step(40)
+    wanted = {name for name in names if sampled(name, 0.5)}
+    assert 8 < len(wanted) < 32
+    assert {d.request_id for d in decisions(made, page_size=1000)} == wanted
+    for name in wanted:
+        assert kinds(life(made, name))[-2:] == ["think_end eat", "closed stop"]
+    made.apply(policy(scheduler=EARLY, telemetry={"decision_log_sample_ratio": 0}))
+    made.open("r1", answer=1)
+    before = made.log.events
+    made.step(5)
+    assert made.log.events == before
+
+
+@given(st.text(), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_sample_holds_every_smaller_one(request_id: str, one: float, other: float) -> None:
+    small, large = sorted((one, other))
+    assert sampled(request_id, large) or not sampled(request_id, small)
+    assert sampled(request_id, 1.0)
+    assert not sampled(request_id, 0.0)
+
+
+def test_bounds_are_what_the_readme_says() -> None:
+    assert (decision_log.MAX_EVENTS, decision_log.MAX_PROBES, decision_log.MAX_DECISIONS) == (32_768, 32_768, 32_768)
+    assert LIFE_EVENTS == 128
+
+
+def test_the_time_is_the_messages() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(then_ms=7)
+    assert life(made).open_time.ToDatetime() == (NOW + timedelta(milliseconds=7)).replace(tzinfo=None)
+
+
+def test_the_log_is_bounded_in_bytes() -> None:
+    """A decision keeps its request's texts in memory, also when the request's life is forgotten."""
+    made = Stream(log=DecisionLog(max_events=40, max_decision_bytes=60_000))
+    made.apply(policy(scheduler=EARLY))
+    for number in range(40):
+        made.open(f"r{number}", answer=1, tenant=f"{number}".ljust(1000, "t"), effort=f"{number}".ljust(1000, "e"))
+        made.step(3)
+        kept = [*made.log._probes, *made.log._decisions]
+        lives = {id(decision.life): decision.life.held_bytes for decision in kept}
+        assert made.log.decision_bytes == sum(decision.size_under(decision.under) for decision in kept) + sum(
+            lives.values()
+        )
+        assert made.log.decision_bytes <= 60_000
+    assert 0 < len(kept) < 40

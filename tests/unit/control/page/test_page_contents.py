@@ -1,0 +1,186 @@
+"""Texts of the status page on engines, freezes and requests, as pure functions of what FleetService shows."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
+
+from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.page.contents import (
+    budget_row,
+    condition,
+    freeze_row,
+    handovers_text,
+    lasting,
+    match_text,
+    phases,
+    plain,
+    savings_row,
+)
+from tests.processes import ROOT
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+READY, STALE = agent_pb2.AGENT_STATE_READY, agent_pb2.AGENT_STATE_STALE
+DEGRADED, OFF = agent_pb2.AGENT_STATE_DEGRADED, agent_pb2.AGENT_STATE_OFF
+FREEZES = {
+    7: Freeze(7, Match(("a*",)), "joao", "an incident", NOW, NOW + 9 * MINUTE),
+    8: Freeze(8, Match(), "mara", "another", NOW, NOW + 30 * MINUTE),
+}
+
+
+def engine(connected: bool = True, state: agent_pb2.AgentState.ValueType = READY, **fields: Any) -> fleet_pb2.Engine:
+    states = fleet_pb2.CONNECTION_STATE_DISCONNECTED, fleet_pb2.CONNECTION_STATE_CONNECTED
+    made = fleet_pb2.Engine(
+        engine_id="e", state=states[connected], agent_state=state, **{"revision": 3, "acked_revision": 3, **fields}
+    )
+    made.report_time.FromDatetime(NOW - timedelta(seconds=42))
+    return made
+
+
+def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) -> fleet_pb2.EngineFreeze:
+    made = fleet_pb2.EngineFreeze(freeze_ids=ids, confirmed=confirmed)
+    if until is not None:
+        made.end_time.FromDatetime(NOW + until)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seen", "word", "cause", "level"),
+    [
+        (engine(), "ready", "", ""),
+        (engine(acked_revision=0), "connected", "the agent has not applied a policy yet", "warn"),
+        (engine(state=OFF, fault="KeyError: 1"), "off", "the agent is off*: KeyError: 1", "bad"),
+        (engine(unknown_markers="no parser"), "no markers", "no token counts as thinking: no parser", "warn"),
+        (engine(nack_error="no such parser"), "refuses", "revision 3: no such parser", "bad"),
+        (
+            engine(freeze=frozen(7, 8, until=30 * MINUTE)),
+            "frozen",
+            "* for 30 min longer: an incident; another",
+            "warn",
+        ),
+        (engine(freeze=frozen(7, confirmed=False)), "freezing", "an incident", "warn"),
+        (engine(freeze=frozen(confirmed=False)), "thawing", "the agent has not confirmed yet", "warn"),
+        (engine(freeze=frozen()), "frozen", "*MERIDIAN_FREEZE*", "warn"),
+        # A replica that has not heard of the freeze itself still knows when the freeze ends.
+        (engine(freeze=frozen(99, until=MINUTE / 12)), "frozen", "runs as stock vLLM for 5 s longer", "warn"),
+        (engine(False, STALE), "gone", "last heard 42 s ago*its last decisions are in force*", "warn"),
+        (engine(False, DEGRADED), "gone", "last heard 42 s ago*only caps are in force*", "bad"),
+        (engine(False, OFF, fault="KeyError: 1"), "gone", "*the agent was off: KeyError: 1", "bad"),
+        # The worst of several states is shown.
+        (engine(fault="x", nack_error="y", freeze=frozen(7)), "off", "*: x", "bad"),
+    ],
+)
+def test_the_state_of_an_engine_has_a_cause(seen: fleet_pb2.Engine, word: str, cause: str, level: str) -> None:
+    found = condition(seen, FREEZES, NOW)
+    assert (found.word, found.level) == (word, level)
+    parts = cause.split("*")
+    assert found.cause.startswith(parts[0])
+    assert found.cause.endswith(parts[-1])
+    assert all(part in found.cause for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (0.4, "0 s"), (119.4, "119 s"), (120, "2 min"), (3599, "59 min"), (7500, "2 h 5 min")],
+)
+def test_lengths_of_time(seconds: float, text: str) -> None:
+    assert lasting(seconds) == text
+
+
+def test_a_freeze_counts_whom_it_holds_for_and_who_has_confirmed() -> None:
+    engines = [engine(freeze=frozen(7)), engine(freeze=frozen(7, 8, confirmed=False)), engine()]
+    row = freeze_row(FREEZES[7], engines, NOW)
+    assert (row["engines"], row["confirmed"], row["left"], row["match"]) == (2, 1, "9 min", "a*")
+    labelled = Match(("a", "b"), "qwen*", (("zone", "eu"),))
+    assert (match_text(labelled), match_text(Match())) == ("a, b, model qwen*, zone=eu", "every engine")
+
+
+def test_phases_have_requests_that_begin_go_on_and_wait() -> None:
+    requests = [
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_THINK),
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_THINK, think_tokens=3),
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_OUTPUT, output_tokens=1, preempted=True),
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_UNSPECIFIED),
+    ]
+    nobody = {"new": 0, "generating": 0, "preempted": 0}
+    assert phases(requests) == {
+        "prompt": nobody,
+        "think": nobody | {"new": 1, "generating": 1},
+        "output": nobody | {"preempted": 1},
+    }
+
+
+def test_an_engine_of_a_pool_says_what_became_of_its_requests() -> None:
+    assert handovers_text(engine(handovers={"handed_over": 3})) == "", "the section is off"
+    assert handovers_text(engine(pool="thinking")) == "thinking pool: none yet"
+    told = handovers_text(engine(pool="thinking", handovers={"recomputed": 2, "handed_over": 31}))
+    assert told == "thinking pool: handed over 31, recomputed 2"
+    shadowed = fleet_pb2.ShadowHandovers(requests=4)
+    assert handovers_text(engine(pool="thinking", shadow_handovers=shadowed)) == "thinking pool: in shadow 4"
+    refused = handovers_text(engine(pool="both", no_hand_over="no connector", answering_engine={"unfit": "frozen"}))
+    assert refused == "both pools: no connector, frozen"
+    page = ROOT / "meridian_control" / "page" / "static"
+    assert 'Replica</th>\n      <th scope="col">Handovers</th>' in (page / "index.html").read_text()
+    assert "e.replica,\n    [e.handovers" in (page / "page.js").read_text()
+
+
+def test_an_engine_under_pressure_stands_out() -> None:
+    reading = fleet_pb2.PressureReading(target="ttot_p99_ms", measured=412.5, limit=250, samples=90)
+    change = fleet_pb2.PressureChange(name="chat", level_before=1, level=3, reading=reading)
+    row = fleet_pb2.Pressure(name="chat", level=3, changes=[change])
+    told = condition(engine(acked_revision=1, pressures=[row]), {}, NOW)
+    assert (told.word, told.level) == ("ready", "warn")
+    assert told.cause == "pressure chat at level 3 of 6: ttot_p99_ms was 412.5, limit 250"
+    quiet = [fleet_pb2.Pressure(name="a", level=6, shadow=True), fleet_pb2.Pressure(name="b")]
+    assert condition(engine(acked_revision=1, pressures=quiet), {}, NOW).cause == ""
+
+
+def test_zero_was_measured_and_nan_was_not() -> None:
+    told = plain(fleet_pb2.LoggedDecision(comparisons=[fleet_pb2.Comparison(value=0.0), fleet_pb2.Comparison()]))
+    assert told["comparisons"][0]["value"] == 0
+    assert "value" not in plain(fleet_pb2.Comparison(value=float("nan")))
+
+
+def test_harm_and_drift_stand_beside_each_other() -> None:
+    savings = fleet_pb2.Savings(max_loss=0.01, evidence_ratio=0.25, drift_evidence_ratio=0.5)
+    assert (savings_row(savings)["harm"], savings_row(savings)["drift"]) == (
+        "not measured: no request is judged yet",
+        "not compared",
+    )
+    savings.harm_ratio.value, savings.harm_ratio.high = 0.02, 0.0616
+    savings.eat_samples.add(max_nats=1.0, calibrated=40, seen=7)
+    for edge, seen in ((1.0, 30), (5.0, 2)):
+        savings.margin_samples.add(max_value=edge, calibrated=20, seen=seen)
+    row = savings_row(savings)
+    assert row["harm"] == "2.00 %, at most 6.16 %; allowed 1.00 %; evidence 25.00 %"
+    assert row["drift"] == "EAT, 7 requests; The end marker's margin, 32 requests; evidence 50.00 %"
+    savings.ClearField("drift_evidence_ratio")
+    assert savings_row(savings)["drift"].endswith("32 requests"), "no replica leads, so the evidence is not known"
+    page = ROOT / "meridian_control" / "page" / "static"
+    assert '>Harm</th><th scope="col">Drift</th>' in (page / "index.html").read_text()
+    assert "s.harm" in (page / "page.js").read_text()
+    assert "s.drift" in (page / "page.js").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stage", "shadow", "text", "level"),
+    [
+        (fleet_pb2.BUDGET_STAGE_UNSHORTENED, False, "unshortened", ""),
+        (fleet_pb2.BUDGET_STAGE_LOWER_CAP, False, "lower cap", "warn"),
+        (fleet_pb2.BUDGET_STAGE_FLOOR, False, "floor", "bad"),
+        (fleet_pb2.BUDGET_STAGE_FLOOR, True, "floor, in shadow", ""),
+    ],
+)
+def test_a_budget_that_shortens_thinking_stands_out(
+    stage: fleet_pb2.BudgetStage.ValueType, shadow: bool, text: str, level: str
+) -> None:
+    entry = policy_pb2.BudgetPolicy(name="a", tenant="acme", effort="high", tokens_per_day=9, shadow=shadow)
+    row = budget_row(fleet_pb2.Budget(policy=entry, stage=stage, used_tokens=12, left_ratio=-0.125))
+    assert (row["stage"], row["level"], row["left"]) == (text, level, "-12.50 %")
+    assert (row["requests"], row["used_tokens"]) == ("tenant acme, effort high", 12)
+    entry = policy_pb2.BudgetPolicy(name="a")
+    assert budget_row(fleet_pb2.Budget(policy=entry))["requests"] == "every request"

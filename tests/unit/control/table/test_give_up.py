@@ -1,0 +1,237 @@
+"""The give-up rule: where it fires, how its shadow works, and what the control group and `explain` say about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_control.capabilities.entropy.probes import probes_due
+from meridian_control.capabilities.entropy.rule import ends
+from meridian_control.journal.messages import decision_message
+from meridian_control.policy.effects import hold_ms
+from meridian_control.table.needed_capabilities import missing
+from tests.fakes.agent import hello
+from tests.fakes.tables import policy, table, thinking
+from tests.unit.control.engine.test_control_group import CONTROL, TREATED, counts
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
+
+EAT, MARGIN, GIVE_UP = (
+    agent_pb2.FORCE_REASON_EAT,
+    agent_pb2.FORCE_REASON_MARGIN,
+    agent_pb2.FORCE_REASON_GIVE_UP,
+)
+# A request whose EAT was still high at a probe after 2000 thinking tokens.
+UNDECIDED = thinking(think_tokens=2003, eat_think_tokens=2000, eat_count=20, eat_ema_nats=1.0, eat_ema_variance=0.2)
+RULE = {"shadow": False, "give_up_shadow": False, "give_up_tokens": 2000, "give_up_eat_nats": 1.0}
+# The rules of a session: a probe at every second token, and no rule but give-up.
+ONLY = CALIBRATED | {"eat_level_threshold_nats": 0.0, "give_up_tokens": 12, "give_up_shadow": False}
+
+
+# ------------------------------------------------------------------------------------------------------------- the rule
+
+
+def test_it_fires_and_zero_tokens_switch_it_off() -> None:
+    rows = table(UNDECIDED)
+    assert ends(policy(entropy=RULE), rows) == [(0, GIVE_UP)]
+    assert ends(policy(entropy=RULE | {"give_up_tokens": 2001}), rows) == []
+    assert ends(policy(entropy=RULE | {"give_up_eat_nats": 1.01}), rows) == []
+    assert ends(policy(entropy=RULE | {"give_up_tokens": 0}), rows) == []
+    assert ends(policy(entropy=RULE | {"enabled": False}), rows) == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"eat_think_tokens": 1999},
+        {"eat_ema_nats": 0.99},
+        {"eat_count": 19},
+        {"phase": agent_pb2.PHASE_OUTPUT},
+        {"end_decided": EAT},
+        {"live": False},
+        {"own_min_think_tokens": 2004},
+    ],
+)
+def test_it_does_not_fire(changed: dict[str, Any]) -> None:
+    assert ends(policy(entropy=RULE), table(UNDECIDED | changed)) == []
+
+
+def test_the_floor_of_the_policy_holds() -> None:
+    assert ends(policy(entropy=RULE, scheduler={"min_think_tokens": 2004}), table(UNDECIDED)) == []
+    assert ends(policy(entropy=RULE, scheduler={"min_think_tokens": 2003}), table(UNDECIDED)) == [(0, GIVE_UP)]
+
+
+def test_it_comes_after_the_other_entropy_rules_and_before_soft_close() -> None:
+    at_end = {"boundary_now": True, "boundary_ranks": [3] + [0] * 10, "boundary_count": 1}
+    near = {**at_end, "boundary_margins": [0.1] + [9.0] * 3}
+    rows = [UNDECIDED | near, UNDECIDED | at_end, thinking(think_tokens=2003, **at_end)]
+    both = policy(entropy=RULE | {"margin_threshold_nats": 0.5}, scheduler={"soft_think_tokens": 100})
+    found = sorted(ends(both, table(*rows)))
+    assert found == [(0, MARGIN), (1, GIVE_UP), (2, agent_pb2.FORCE_REASON_SOFT_CLOSE)]
+
+
+@pytest.mark.parametrize("shadow", [{"shadow": True}, {"give_up_shadow": True}, {}])
+def test_either_shadow_lets_the_request_think_on(shadow: dict[str, bool]) -> None:
+    """In shadow the rule fires once per request, and other rules in force still end thinking."""
+    made = stream(policy(scheduler=EARLY, entropy=ONLY | shadow))
+    made.agent.eat_nats = 1.5
+    made.open("a", think=40, answer=1)
+    sent = made.step(60)
+    assert [(f.reason, f.shadow) for f in sent.forces] == [(GIVE_UP, bool(shadow))]
+    assert made.session.totals.ends == ({"give_up_shadowed": 1, "natural": 1} if shadow else {"give_up": 1})
+
+
+def test_it_is_in_shadow_by_default() -> None:
+    asked = policy(entropy={"shadow": False, "give_up_tokens": 1, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0})
+    assert asked.entropy.give_up_shadow
+    assert missing(asked, hello(capabilities=agent_pb2.Capabilities())) == ""
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+
+def test_a_request_whose_answer_is_decided_is_left_alone() -> None:
+    """EAT of the first request stays high, EAT of the second falls before the rule begins."""
+    made = stream(policy(scheduler=EARLY, entropy=ONLY | {"ema_alpha": 0.8}))
+    high = made.open("high", think=60, answer=1, eat_nats=lambda tokens: 1.5)
+    made.open("falls", think=60, answer=1, eat_nats=lambda tokens: 1.5 if tokens < 8 else 0.3)
+    sent = made.step(80)
+    assert [(f.slot, f.reason) for f in sent.forces] == [(high, GIVE_UP)]
+    (force,) = made.log.decisions(lambda d: d.kind == "force", None)
+    assert 12 <= force.signals.eat_think_tokens <= 13, "the first probe from 12 tokens on"
+    assert made.session.totals.ends == {"give_up": 1, "natural": 1}
+
+
+def test_an_override_has_thresholds_of_its_own() -> None:
+    late = {"effort": "high", "entropy": {"give_up_tokens": 30}}
+    spared = {"tenant": "spared", "entropy": {"give_up_shadow": True}}
+    made = stream(policy(scheduler=EARLY, entropy=ONLY, override=[late, spared]))
+    made.agent.eat_nats = 1.5
+    slots = [made.open("plain"), made.open("late", effort="high"), made.open("spared", tenant="spared")]
+    sent = made.step(25)
+    assert {(f.slot, f.shadow) for f in sent.forces} == {(slots[0], False), (slots[2], True)}
+    assert {(f.slot, f.shadow) for f in made.step(15).forces} == {(slots[1], False)}
+
+
+def test_without_a_probe_nothing_is_given_up() -> None:
+    """High EAT from before the rule's first token does not count, however long the request thinks on."""
+    made = stream(policy(scheduler=EARLY, entropy=ONLY | {"eat_level_threshold_nats": 0.01}))
+    made.agent.eat_nats = 1.5
+    made.open("a")
+    made.step(10)
+    slot = next(slot for slot, _ in made.session.table.requests())
+    assert made.session.table.eat_count[slot] >= 4
+    made.apply(policy(scheduler=EARLY, entropy=ONLY | {"eat_probe_interval_tokens": 10_000}))
+    assert not made.step(60).forces
+
+
+def test_what_the_rule_saw_and_compared() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=ONLY))
+    made.agent.eat_nats = 1.5
+    made.open("a")
+    made.step(30)
+    (force,) = made.log.decisions(lambda d: d.kind == "force", None)
+    told = decision_message(force)
+    assert told.reason == "give_up"
+    assert told.signals.eat_think_tokens >= 12
+    rows = {c.signal: (c.value, c.operator, c.limit_name, c.limit) for c in told.comparisons}
+    assert rows == {
+        "think_tokens": (force.signals.think_tokens, ">=", "scheduler.min_think_tokens", 0),
+        "eat_think_tokens": (force.signals.eat_think_tokens, ">=", "entropy.give_up_tokens", 12),
+        "eat_samples": (force.signals.eat_samples, ">=", "entropy.eat_warmup_samples", 4),
+        "eat_ema_nats": (1.5, ">=", "entropy.give_up_eat_nats", 1.0),
+    }
+    probes = list(made.log.decisions(lambda d: d.kind == "probe", None))
+    assert {c.limit_name: c.limit for p in probes for c in decision_message(p).comparisons} == {
+        "entropy.give_up_tokens - warm-up": 4
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- probes
+
+
+def test_a_request_is_probed_until_the_rule_has_fired_in_shadow_too() -> None:
+    def due(fired: int, **entropy: Any) -> bool:
+        rows = table(thinking(think_tokens=4000, shadow_decided=fired))
+        return bool(len(probes_due(policy(entropy={"give_up_tokens": 2000} | entropy), rows)))
+
+    assert due(1 << EAT)
+    assert due(1 << GIVE_UP)
+    assert not due(1 << EAT | 1 << GIVE_UP)
+    assert not due(1 << GIVE_UP, eat_level_threshold_nats=0.0)
+
+
+def test_without_other_rules_on_probes_they_begin_shortly_before_the_rule() -> None:
+    """The control group is probed from the floor on, because the probes judge the other rules."""
+    only = {"eat_level_threshold_nats": 0.0, "eat_warmup_samples": 4, "eat_probe_interval_tokens": 50}
+
+    def begins(**entropy: Any) -> list[int]:
+        rows = [thinking(think_tokens=tokens) for tokens in (400, 1799, 1800)]
+        rows.append(thinking(think_tokens=400, control=True))
+        asked = policy(entropy=only | {"give_up_tokens": 2000} | entropy)
+        return list(probes_due(asked, table(*rows)))
+
+    assert begins() == [2, 3]
+    assert begins(eat_level_threshold_nats=0.1) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("entropy", "waits"),
+    [
+        ({}, True),
+        ({"give_up_shadow": True}, False),
+        ({"shadow": True}, False),
+        ({"give_up_tokens": 0}, False),
+        ({"give_up_shadow": True, "eat_level_threshold_nats": 0.1}, True),
+    ],
+)
+def test_a_request_waits_only_for_a_rule_in_force(entropy: dict[str, Any], waits: bool) -> None:
+    held = policy(entropy=ONLY | entropy).entropy
+    assert hold_ms(held) == (held.eat_hold_ms if waits else 0)
+
+
+# ----------------------------------------------------------------------------------------- shadow and the control group
+
+
+def test_its_own_shadow_is_compared_like_a_section() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=ONLY | {"give_up_shadow": True}, loop={"enabled": False}))
+    made.agent.eat_nats = 1.5
+    made.open("a", think=40, answer=1)
+    made.step(60)
+    told = {(m.section, m.reason): m for m in made.session.shadow.messages()}
+    assert set(told) == {("give_up", ""), ("give_up", "give_up")}
+    one = told["give_up", "give_up"]
+    assert (one.requests, one.would_end) == (1, 1)
+    assert one.saved_tokens == 40 - one.would_end_think_tokens > 20
+
+
+def stopped(entropy: dict[str, Any], name: str = CONTROL) -> Stream:
+    """Run one request whose answer changes at every probe until its thinking ends by itself."""
+    rules = {**ONLY, "holdout_share": 0.5, **entropy}
+    made = stream(policy(scheduler=EARLY, entropy=rules))
+    made.open(name, think=60, answer=3, eat_nats=lambda tokens: 1.5, trial_answer=lambda tokens: tokens)
+    made.step(80)
+    assert made.balanced()
+    return made
+
+
+def test_a_request_of_the_control_group_that_would_be_given_up_is_not_harmed() -> None:
+    """The proxy takes each answer that changes for harm, but an answer that changes is what makes the rule fire."""
+    found = counts(stopped({}))
+    assert (found.control.requests, found.control.stopped) == (1, 1)
+    assert found.shadow_saved_tokens > 40
+    assert (found.judged, found.judged_stops, found.harmful, found.unjudged) == (0, 0, 0, 0)
+
+
+def test_what_eat_would_have_ended_is_still_judged() -> None:
+    found = counts(stopped({"eat_level_threshold_nats": 2.0, "eat_ema_variance_threshold": 1.0}))
+    assert (found.control.stopped, found.judged, found.harmful) == (1, 1, 1)
+
+
+def test_its_own_shadow_is_no_end_of_a_treated_request() -> None:
+    found = counts(stopped({"give_up_shadow": True}))
+    assert (found.control.requests, found.control.stopped, found.shadow_saved_tokens) == (1, 0, 0)
+    assert (found.judged, found.harmful) == (1, 0)
+    treated = counts(stopped({}, TREATED))
+    assert (treated.treated.requests, treated.treated.stopped) == (1, 1)
