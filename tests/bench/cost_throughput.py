@@ -241,7 +241,7 @@ class Measured:
         for place in self._places:
             place.cancel()
         await asyncio.wait(self._places)
-        return await asyncio.to_thread(self._engine.totals)
+        return await asyncio.to_thread(self._engine.counters)
 
     def release(self) -> None:
         """Let the engine's processes go on without windows."""

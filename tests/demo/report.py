@@ -123,7 +123,8 @@ def notes(findings: Findings) -> list[str]:
         f"decisions: {decisions} ({_listed(engine.decisions)})",
         f"outcomes:  {outcomes} ({_listed(engine.outcomes)}), {engine.open_decisions} open",
         f"ends as the engine reported them: {_listed(engine.ends) or 'none'}",
-        f"preempted while answering: {engine.counters.output_critical}, reports dropped: {engine.counters.reports_dropped}",
+        f"preempted while answering: {engine.counters.output_critical}, "
+        f"reports dropped: {engine.counters.reports_dropped}",
         f"thinking tokens are counted by {source}; TTOT: last piece of thinking to first piece of the answer",
     ]
 
