@@ -1,7 +1,7 @@
 """Measure the processor time of a whole control-plane process per token event, beside an older one and a bare echo.
 
-The module owns the three servers, of which one at a time runs, their load, the windows and their rounds. `cost_load`
-is the load and `cost_echo` the echo; both run in processes of their own. The protocol is in tests/bench/cost.md.
+The module owns the three servers, of which one at a time runs, their load and the windows. `cost_load` is the load and
+`cost_echo` the echo; both run in processes of their own. The protocol is in tests/bench/cost.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -22,14 +21,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.bench import cost_load
-from tests.bench.machine import TICKS_PER_S, Others, ticks_of
-from tests.bench.program import BenchError
+from tests.bench.harness import BenchError, Column
+from tests.bench.machine import TICKS_PER_S, ticks_of
 from tests.processes import ROOT, Control, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.bench.harness import Figures, Session
+
+COLUMNS = (
+    Column("token_events_per_core_s", "token events per core-second", 0, "ratio"),
+    Column("engines_per_core", "engines per core", 0),
+    Column("messages_per_s", "reports per second", 0),
+    Column("us_per_message", "processor time of a report, us", 0),
+    Column("cores", "cores used", 3),
+    Column("pace", "pace of the load", 3),
+    Column("received", "share of events that arrived", 3),
+    Column("latency_p50_ms", "answer to a report, P50, ms", 1),
+    Column("latency_p99_ms", "P99, ms", 1),
+)
 # The commit whose control plane and agent are measured beside today's.
 BEFORE = "8206ef5"
 FOLDERS = ("proto", "kernels")
@@ -60,65 +72,6 @@ class Load:
     def events_per_s(self) -> float:
         """Return the token events per second of one engine."""
         return self.requests * 1e3 / STEP_MS
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window of one arm.
-
-    events: token events that the server received; sent: those that the load sent. pace: steps of the engines as a share
-    of those that were due. latency_ms: times from queueing a report to its answer, of one engine; others_cores: cores
-    that other programs used.
-    """
-
-    events: float
-    sent: int
-    cpu_s: float
-    wall_s: float
-    messages: float
-    pace: float
-    latency_ms: tuple[float, ...]
-    others_cores: float
-
-    @property
-    def events_per_core_s(self) -> float:
-        return self.events / max(self.cpu_s, 1 / TICKS_PER_S)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """The figures of one arm, medians over its windows.
-
-    messages_per_s: reports per second; pace and received: the smallest pace, and the smallest share of the token events
-    sent that arrived, of a window; latency_ms: P50 and P99 over all windows, empty for the echo.
-    """
-
-    windows: int
-    token_events_per_core_s: float
-    engines_per_core: float
-    us_per_message: float
-    messages_per_s: float
-    cores: float
-    pace: float
-    received: float
-    latency_ms: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All arms, and the ratios of today's events per core-second to the others' in the same round, as medians.
-
-    no_before: why the older control plane was not measured; empty if it was.
-    """
-
-    rounds: int
-    engines: int
-    requests: int
-    arms: dict[str, Arm]
-    over: dict[str, float]
-    ratios: dict[str, list[float]]
-    others_cores: float
-    no_before: str
 
 
 class Cores:
@@ -207,15 +160,17 @@ def tree_of(commit: str, folder: Path, repository: Path = ROOT) -> str:
 class Rig:
     """Runs windows of the arms, each with a fresh server and a fresh load."""
 
-    def __init__(self, folder: Path, load: Load) -> None:
+    def __init__(self, folder: Path, load: Load, before: str = BEFORE) -> None:
+        folder.mkdir(parents=True)
+        self.no_before = tree_of(before, folder / "before")
         self._folder, self._load, self._number = folder, load, 0
         self._cores = Cores(os.sched_getaffinity(0))
         self._trees = {TODAY: ROOT, OLD: folder / "before"}
         # The recording that the echo receives, a file for each process of the load, and its window.
         self._recordings: list[Path] = []
-        self._recorded: Window | None = None
+        self._recorded: Figures = {}
 
-    def window(self, arm: str, *, record: bool = False) -> Window:
+    def window(self, arm: str, _: int = 0, *, record: bool = False) -> Figures:
         """Measure one window. record: keep its messages for the echo. Raises BenchError."""
         self._number += 1
         folder = self._folder / f"{self._number}-{arm}"
@@ -227,7 +182,7 @@ class Rig:
         many = range(1, self._load.engines)
         return [range(1), *(many[first : first + PER_PROCESS] for first in range(0, len(many), PER_PROCESS))]
 
-    def _governed(self, folder: Path, tree: Path, record: bool) -> Window:
+    def _governed(self, folder: Path, tree: Path, record: bool) -> Figures:
         load, shares = self._load, self._shares()
         recordings = [folder / f"sent-{share.start}" for share in shares] if record else []
         with contextlib.ExitStack() as stack:
@@ -249,21 +204,36 @@ class Rig:
             self._recordings, self._recorded = recordings, window
         return window
 
-    def _measured(self, pid: int, metrics: str, programs: Sequence[Program]) -> Window:
-        others = Others()
+    def _measured(self, pid: int, metrics: str, programs: Sequence[Program]) -> Figures:
         counts_of(programs)
         seen, began_s, ticks = _totals(metrics), time.monotonic(), ticks_of(pid)
         time.sleep(self._load.measure_s)
         cpu_s, wall_s = (ticks_of(pid) - ticks) / TICKS_PER_S, time.monotonic() - began_s
         events, reports = (now - before for now, before in zip(_totals(metrics), seen, strict=True))
         counts = counts_of(programs)
-        others_cores = others.cores(wall_s)
         sent = sum(c["rows"] for c in counts)
         if events < ARRIVED * sent:
             raise BenchError(f"the control plane received {events:.0f} token events of {sent} that were sent")
         due = self._load.engines * counts[0]["took_s"] * 1e3 / STEP_MS
         pace = sum(c["steps"] for c in counts) / due
-        return Window(events, sent, cpu_s, wall_s, reports, pace, tuple(counts[0]["trips_ms"]), others_cores)
+        found = self._figures(events, sent, cpu_s, wall_s, reports)
+        if trips_ms := counts[0]["trips_ms"]:
+            found["latency_p50_ms"], found["latency_p99_ms"] = np.percentile(trips_ms, [50, 99]).tolist()
+        return found | {"pace": pace}
+
+    def _figures(self, events: float, sent: float, cpu_s: float, wall_s: float, messages: float) -> Figures:
+        """Return the figures of a window. events: token events that the server received; sent: those that the load
+        sent; messages: reports."""
+        per_core_s = events / max(cpu_s, 1 / TICKS_PER_S)
+        return {
+            "token_events_per_core_s": per_core_s,
+            "engines_per_core": per_core_s / self._load.events_per_s,
+            "us_per_message": cpu_s / max(messages, 1) * 1e6,
+            "messages_per_s": messages / wall_s,
+            "cores": cpu_s / wall_s,
+            "received": events / sent,
+            **{"sent": sent, "messages": messages, "wall_s": wall_s},
+        }
 
     @contextlib.contextmanager
     def _control(self, folder: Path, tree: Path) -> Iterator[tuple[Control, str]]:
@@ -279,9 +249,8 @@ class Rig:
         finally:
             control.process.stop()
 
-    def _echo(self, folder: Path) -> Window:
+    def _echo(self, folder: Path) -> Figures:
         target, recorded, log = f"127.0.0.1:{free_port()}", self._recorded, folder / "echo.log"
-        assert recorded is not None
         with contextlib.ExitStack() as stack:
             command = ("tests.bench.cost_echo", "serve", target)
             server = stack.enter_context(Program(ROOT, self._cores.server, log, *command))
@@ -294,15 +263,15 @@ class Rig:
             ]
             for sender in senders:
                 sender.answer()
-            others, began_s, ticks = Others(), time.monotonic(), ticks_of(server.popen.pid)
+            began_s, ticks = time.monotonic(), ticks_of(server.popen.pid)
             for sender in senders:
                 sender.ask()
             answers = sum(sender.answer()["answers"] for sender in senders)
             cpu_s, wall_s = (ticks_of(server.popen.pid) - ticks) / TICKS_PER_S, time.monotonic() - began_s
-        if answers < ARRIVED * recorded.messages:
-            raise BenchError(f"the echo received {answers} of {recorded.messages:.0f} recorded reports")
-        pace = recorded.wall_s / wall_s
-        return Window(recorded.sent, recorded.sent, cpu_s, wall_s, answers, pace, (), others.cores(wall_s))
+        if answers < ARRIVED * recorded["messages"]:
+            raise BenchError(f"the echo received {answers} of {recorded['messages']:.0f} recorded reports")
+        found = self._figures(recorded["sent"], recorded["sent"], cpu_s, wall_s, answers)
+        return found | {"pace": recorded["wall_s"] / wall_s}
 
 
 def counts_of(programs: Sequence[Program]) -> list[dict[str, Any]]:
@@ -320,61 +289,27 @@ def _totals(metrics: str) -> tuple[float, float]:
     return float(values["meridian_token_events_total"]), float(values["meridian_reports_total"])
 
 
-def measure(
-    folder: Path, rounds: int, load: Load, say: Callable[[str], None], keep: Callable[[Comparison], None]
-) -> Comparison:
-    """Measure all arms in `rounds` rounds. say: gets a text before each window; keep: gets the figures so far after
-    each round. Raises BenchError."""
-    folder.mkdir()
-    no_before = tree_of(BEFORE, folder / "before")
-    arms = [TODAY, ECHO] if no_before else [TODAY, OLD, ECHO]
-    rig, found = Rig(folder, load), list[dict[str, Window]]()
-    say(f"warming up, and recording the reports for the echo{no_before and '; no older commit: '}{no_before}")
+async def measure(session: Session) -> dict[str, Any]:
+    """Measure all servers; return the part's figures of the last line. Raises BenchError."""
+    given, runs = session.options, session.runs
+    load = Load(engines=given.engines, measure_s=given.control_s)
+    rig = Rig(session.fresh() / "control", load, given.before)
+    session.say(f"warming up, and recording the reports for the echo; {rig.no_before or 'the older commit is there'}")
     rig.window(TODAY, record=True)
-    for number in range(rounds):
-        turned, windows = number % len(arms), dict[str, Window]()
-        for arm in (arms[turned:] + arms[:turned])[:: -1 if number % 2 else 1]:
-            say(f"round {number + 1} of {rounds}: {arm}")
-            windows[arm] = rig.window(arm)
-        found.append(windows)
-        compared = compare(found, load, no_before)
-        keep(compared)
-    return compared
-
-
-def compare(rounds: Sequence[dict[str, Window]], load: Load, no_before: str) -> Comparison:
-    """Return the figures over all rounds."""
-    ratios = {
-        other: [found[TODAY].events_per_core_s / found[other].events_per_core_s for found in rounds]
-        for other in rounds[0]
-        if other != TODAY
+    text = (
+        f"{load.engines} engines with {load.requests} running requests each. `{OLD}` is the control plane of commit "
+        f"{given.before} with its own agents, `{ECHO}` a bare gRPC server that receives today's reports. "
+        f"{f'`{OLD}` is missing: {rig.no_before}.' if rig.no_before else ''}"
+    )
+    for number in range(given.control_rounds):
+        await session.rounds([TODAY, ECHO] if rig.no_before else [TODAY, OLD, ECHO], rig.window, [number])
+        session.table("The control plane", text.strip(), COLUMNS, TODAY)
+    over_echo = runs.ratio(TODAY, ECHO, "token_events_per_core_s")
+    session.goal("token events per core-second over the echo's", ">= 0.4", over_echo)
+    before = runs.median(OLD, "engines_per_core")
+    return {
+        "token_events_per_core_s": runs.median(TODAY, "token_events_per_core_s").rounded(0),
+        "engines_per_core": runs.median(TODAY, "engines_per_core").rounded(1),
+        "engines_per_core_before": None if rig.no_before else before.rounded(1),
+        "of_echo": over_echo.rounded(3),
     }
-    return Comparison(
-        rounds=len(rounds),
-        engines=load.engines,
-        requests=load.requests,
-        arms={arm: _arm([found[arm] for found in rounds], load) for arm in sorted(rounds[0])},
-        over={other: statistics.median(values) for other, values in ratios.items()},
-        ratios=ratios,
-        others_cores=max(window.others_cores for found in rounds for window in found.values()),
-        no_before=no_before,
-    )
-
-
-def _arm(windows: Sequence[Window], load: Load) -> Arm:
-    def median(of: Callable[[Window], float]) -> float:
-        return statistics.median(map(of, windows))
-
-    latencies = [ms for window in windows for ms in window.latency_ms]
-    events_per_core_s = median(lambda w: w.events_per_core_s)
-    return Arm(
-        windows=len(windows),
-        token_events_per_core_s=events_per_core_s,
-        engines_per_core=events_per_core_s / load.events_per_s,
-        us_per_message=median(lambda w: w.cpu_s / max(w.messages, 1) * 1e6),
-        messages_per_s=median(lambda w: w.messages / w.wall_s),
-        cores=median(lambda w: w.cpu_s / w.wall_s),
-        pace=min(window.pace for window in windows),
-        received=min(window.events / window.sent for window in windows),
-        latency_ms=tuple(np.percentile(latencies, [50, 99]).tolist()) if latencies else (),
-    )

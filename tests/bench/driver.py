@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.program import BenchError, output_into
+from tests.bench.harness import BenchError
+from tests.bench.machine import output_into
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from tests.bench.fleet_tape import Report
 
+# Duration of a real engine's step in milliseconds.
+STEP_MS = 20.0
 METHOD = "/meridian.v1.AgentService/Connect"
 # Each engine has a connection of its own.
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]

@@ -1,7 +1,7 @@
 """Measure what a very long request costs the agent in a step: `python -m tests.bench.long_requests`.
 
-The protocol is in tests/bench/README.md. The module owns vLLM's own scheduler without a model, with the agent in front
-of it under a real control plane, and the lengths of the requests. The last line printed is JSON.
+The protocol is in tests/bench/cost.md. The module owns vLLM's own scheduler without a model, with the agent in front of
+it under a real control plane, and the lengths of the requests.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.bench import program
+from tests.bench import harness
+from tests.bench.harness import BenchError, Column
 from tests.bench.machine import machine, rss_mb
 from tests.processes import ROOT, STATE, Control, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from tests.bench.harness import Figures, Session
 
 BLOCK, BATCH_TOKENS, PLACES = 32, 8192, 8
 MILLION = 1_000_000
@@ -67,28 +66,17 @@ class Case:
         return min(LOOKED_AT, self.new_tokens // LOOKED_AT_SHARE)
 
 
-@dataclass(frozen=True)
-class Found:
-    """Figures of one arm. Times in us are medians per step, in the request's first steps of output and in its last.
-
-    stock_*: stock's schedule and update. agent_*: the agent's hooks. opened_ms: adding the request, with all hooks.
-    longest_ms: the longest step, in processor time of the engine's thread. rss_mb: growth of the process. held_kb: the
-    agent's own objects after the first steps and before the last. think_tokens: thinking tokens when the thinking was
-    ended, or None.
-    """
-
-    case: str
-    arm: str
-    opened_ms: float
-    stock_first_us: float
-    stock_last_us: float
-    agent_first_us: float
-    agent_last_us: float
-    longest_ms: float
-    probes: dict[str, int]
-    rss_mb: float
-    held_kb: tuple[float, float]
-    think_tokens: int | None
+COLUMNS = (
+    Column("opened_ms", "adding the request, ms", 2),
+    Column("stock_first_us", "stock's step, first, us", 0),
+    Column("stock_last_us", "last", 0),
+    Column("agent_first_us", "the agent's part, first, us", 0),
+    Column("agent_last_us", "last", 0),
+    Column("longest_ms", "longest step, ms", 1),
+    Column("rss_mb", "grown by, MB", 0),
+    Column("held_first_kb", "the agent's objects, first, KB", 0),
+    Column("held_last_kb", "last", 0),
+)
 
 
 def cases(decoded: int) -> list[Case]:
@@ -186,7 +174,14 @@ class Engine:
         return left == 0
 
 
-def measure(case: Case, arm: str, control: Control) -> Found:
+def request(case: Case, arm: str, control: Control) -> Figures:
+    """Return the figures of one request.
+
+    Times in us are medians per step, in the request's first steps of output and in its last: stock's schedule and
+    update, and the agent's hooks. opened_ms: adding the request, with all hooks. longest_ms: the longest step, in
+    processor time of the engine's thread. rss_mb: growth of the process. held_kb: the agent's own objects after the
+    first steps and before the last. think_tokens: thinking tokens when the thinking was ended.
+    """
     engine = Engine(arm == "governed", case.prompt_tokens + case.new_tokens)
     if engine.agent is not None:
         control.engine()
@@ -194,9 +189,8 @@ def measure(case: Case, arm: str, control: Control) -> Found:
     # vLLM's engine core does the same: a collection of all imported objects takes a third of a second.
     gc.freeze()
     before_mb = rss_mb(os.getpid())
-    opened_ms = engine.add("long", case)
-    stock_us, agent_us, longest_s = list[float](), list[float](), 0.0
-    generated, held_kb = 0, list[float]()
+    found = {"opened_ms": engine.add("long", case)}
+    stock_us, agent_us, held_kb, longest_s, generated = list[float](), list[float](), list[float](), 0.0, 0
     while generated < case.new_tokens:
         if generated in {case.looked_at, case.new_tokens - 1}:
             held_kb.append(_held_kb(engine))
@@ -211,32 +205,17 @@ def measure(case: Case, arm: str, control: Control) -> Found:
         if case.probed:
             # The step lasts as long as a large model's, so that a probe can be requested in each.
             time.sleep(0.002)
-    grown_mb = rss_mb(os.getpid()) - before_mb
-    probes = dict(_refusals(engine, control)) if case.probed and engine.agent is not None else {}
+    for name, times_us in (("stock", stock_us), ("agent", agent_us)):
+        found[f"{name}_first_us"] = statistics.median(times_us[: case.looked_at])
+        found[f"{name}_last_us"] = statistics.median(times_us[-case.looked_at :])
+    found |= {"longest_ms": longest_s * 1e3, "rss_mb": rss_mb(os.getpid()) - before_mb}
+    found |= {"held_first_kb": held_kb[0], "held_last_kb": held_kb[-1]}
     if engine.agent is not None:
+        seen = control.engine()
+        found |= {"probes": seen.decisions.get("probe", 0), "probe_tokens": seen.counters.probe_tokens}
         assert not engine.scheduler._guard.fault, engine.scheduler._guard.fault
         engine.agent.link.stop()
-
-    def first(of: Sequence[float]) -> float:
-        return statistics.median(of[: case.looked_at])
-
-    def last(of: Sequence[float]) -> float:
-        return statistics.median(of[-case.looked_at :])
-
-    return Found(
-        case=case.name,
-        arm=arm,
-        opened_ms=opened_ms,
-        stock_first_us=first(stock_us),
-        stock_last_us=last(stock_us),
-        agent_first_us=first(agent_us),
-        agent_last_us=last(agent_us),
-        longest_ms=longest_s * 1e3,
-        probes=probes,
-        rss_mb=grown_mb,
-        held_kb=(held_kb[0], held_kb[-1]),
-        think_tokens=engine.think_tokens,
-    )
+    return found if engine.think_tokens is None else found | {"think_tokens": engine.think_tokens}
 
 
 def _seconds(engine: Engine) -> float:
@@ -262,94 +241,43 @@ def _held_kb(engine: Engine) -> float:
     return size / 1024
 
 
-def _refusals(engine: Engine, control: Control) -> dict[str, int]:
-    found = control.engine()
-    return {"asked": found.decisions["probe"], "tokens": found.counters.probe_tokens}
-
-
-def table(found: Sequence[Found]) -> list[str]:
-    head = (
-        "request",
-        "adding it, stock / governed, ms",
-        "stock's step, first / last, us",
-        "the agent's part, first / last, us",
-        "longest step, stock / governed, ms",
-        "grown by, stock / governed, MB",
-        "the agent's objects, first / last, KB",
-    )
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for stock, own in zip(found[::2], found[1::2], strict=True):
-        cells = (
-            own.case,
-            f"{stock.opened_ms:.2f} / {own.opened_ms:.2f}",
-            f"{stock.stock_first_us:.0f} / {stock.stock_last_us:.0f}",
-            f"{own.agent_first_us:.0f} / {own.agent_last_us:.0f}",
-            f"{stock.longest_ms:.1f} / {own.longest_ms:.1f}",
-            f"{stock.rss_mb:.0f} / {own.rss_mb:.0f}",
-            f"{own.held_kb[0]:.0f} / {own.held_kb[1]:.0f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tests.bench.long_requests", description=__doc__)
-    parser.add_argument("--decoded", type=int, default=MILLION, help="tokens of the longest output")
-    parser.add_argument("--only", type=int, nargs="*", help="run only these cases, by number")
-    parser.add_argument(
-        "--engine",
-        type=int,
-        default=0,
-        help="also run a prompt of this many tokens on a real engine, which takes minutes",
-    )
-    parser.add_argument("--arm", choices=("stock", "governed"), help=argparse.SUPPRESS)
-    parser.add_argument("--control", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def in_a_process(number: int, arm: str, decoded: int, control: Control) -> Found:
+def in_a_process(number: int, arm: str, session: Session, control: Control) -> Figures:
     """Measure one arm in a process of its own, so that no arm finds another one's memory. Raises BenchError."""
     target = {"MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": "long", "MERIDIAN_STATE_DIR": STATE}
     command = [sys.executable, "-m", "tests.bench.long_requests", "--only", str(number), "--arm", arm]
-    command += ["--decoded", str(decoded), "--control", control.target]
+    command += ["--decoded", str(session.options.decoded), "--control", control.target]
+    command += ["--output", str(session.folder / arm)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **target}, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise program.BenchError(done.stderr[-2000:])
-    return Found(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def on_an_engine(tokens: int, control: Control) -> list[dict[str, float]]:
-    """Measure a long prompt on a real engine, in a process of its own. Raises BenchError."""
-    target = {"MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": "engine", "MERIDIAN_STATE_DIR": STATE}
-    command = [sys.executable, "-m", "tests.bench.long_engine", control.target, str(tokens)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **target}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise program.BenchError(done.stderr[-2000:])
-    found: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+        raise BenchError(done.stderr[-2000:])
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def run() -> None:
-    """Run the whole benchmark. Raises BenchError."""
-    options = arguments()
-    every = cases(options.decoded)
-    numbers = range(len(every)) if options.only is None else options.only
-    if options.arm:
-        (number,) = numbers
-        print(json.dumps(asdict(measure(every[number], options.arm, Control.existing(options.control)))))
-        return
-    folder = Path(tempfile.mkdtemp(prefix="meridian-long-"))
-    control = Control(folder)
+def measure(session: Session) -> dict[str, Any]:
+    given = session.options
+    every = cases(given.decoded)
+    if given.arm:
+        return request(every[given.only[0]], given.arm, Control.existing(given.control))
+    control = Control(session.fresh())
     try:
-        found = [in_a_process(n, arm, options.decoded, control) for n in numbers for arm in ("stock", "governed")]
-        engine = on_an_engine(options.engine, control) if options.engine else []
+        for number in range(len(every)) if given.only is None else given.only:
+            for arm in ("stock", "governed"):
+                session.add(arm, in_a_process(number, arm, session, control), case=every[number].name)
     finally:
         control.process.stop()
-    print("\n".join(table(found)))
-    for one in engine:
-        print(json.dumps(one))
-    print(json.dumps({"found": [asdict(one) for one in found], "engine": engine, "machine": machine()}))
+    session.table("A long request", "vLLM's scheduler without a model.", COLUMNS, "stock")
+    found = [{"case": run.case, "arm": run.arm, **run.figures} for run in session.runs.all]
+    return {"found": found, "machine": machine()}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--decoded", type=int, default=MILLION, help="tokens of the longest output")
+    add("--only", type=int, nargs="*", help="run only these cases, by number")
+    add("--arm", choices=("stock", "governed"), help=argparse.SUPPRESS)
+    add("--control", help=argparse.SUPPRESS)
 
 
 if __name__ == "__main__":
-    program.main(run)
+    harness.main("long_requests", "Long requests", __doc__, options, measure)

@@ -1,0 +1,262 @@
+"""The rigs of the benchmarks: the gate, the loads, the simulated fleet, and rivals that must compute the same."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from meridian.v1 import agent_pb2
+from meridian_kernels import reference
+
+from meridian_agent.core.step_record import Outcome
+from tests.bench import cost_control
+from tests.bench.cost_control import Program
+from tests.bench.fleet_engines import Decisions
+from tests.bench.fleet_rig import Rig, Windows, measure
+from tests.bench.fleet_tape import Report, made
+from tests.bench.gate import GATE, Keeper
+from tests.bench.kernels import why_not
+from tests.bench.kernels_arms import eager
+from tests.needed import TRITON, VLLM
+from tests.processes import ROOT, Control, free_port, wait_for
+
+if TYPE_CHECKING:
+    from tests.postgres import Postgres
+
+# Stands in for a worker whose steps need the process of the argument.
+WORKER = """
+import sys
+from tests.bench.gate import Gate
+from tests.bench.test_rigs import state
+from tests.processes import wait_for
+gate = Gate()
+while True:
+    gate.step()
+    wait_for(lambda: state(int(sys.argv[1])) != "T", 2, "the other process to go on")
+    gate.tokens += 2
+    gate.prompt_tokens += 3
+    gate.done()
+"""
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_a_gate_lets_steps_pass_and_stops_the_other_processes_between_windows(tmp_path: Path) -> None:
+    keeper, other = Keeper(tmp_path / "gate"), subprocess.Popen(["sleep", "600"])
+    environment = os.environ | {GATE: str(tmp_path / "gate")}
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(other.pid)], env=environment, cwd=ROOT)
+    try:
+        await keeper.reached()
+        for count in (3, 1):
+            passed = await keeper.opened(count, [other.pid])
+            assert (passed.tokens, passed.prompt_tokens) == (2 * count, 3 * count)
+            assert 0 < passed.between_s < passed.took_s
+            assert 0 <= passed.starved_s < passed.took_s
+            assert 0 < passed.computing_s < passed.took_s
+            wait_for(lambda: state(other.pid) == "T", 5, "the other process to stop")
+        keeper.leave_open([other.pid])
+        wait_for(lambda: state(other.pid) == "S", 5, "the other process to go on")
+    finally:
+        for process in (worker, other):
+            process.kill()
+            process.wait()
+        keeper.close()
+
+
+def test_an_older_commit_is_found_or_its_absence_said(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    (repository / "tests" / "bench").mkdir(parents=True)
+    (repository / "tests" / "bench" / "size.py").touch()
+    git = ("git", "-C", str(repository), "-c", "user.name=test", "-c", "user.email=test@example.org")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "Add a file")):
+        subprocess.run([*git, *command], check=True)
+    assert cost_control.tree_of("HEAD", tmp_path / "head", repository) == ""
+    assert {path.name for path in (tmp_path / "head" / "tests" / "bench").iterdir()} == {"size.py", "cost_load.py"}
+    assert "no commit 8206ef5" in cost_control.tree_of("8206ef5", tmp_path / "missing", repository)
+
+
+def tokens(control: Control) -> dict[str, int]:
+    """Return the tokens that the control plane knows of, by engine."""
+    found: dict[str, int] = defaultdict(int)
+    for request in control.requests():
+        found[request.engine_id] += request.think_tokens + request.output_tokens
+    return found
+
+
+def differs(control: Control, before: dict[str, int]) -> bool:
+    """Return whether the tokens of each engine have changed."""
+    return all(now != before[engine] for engine, now in tokens(control).items())
+
+
+def test_the_load_sends_reports_of_requests_that_come_and_go_and_the_echo_answers_each(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    control, recording, log = Control(tmp_path), tmp_path / "sent", tmp_path / "log"
+    try:
+        load = ("tests.bench.cost_load", control.target, "0", "2", "4", "20", str(recording))
+        with Program(ROOT, cores, log, *load) as program:
+            assert program.answer() == {"ready": True}
+            program.ask()
+            program.answer()
+            # A first report may have been under way before the line.
+            for _ in range(2):
+                wait_for(partial(differs, control, tokens(control)), 20, "a report of each engine")
+            program.ask()
+            counts = program.answer()
+            assert counts["rows"] == 4 * counts["steps"] > 0
+            program.end()
+    finally:
+        control.process.stop()
+    sent = pickle.loads(recording.read_bytes())
+    assert {engine for engine, *_ in sent} == {0, 1}
+    target = f"127.0.0.1:{free_port()}"
+    with Program(ROOT, cores, log, "tests.bench.cost_echo", "serve", target) as server:
+        server.answer()
+        with Program(ROOT, cores, log, "tests.bench.cost_echo", "send", target, str(recording)) as sender:
+            sender.answer()
+            sender.ask()
+            assert sender.answer() == {"answers": len(sent)}
+
+
+def report(**fields: tuple[int, ...]) -> Report:
+    """Return a report of two thinking requests."""
+    empty: dict[str, tuple[int, ...]] = {"opened": (), "ended": (), "closed": ()}
+    state = {"numbers": (1, 2), "phases": (agent_pb2.PHASE_THINK,) * 2, "thinks": (50, 60), "answers": (0, 0)}
+    return Report(1, b"", **(empty | state | fields))
+
+
+def outcomes(added: agent_pb2.StepReport) -> dict[int, int]:
+    return {outcome.decision_id: outcome.outcome for outcome in added.outcomes}
+
+
+def test_every_decision_has_one_outcome() -> None:
+    decisions, rng = Decisions(), random.Random(1)
+    first = agent_pb2.Directives(step=1)
+    for slot in (0, 1):
+        first.caps.add(decision_id=1 + slot, slot=slot, max_think_tokens=100)
+        first.tiers.add(decision_id=3 + slot, slot=slot, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)
+    first.probes.add(decision_id=5, slot=0)
+    first.forces.add(decision_id=6, slot=1, reason=agent_pb2.FORCE_REASON_EAT, shadow=True)
+    first.plan.decision_id = 7
+    decisions.accept(first, report())
+    added = decisions.play(report(), 2, rng)
+    assert outcomes(added) == {5: Outcome.APPLIED, 6: Outcome.SHADOWED, 7: Outcome.APPLIED}
+    assert (added.step, list(added.probes.decision_id), list(added.probes.think_tokens)) == (2, [5], [50])
+    assert decisions.open == 4
+
+    second = agent_pb2.Directives(step=2)
+    second.caps.add(decision_id=8, slot=1, max_think_tokens=90)
+    second.plan.decision_id = 9
+    second.probes.add(decision_id=10, slot=0)
+    decisions.accept(second, report())
+    answers = (agent_pb2.PHASE_OUTPUT, agent_pb2.PHASE_THINK)
+    ended = report(ended=(0,), closed=(1,), phases=answers)
+    assert outcomes(decisions.play(ended, 3, rng)) == {
+        1: Outcome.ENDED_NATURALLY,
+        2: Outcome.SUPERSEDED,
+        4: Outcome.APPLIED,
+        8: Outcome.REQUEST_GONE,
+        9: Outcome.APPLIED,
+        10: Outcome.REFUSED,
+    }
+    assert decisions.open == 1
+
+    late = agent_pb2.Directives(step=2)
+    late.caps.add(decision_id=11, slot=1, max_think_tokens=90)
+    decisions.accept(late, ended)
+    opened = report(opened=(1,))
+    assert outcomes(decisions.play(opened, 4, rng)) == {11: Outcome.REQUEST_GONE}
+    older = agent_pb2.Directives(step=3)
+    older.caps.add(decision_id=12, slot=1, max_think_tokens=90)
+    decisions.accept(older, opened)
+    assert outcomes(decisions.play(report(), 5, rng)) == {12: Outcome.REQUEST_GONE}, "made for the request before"
+    decisions.begin(report())
+    assert outcomes(decisions.play(report(), 6, rng)) == {3: Outcome.APPLIED}
+    assert decisions.open == 0
+
+
+async def test_a_small_fleet_loses_nothing_although_a_replica_is_killed(tmp_path: Path, postgres: Postgres) -> None:
+    tape = made(1, 4, 20.0, 600, 1000)
+    rig = Rig(6, 2, [], Windows(slower=2.0, seconds=0.5, idle_s=0.1), [tape])
+    found = await measure(rig, tmp_path, postgres)
+    assert found["lost"] == 0
+    assert found["moved"] == 3
+    assert found["reports_s"] > 0
+    assert found["cut"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_never_hit_blocks_are_reused_first() -> None:
+    """Unhashed blocks are reused first, then blocks never hit, then blocks that were; least recently used first in
+    each."""
+    VLLM.require()
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+    from tests.bench.cache_never_hit import TwoClassQueue
+
+    blocks = [KVCacheBlock(i) for i in range(6)]
+    queue = TwoClassQueue(FreeKVCacheBlockQueue(blocks))
+    assert queue.popleft_n(6) == blocks
+    queue.were_hit |= {0, 3}
+    queue.append_n([blocks[0], blocks[1]])
+    queue.append_n([blocks[2], blocks[3], blocks[4]])
+    queue.prepend_n([blocks[5]])
+    queue.remove(blocks[2])
+    assert queue.num_free_blocks == 5
+    assert [b.block_id for b in queue.popleft_n(3)] == [5, 1, 4]
+    assert [b.block_id for b in queue.popleft_n(2)] == [0, 3]
+    assert not queue.were_hit
+    queue.append_n([blocks[0]])
+    assert queue.popleft_n(1) == [blocks[0]]
+
+
+def columns(logits: torch.Tensor, end: int) -> np.ndarray:
+    want = reference(logits.double().numpy(), [end])
+    floats = (want.entropy_nats, want.log_sum_exp_nats, want.top_logprob_nats, want.end_logprob_nats)
+    return np.stack([*floats, want.top_token_id.astype(np.float32), want.end_rank.astype(np.float32)])
+
+
+def test_eager_is_the_same_function() -> None:
+    logits = 4 * torch.randn(5, 3000)
+    logits[1, 7:2000] = -torch.inf
+    np.testing.assert_allclose(eager(logits, 3).numpy(), columns(logits, 3), rtol=1e-6, atol=1e-4)
+
+
+INTERPRETER = Path(__file__).parents[1] / "engine" / "interpreter"
+INTERPRETED = """
+import numpy as np, torch
+from tests.bench.kernels_triton import TritonProbe
+from tests.bench.test_rigs import columns
+torch.manual_seed(0)
+for rows, vocab, programs in ((3, 1000, 1), (2, 3001, 6), (1, 5, 64)):
+    for dtype in (torch.float32, torch.float16):
+        logits = (4 * torch.randn(rows, vocab)).to(dtype)
+        logits[0, 2:4] = -torch.inf
+        got = TritonProbe(rows, vocab, torch.device("cpu"), programs, block=256)(logits, vocab // 3)
+        np.testing.assert_allclose(got.numpy(), columns(logits, vocab // 3), rtol=1e-5, atol=1e-4)
+"""
+
+
+def test_the_triton_rival_is_the_same_function() -> None:
+    """The Triton rival computes the same columns, checked in Triton's interpreter."""
+    TRITON.require()
+    paths = [str(INTERPRETER), *sys.path]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.skipif(not why_not(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.bench.kernels"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, f"nothing measured: {why_not()}\n")
