@@ -140,7 +140,8 @@ def python_path(tree: Path) -> str:
 
 
 def tree_of(commit: str, folder: Path, repository: Path = ROOT) -> str:
-    """Write the files of a commit into `folder`, with today's load; return why that is impossible, or an empty text."""
+    """Write the files of a commit into `folder`, with today's load if it has none; return why that is impossible, or an
+    empty text."""
     folder.mkdir()
     archive = folder.with_suffix(".tar")
     command = ["git", "-C", str(repository), "archive", "--output", str(archive), commit]
@@ -153,7 +154,8 @@ def tree_of(commit: str, folder: Path, repository: Path = ROOT) -> str:
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
     archive.unlink()
-    shutil.copy(cost_load.__file__, folder / "tests" / "bench")
+    if not (load := folder / "tests" / "bench" / "cost_load.py").exists():
+        shutil.copy(cost_load.__file__, load)
     return ""
 
 

@@ -35,6 +35,7 @@ BUSY_SHARE = 0.6
 # Cores that an engine at full speed is taken to need before the pilot has measured it; and the length of the pilot.
 GUESSED_CORES, PILOT_S = 0.025, 8.0
 SETTLE_S, TIMEOUT_S = 1.0, 600.0
+MEMORY_MIB = 1 << 16
 # Cap of the changed policy, which no request of a tape reaches.
 CAP_TOKENS = 30_000
 # Longest pause after a change of the policy.
@@ -101,14 +102,30 @@ class Rig:
         # Cores of the replicas; engines and PostgreSQL have the others, as far as there are any.
         self.cores = set(usable[: max(1, min(replicas, len(usable) - 1))])
 
-    async def start(self, folder: Path, postgres: Postgres) -> None:
+    async def start(self, folder: Path, postgres: Postgres | None = None) -> None:
+        """Start the replicas, on SQLite without PostgreSQL."""
         self.postgres = postgres
-        self.database = await asyncio.to_thread(postgres.database)
-        flags = ["--store", self.database, "--max-engines", str(self.engines)]
+        # All engines have one address, so they are one caller, whose bounds must not be what is measured.
+        places = str(self.engines)
+        flags = ["--max-engines", places, "--max-engines-per-caller", places]
+        flags += ["--max-caller-mib", str(MEMORY_MIB), "--max-engines-mib", str(MEMORY_MIB)]
+        if postgres is not None:
+            self.database = await asyncio.to_thread(postgres.database)
+            flags += ["--store", self.database]
         for number in range(self.replicas):
             (own := folder / str(number)).mkdir(parents=True)
             self.controls.append(await asyncio.to_thread(Control, own, None, flags, self.cores or None))
         self.fleet = Fleet(self.engines, [control.target for control in self.controls], self.tapes)
+
+    async def connect(self) -> float:
+        """Connect all engines, then let them begin with their requests; return the replicas' memory in between."""
+        self.fleet.connect()
+        await self.until(lambda engine: engine.governed, "to connect")
+        empty_mb = self.rss_mb()
+        for engine in self.fleet.engines:
+            await engine.load()
+        await self.until(lambda engine: engine.answered, "to have caps")
+        return empty_mb
 
     async def close(self) -> None:
         await self.fleet.close()
@@ -129,7 +146,8 @@ class Rig:
     def usage(self) -> Usage:
         """Return the processor time so far, by the kernel's account."""
         replicas = tuple(ticks_of(control.process.popen.pid) / TICKS_PER_S for control in self.controls)
-        postgres, engines = tree_ticks(self.postgres.process.pid), ticks_of(os.getpid())
+        postgres = 0 if self.postgres is None else tree_ticks(self.postgres.process.pid)
+        engines = ticks_of(os.getpid())
         return Usage(replicas, postgres / TICKS_PER_S, engines / TICKS_PER_S, time.monotonic())
 
     def rss_mb(self) -> float:
@@ -163,9 +181,9 @@ class Rig:
             await connection.close()
         return int(row[0]), int(row[1]), int(row[2])
 
-    async def update(self) -> list[float]:
+    async def update(self, cap_tokens: int = CAP_TOKENS) -> list[float]:
         """Change the cap of all requests; return the seconds until each engine has applied the change, ascending."""
-        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=CAP_TOKENS))
+        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=cap_tokens))
         async with grpc.aio.insecure_channel(self.controls[0].target) as channel:
             stub: Any = policy_pb2_grpc.PolicyServiceStub(channel)
             called_s = time.monotonic()
@@ -226,12 +244,7 @@ async def measure(rig: Rig, folder: Path, postgres: Postgres, say: Callable[[str
         await rig.start(folder, postgres)
         base_mb, base = rig.rss_mb(), await rig.used(rig.windows.idle_s)
         begun = rig.usage()
-        rig.fleet.connect()
-        await rig.until(lambda engine: engine.governed, "to connect")
-        empty_mb = rig.rss_mb()
-        for engine in rig.fleet.engines:
-            await engine.load()
-        await rig.until(lambda engine: engine.answered, "to have caps")
+        empty_mb = await rig.connect()
         joined = rig.usage().since(begun)
         for engine in rig.fleet.engines:
             await engine.spread()

@@ -62,7 +62,8 @@ class Interval:
         return Interval(self.value / other.value, self.low / other.high, self.high / other.low)
 
     def rounded(self, digits: int = 4) -> float:
-        return round(self.value, digits)
+        """Return the median as a last line shows it; an integer without digits."""
+        return round(self.value, digits) if digits else round(self.value)
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -5,17 +5,15 @@ The protocol is in tests/bench/pressure.md.
 
 from __future__ import annotations
 
-import time
 import tomllib
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.bench import harness
-from tests.bench.driver import FINISHED, PLACES, Engine
-from tests.bench.harness import BenchError, Column
+from tests.bench.driver import PLACES, engine
+from tests.bench.harness import Column
 from tests.bench.scheduling_runs import STOCK as STOCK_POLICY
 from tests.bench.tasks import CALIBRATION_SEED, MAZE
 from tests.processes import ROOT
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from tests.bench.driver import Completion, Sample
+    from tests.bench.driver import Completion, Engine, Sample
     from tests.bench.harness import Figures, Session
 
 LOADS = (0.8, 1.2, 1.6)
@@ -72,50 +70,15 @@ def equal_cap(lengths: Sequence[int], mean: float) -> int:
     return int(caps[np.abs(means - mean).argmin()])
 
 
-class OpenEngine(Engine):
-    """The engine of the task, with requests that arrive at times of their own."""
-
-    def serve(self, samples: Sequence[Sample], policy: dict[str, Any], due_s: Sequence[float]) -> list[Answer]:
-        """Run requests under one policy. due_s: seconds from the beginning at which each is sent. Raises
-        BenchError."""
-        self.control.apply(policy)
-        self._llm.reset_prefix_cache()
-        prompts = [self.prompt_ids(sample.prompt) for sample in samples]
-        engine = self._llm.llm_engine
-        waiting = deque(zip(samples, prompts, due_s, strict=True))
-        tokens: dict[str, list[int]] = {sample.name: [] for sample in samples}
-        times_s: dict[str, list[float]] = {sample.name: [] for sample in samples}
-        live, began_s = 0, time.perf_counter()
-        while waiting or live:
-            while waiting and (waiting[0][2] <= time.perf_counter() - began_s or not live):
-                sample, ids, due = waiting.popleft()
-                time.sleep(max(0.0, began_s + due - time.perf_counter()))
-                engine.add_request(sample.name, {"prompt_token_ids": ids}, self._params(sample))
-                live += 1
-            for output in engine.step():
-                completion = output.outputs[0]
-                tokens[output.request_id] += completion.token_ids
-                times_s[output.request_id] += [time.perf_counter() - began_s] * len(completion.token_ids)
-                if output.finished and completion.finish_reason not in FINISHED:
-                    raise BenchError(f"request {output.request_id} ended with {completion.finish_reason!r}")
-                live -= output.finished
-        self._engine()
-        return [
-            _answer(self._completion(sample, tuple(tokens[sample.name])), times_s[sample.name], due)
-            for sample, due in zip(samples, due_s, strict=True)
-        ]
-
-    def _params(self, sample: Sample) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=1.0,
-            max_tokens=self.task.max_tokens,
-            seed=sample.seed,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+def serve(engine: Engine, samples: Sequence[Sample], policy: dict[str, Any], due_s: Sequence[float]) -> list[Answer]:
+    """Run requests under one policy. due_s: seconds from the beginning at which each is sent. Raises BenchError."""
+    engine.begin(policy)
+    found = engine.generate(samples, engine.task.max_tokens, due_s=due_s)
+    engine.state()
+    return [
+        _answer(engine.completion(sample, tuple(found[sample.name][0])), found[sample.name][1], due)
+        for sample, due in zip(samples, due_s, strict=True)
+    ]
 
 
 def _answer(done: Completion, times_s: Sequence[float], due_s: float) -> Answer:
@@ -128,7 +91,7 @@ def _answer(done: Completion, times_s: Sequence[float], due_s: float) -> Answer:
 class Benchmark:
     """Runs all arms at all loads on one engine. cap_tokens: the static cap."""
 
-    def __init__(self, session: Session, engine: OpenEngine) -> None:
+    def __init__(self, session: Session, engine: Engine) -> None:
         self.session, self.options, self.engine = session, session.options, engine
         self.lengths, self.cap_tokens = list[int](), 1
         self.rate = self.target_s = 0.0
@@ -136,7 +99,7 @@ class Benchmark:
     def prepare(self) -> None:
         """Measure the target, the capacity, and the lengths of thinking that nothing shortens."""
         self._closed(2 * PLACES)
-        few = self.engine.serve(MAZE.samples(CALIBRATION_SEED, FEW), STOCK_POLICY, np.arange(FEW).tolist())
+        few = serve(self.engine, MAZE.samples(CALIBRATION_SEED, FEW), STOCK_POLICY, np.arange(FEW).tolist())
         self.target_s = TARGET * float(np.median([answer.first_s for answer in few]))
         self.rate = self._closed(6 * PLACES)
         self.session.say(f"capacity {self.rate:.2f} requests per second, target {self.target_s:.2f} s")
@@ -144,7 +107,7 @@ class Benchmark:
     def _closed(self, count: int) -> float:
         """Return the requests per second while every place is taken: all requests arrive at once, and the last ones,
         which leave places free, do not count."""
-        answers = self.engine.serve(MAZE.samples(CALIBRATION_SEED + 1, count), STOCK_POLICY, [0.0] * count)
+        answers = serve(self.engine, MAZE.samples(CALIBRATION_SEED + 1, count), STOCK_POLICY, [0.0] * count)
         self.lengths = [answer.think_tokens for answer in answers]
         ended_s = sorted(answer.first_s for answer in answers)
         return (count - PLACES) / ended_s[count - PLACES - 1]
@@ -181,19 +144,16 @@ class Benchmark:
         rng = np.random.default_rng([seed, round(10 * load)])
         count = max(1, round(self.rate * load * self.options.seconds))
         due_s = np.sort(rng.uniform(0.0, self.options.seconds, count)).tolist()
-        answers = self.engine.serve(MAZE.samples(9_000 + seed, count), self.policy(arm), due_s)
+        answers = serve(self.engine, MAZE.samples(9_000 + seed, count), self.policy(arm), due_s)
         return figures(answers, self.options.seconds, self.target_s, GAP_STEPS * self.options.step_ms / 1e3)
 
 
 async def measure(session: Session) -> dict[str, Any]:
     given, runs = session.options, session.runs
-    engine = OpenEngine(MAZE, session.folder / "engine", given.step_ms)
-    try:
-        benchmark = Benchmark(session, engine)
+    with engine(MAZE, session.folder / "engine", given.step_ms) as running:
+        benchmark = Benchmark(session, running)
         benchmark.prepare()
         await benchmark.run()
-    finally:
-        engine.close()
     text = (
         f"Maze model, steps of {given.step_ms:g} ms, {given.repetitions} repetitions of {given.seconds:g} s, by load."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import subprocess
 import sys
 from collections import defaultdict
@@ -14,23 +13,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
-from meridian.v1 import agent_pb2
 from meridian_kernels import reference
 
-from meridian_agent.core.step_record import Outcome
 from tests.bench import cost_control
 from tests.bench.cost_control import Program
-from tests.bench.fleet_engines import Decisions
 from tests.bench.fleet_rig import Rig, Windows, measure
-from tests.bench.fleet_tape import Report, made
+from tests.bench.fleet_tape import made
 from tests.bench.gate import GATE, Keeper
 from tests.bench.kernels import why_not
-from tests.bench.kernels_arms import eager
 from tests.needed import TRITON, VLLM
 from tests.processes import ROOT, Control, free_port, wait_for
 
 if TYPE_CHECKING:
+    import torch
+
     from tests.postgres import Postgres
 
 # Stands in for a worker whose steps need the process of the argument.
@@ -129,63 +125,6 @@ def test_the_load_sends_reports_of_requests_that_come_and_go_and_the_echo_answer
             assert sender.answer() == {"answers": len(sent)}
 
 
-def report(**fields: tuple[int, ...]) -> Report:
-    """Return a report of two thinking requests."""
-    empty: dict[str, tuple[int, ...]] = {"opened": (), "ended": (), "closed": ()}
-    state = {"numbers": (1, 2), "phases": (agent_pb2.PHASE_THINK,) * 2, "thinks": (50, 60), "answers": (0, 0)}
-    return Report(1, b"", **(empty | state | fields))
-
-
-def outcomes(added: agent_pb2.StepReport) -> dict[int, int]:
-    return {outcome.decision_id: outcome.outcome for outcome in added.outcomes}
-
-
-def test_every_decision_has_one_outcome() -> None:
-    decisions, rng = Decisions(), random.Random(1)
-    first = agent_pb2.Directives(step=1)
-    for slot in (0, 1):
-        first.caps.add(decision_id=1 + slot, slot=slot, max_think_tokens=100)
-        first.tiers.add(decision_id=3 + slot, slot=slot, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)
-    first.probes.add(decision_id=5, slot=0)
-    first.forces.add(decision_id=6, slot=1, reason=agent_pb2.FORCE_REASON_EAT, shadow=True)
-    first.plan.decision_id = 7
-    decisions.accept(first, report())
-    added = decisions.play(report(), 2, rng)
-    assert outcomes(added) == {5: Outcome.APPLIED, 6: Outcome.SHADOWED, 7: Outcome.APPLIED}
-    assert (added.step, list(added.probes.decision_id), list(added.probes.think_tokens)) == (2, [5], [50])
-    assert decisions.open == 4
-
-    second = agent_pb2.Directives(step=2)
-    second.caps.add(decision_id=8, slot=1, max_think_tokens=90)
-    second.plan.decision_id = 9
-    second.probes.add(decision_id=10, slot=0)
-    decisions.accept(second, report())
-    answers = (agent_pb2.PHASE_OUTPUT, agent_pb2.PHASE_THINK)
-    ended = report(ended=(0,), closed=(1,), phases=answers)
-    assert outcomes(decisions.play(ended, 3, rng)) == {
-        1: Outcome.ENDED_NATURALLY,
-        2: Outcome.SUPERSEDED,
-        4: Outcome.APPLIED,
-        8: Outcome.REQUEST_GONE,
-        9: Outcome.APPLIED,
-        10: Outcome.REFUSED,
-    }
-    assert decisions.open == 1
-
-    late = agent_pb2.Directives(step=2)
-    late.caps.add(decision_id=11, slot=1, max_think_tokens=90)
-    decisions.accept(late, ended)
-    opened = report(opened=(1,))
-    assert outcomes(decisions.play(opened, 4, rng)) == {11: Outcome.REQUEST_GONE}
-    older = agent_pb2.Directives(step=3)
-    older.caps.add(decision_id=12, slot=1, max_think_tokens=90)
-    decisions.accept(older, opened)
-    assert outcomes(decisions.play(report(), 5, rng)) == {12: Outcome.REQUEST_GONE}, "made for the request before"
-    decisions.begin(report())
-    assert outcomes(decisions.play(report(), 6, rng)) == {3: Outcome.APPLIED}
-    assert decisions.open == 0
-
-
 async def test_a_small_fleet_loses_nothing_although_a_replica_is_killed(tmp_path: Path, postgres: Postgres) -> None:
     tape = made(1, 4, 20.0, 600, 1000)
     rig = Rig(6, 2, [], Windows(slower=2.0, seconds=0.5, idle_s=0.1), [tape])
@@ -225,12 +164,6 @@ def columns(logits: torch.Tensor, end: int) -> np.ndarray:
     want = reference(logits.double().numpy(), [end])
     floats = (want.entropy_nats, want.log_sum_exp_nats, want.top_logprob_nats, want.end_logprob_nats)
     return np.stack([*floats, want.top_token_id.astype(np.float32), want.end_rank.astype(np.float32)])
-
-
-def test_eager_is_the_same_function() -> None:
-    logits = 4 * torch.randn(5, 3000)
-    logits[1, 7:2000] = -torch.inf
-    np.testing.assert_allclose(eager(logits, 3).numpy(), columns(logits, 3), rtol=1e-6, atol=1e-4)
 
 
 INTERPRETER = Path(__file__).parents[1] / "engine" / "interpreter"
