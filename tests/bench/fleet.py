@@ -6,6 +6,7 @@ of replicas.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import resource
@@ -105,7 +106,7 @@ async def bench(session: Session) -> dict[str, Any]:
     usable, windows = sorted(os.sched_getaffinity(0)), Windows(given.slower, given.seconds, given.idle_s)
     # Engines and PostgreSQL leave the replicas' cores alone, as far as there are others.
     os.sched_setaffinity(0, usable[max(1, min(max(given.replicas), len(usable) - 1)) :] or usable)
-    postgres, cases = Postgres(), []
+    postgres, cases = await asyncio.to_thread(Postgres), list[str]()
     try:
         for engines in sorted(given.engines):
             for replicas in sorted(given.replicas):
@@ -115,7 +116,7 @@ async def bench(session: Session) -> dict[str, Any]:
                 found = await session.measured(partial(measure, rig, path, postgres, session.say))
                 session.add(arm, found, case=cases[-1])
     finally:
-        postgres.stop()
+        await asyncio.to_thread(postgres.stop)
     text = f"Windows of {given.seconds:g} s; a step of an engine at full speed takes {STEP_MS:g} ms."
     for title, columns in COLUMNS.items():
         session.table(title, text, columns, "", list(dict.fromkeys(cases)))

@@ -31,7 +31,7 @@ from tests.bench.machine import Calm, Others, machine
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
 RESULTS = Path(__file__).parent / "results"
 # Share of the possible samples whose interval contains the median.
@@ -377,7 +377,7 @@ def main(
     title: str,
     description: str | None,
     options: Callable[[argparse.ArgumentParser], None],
-    measure: Callable[[Session], dict[str, Any] | Awaitable[dict[str, Any]]],
+    measure: Callable[[Session], dict[str, Any] | Coroutine[Any, Any, dict[str, Any]]],
     *,
     calm: bool = False,
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda *_: None,
@@ -400,14 +400,13 @@ def main(
     given = parser.parse_args()
     check(parser, given)
 
-    async def run() -> None:
+    def run() -> None:
         session = Session(name, title, given)
-        last = measure(session)
-        line = await last if inspect.isawaitable(last) else last
+        line = asyncio.run(measure(session)) if inspect.iscoroutinefunction(measure) else measure(session)
         print(f"\n{page(session.store.found, name)}")
         print(json.dumps(line))
 
-    status = _status(lambda: asyncio.run(run()))
+    status = _status(run)
     sys.stdout.flush()
     sys.stderr.flush()
     # vLLM's libraries print while a process that used them shuts down, but the JSON must stay the last line.
