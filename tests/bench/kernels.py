@@ -198,8 +198,11 @@ def measure(session: Session) -> dict[str, Any]:
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found = {"gpu": torch.cuda.get_device_name(device), "driver": driver, "versions": _versions()}
     found |= {"commit": given.commit, "copy_bytes_per_s": copy}
-    text = f"{found}. {f'Not run: {missing}.' if missing else ''}"
-    session.table("Signals of logits rows", text.strip(), COLUMNS, OURS)
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    text = f"{found['gpu']}, driver {driver}, {versions}, commit {given.commit}; a copy moves {copy / 1e9:,.0f} GB/s."
+    if missing:
+        text += f" Not run: {', '.join(f'{name} ({reason})' for name, reason in missing.items())}."
+    session.table("Signals of logits rows", text, COLUMNS, OURS)
     met = aims(cases, copy)
     for aim, reached in met.items():
         share = sum(reached) / len(reached)
