@@ -49,9 +49,10 @@ async def measure(session: Session) -> dict[str, Any]:
             failed.append(part)
         else:
             found |= {key: value for key, value in json.loads(line).items() if value is not None}
-    if failed:
-        raise BenchError(", ".join(failed))
     session.store.read()
+    if failed:
+        print(json.dumps(found), flush=True)
+        raise BenchError(", ".join(failed))
     return found
 
 
