@@ -83,14 +83,14 @@ def allow_files(engines: int) -> None:
 
 
 async def beside(session: Session) -> None:
-    """Compare the control plane with an older one, each with its own agents and at full speed."""
+    """Compare the control plane with an older one, with engines at full speed."""
     given, case = session.options, f"beside {session.options.before}"
-    rig = cost_control.Rig(session.fresh() / "beside", cost_control.Load(), given.before)
-    if rig.no_before:
-        session.say(rig.no_before)
+    servers = cost_control.Servers(session.fresh() / "beside", cost_control.Load(), given.before)
+    if servers.no_before:
+        session.say(servers.no_before)
         return
     arms = [cost_control.TODAY, cost_control.OLD]
-    await session.rounds(arms, rig.window, given.before_rounds, case=case)
+    await session.rounds(arms, servers.window, given.before_rounds, case=case)
     columns = (Column("engines_per_core", "engines per core", 0, "ratio"), Column("received", "share received", 3))
     session.table("Beside an older control plane", "32 engines at full speed.", columns, cost_control.OLD, [case])
 

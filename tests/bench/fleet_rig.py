@@ -99,6 +99,7 @@ class Rig:
     ) -> None:
         self.engines, self.replicas, self.windows, self.tapes = engines, replicas, windows, tapes
         self.controls: list[Control] = []
+        self.postgres: Postgres | None = None
         # Cores of the replicas; engines and PostgreSQL have the others, as far as there are any.
         self.cores = set(usable[: max(1, min(replicas, len(usable) - 1))])
 
@@ -115,16 +116,23 @@ class Rig:
         for number in range(self.replicas):
             (own := folder / str(number)).mkdir(parents=True)
             self.controls.append(await asyncio.to_thread(Control, own, None, flags, self.cores or None))
+        self.begin(self.controls)
+
+    def begin(self, controls: list[Control]) -> None:
+        """Take servers that run already, and make the engines."""
+        self.controls = controls
         self.fleet = Fleet(self.engines, [control.target for control in self.controls], self.tapes)
 
-    async def connect(self) -> float:
-        """Connect all engines, then let them begin with their requests; return the replicas' memory in between."""
+    async def connect(self, decided: bool = True) -> float:
+        """Connect all engines, then let them begin with their requests; return the replicas' memory in between.
+        decided: wait until the control plane has decided on them."""
         self.fleet.connect()
         await self.until(lambda engine: engine.governed, "to connect")
         empty_mb = self.rss_mb()
         for engine in self.fleet.engines:
             await engine.load()
-        await self.until(lambda engine: engine.answered, "to have caps")
+        if decided:
+            await self.until(lambda engine: engine.answered, "to have caps")
         return empty_mb
 
     async def close(self) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
-from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +13,13 @@ import pytest
 from meridian_kernels import reference
 
 from tests.bench import cost_control
-from tests.bench.cost_control import Program
+from tests.bench.cost_control import ECHO, OLD, TODAY, Load, Servers
 from tests.bench.fleet_rig import Rig, Windows, measure
 from tests.bench.fleet_tape import made
 from tests.bench.gate import GATE, Keeper
 from tests.bench.kernels import why_not
 from tests.needed import TRITON, VLLM
-from tests.processes import ROOT, Control, free_port, wait_for
+from tests.processes import ROOT, wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -79,50 +76,18 @@ def test_an_older_commit_is_found_or_its_absence_said(tmp_path: Path) -> None:
     for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "Add a file")):
         subprocess.run([*git, *command], check=True)
     assert cost_control.tree_of("HEAD", tmp_path / "head", repository) == ""
-    assert {path.name for path in (tmp_path / "head" / "tests" / "bench").iterdir()} == {"size.py", "cost_load.py"}
+    assert (tmp_path / "head" / "tests" / "bench" / "size.py").exists()
     assert "no commit 8206ef5" in cost_control.tree_of("8206ef5", tmp_path / "missing", repository)
 
 
-def tokens(control: Control) -> dict[str, int]:
-    """Return the tokens that the control plane knows of, by engine."""
-    found: dict[str, int] = defaultdict(int)
-    for request in control.requests():
-        found[request.engine_id] += request.think_tokens + request.output_tokens
-    return found
-
-
-def differs(control: Control, before: dict[str, int]) -> bool:
-    """Return whether the tokens of each engine have changed."""
-    return all(now != before[engine] for engine, now in tokens(control).items())
-
-
-def test_the_load_sends_reports_of_requests_that_come_and_go_and_the_echo_answers_each(tmp_path: Path) -> None:
-    cores = os.sched_getaffinity(0)
-    control, recording, log = Control(tmp_path), tmp_path / "sent", tmp_path / "log"
-    try:
-        load = ("tests.bench.cost_load", control.target, "0", "2", "4", "20", str(recording))
-        with Program(ROOT, cores, log, *load) as program:
-            assert program.answer() == {"ready": True}
-            program.ask()
-            program.answer()
-            # A first report may have been under way before the line.
-            for _ in range(2):
-                wait_for(partial(differs, control, tokens(control)), 20, "a report of each engine")
-            program.ask()
-            counts = program.answer()
-            assert counts["rows"] == 4 * counts["steps"] > 0
-            program.end()
-    finally:
-        control.process.stop()
-    sent = pickle.loads(recording.read_bytes())
-    assert {engine for engine, *_ in sent} == {0, 1}
-    target = f"127.0.0.1:{free_port()}"
-    with Program(ROOT, cores, log, "tests.bench.cost_echo", "serve", target) as server:
-        server.answer()
-        with Program(ROOT, cores, log, "tests.bench.cost_echo", "send", target, str(recording)) as sender:
-            sender.answer()
-            sender.ask()
-            assert sender.answer() == {"answers": len(sent)}
+async def test_every_server_gets_the_same_reports(tmp_path: Path) -> None:
+    servers = Servers(tmp_path / "servers", Load(engines=2, begin_s=0.5, measure_s=1.5), "HEAD")
+    assert servers.arms == [TODAY, OLD, ECHO]
+    for arm in servers.arms:
+        found = await servers.window(arm)
+        assert found["messages_per_s"] > 0
+        assert found["engines_per_core"] > 0
+        assert ("latency_p50_ms" in found) == (arm != ECHO)
 
 
 async def test_a_small_fleet_loses_nothing_although_a_replica_is_killed(tmp_path: Path, postgres: Postgres) -> None:
