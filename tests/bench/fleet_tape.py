@@ -143,7 +143,7 @@ def signals(requests: int, seed: int) -> list[Any]:
     for _ in range(SIGNALS):
         entropy = rng.exponential(0.5, requests).astype(np.float32)
         rank = rng.integers(50, 5000, requests).astype(np.int32)
-        found.append(StepSignals(None, entropy, rank, -rank.astype(np.float32) / 100, -entropy).encode())
+        found.append(StepSignals(None, entropy, rank, (-rank / 100).astype(np.float32), -entropy).encode())
     return found
 
 
