@@ -185,9 +185,9 @@ bench-cache: $(VENV)/ready ## measure what eviction tiers save
 bench-delivery: $(VENV)/ready ## measure how fast a policy reaches a fleet
 	$(BIN)/python -m tests.bench.delivery $(ARGS)
 
-# ARGS: --data FOLDER for the public set, --trace FILE --labels FILE for each recording of ours, --save.
+# ARGS: --trace FILE --labels FILE for each recording, --splits, --save.
 .PHONY: bench-replay
-bench-replay: $(VENV)/ready ## judge recorded thinking of real models by the rules that decide live
+bench-replay: $(VENV)/ready ## calibrate on recorded thinking, and check what is recommended on the other half
 	$(BIN)/python -m tests.bench.replay $(ARGS)
 
 # ARGS: --parts throughput,control,steps, --throughput-interval 0.005, --save; `ARGS=--help` lists the others.

@@ -116,7 +116,7 @@ def _builder() -> str:
 
 
 VLLM = Need("vLLM", module("vllm"), "pip install -e '.[cpu]'", "tests/engine, tests/chaos, tests/soak, tests/sim")
-TRITON = Need("Triton", module("triton"), "pip install -e '.[cpu]'", "tests/bench/test_kernels.py")
+TRITON = Need("Triton", module("triton"), "pip install -e '.[cpu]'", "tests/bench/test_rigs.py")
 TOKENIZERS = Need("tokenizers", module("tokenizers"), "pip install -e '.[cpu]'", "tests/unit/project/test_chain.py")
 NVRTC = Need(
     "NVRTC, the compiler of CUDA source",

@@ -54,7 +54,7 @@ def budget(tokens: int, name: str = "") -> Arm:
 
 def hard_cap(tokens: int) -> Arm:
     scheduler = {"min_think_tokens": 0, "max_think_tokens": tokens}
-    policy = {**NATURAL, "scheduler": scheduler, "entropy": {**NATURAL.get("entropy", {}), "holdout_share": 0.0}}
+    policy = {"scheduler": scheduler, "entropy": {"enabled": False, "holdout_share": 0.0}}
     return Arm("hard cap", policy, None, f"scheduler.max_think_tokens = {tokens}")
 
 
@@ -97,19 +97,12 @@ def load(path: Path) -> dict[str, Any]:
     return {**policy, "entropy": {**policy.get("entropy", {}), "holdout_share": 0.0}}
 
 
-def without_probes(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy in shadow with the same observation, and with a floor so high that no probe is requested."""
-    return _shadowed(policy, {"min_think_tokens": 30_000})
-
-
-def with_all_probes(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy in shadow with an EAT level that no sample is below, so that it probes until thinking ends."""
-    return _shadowed(policy, {"min_think_tokens": 0})
-
-
-def _shadowed(policy: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+def shadowed(policy: Mapping[str, Any], *, probes: bool) -> dict[str, Any]:
+    """Return the policy in shadow with the same observation, and either with an EAT level that no sample is below, so
+    that it probes until thinking ends, or with a floor so high that no probe is requested."""
     entropy = {**policy["entropy"], "shadow": True, "eat_level_threshold_nats": 0.0}
-    return {**policy, "scheduler": {**policy.get("scheduler", {}), **scheduler}, "entropy": entropy}
+    floor = {"min_think_tokens": 0 if probes else 30_000}
+    return {**policy, "scheduler": {**policy.get("scheduler", {}), **floor}, "entropy": entropy}
 
 
 def single_rules(report: Mapping[str, Any], natural_tokens: float) -> list[Arm]:

@@ -1,76 +1,196 @@
 """Compare the orders in which blocks of the prefix cache are reused, on a real engine: `make bench-cache`.
 
-The protocol is in tests/bench/README.md. The module owns the order of events. The last line printed is JSON.
+The protocol is in tests/bench/cache.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
-import shutil
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tests.bench import cache_load, cache_report, program, random_model, scheduling_runs
-from tests.bench.cache_report import LRU, NEVER_HIT, TIERS, ChatRun
-from tests.bench.machine import Calm, add_calm_options
-from tests.bench.scheduling_runs import STOCK, Arm
-from tests.bench.streamed import Setup, engine
-from tests.processes import ROOT
+from tests.bench import harness, random_model, scheduling_runs
+from tests.bench.harness import Column
+from tests.bench.random_model import FIRST_WORD, LAST_WORD, TOOL_CALL
+from tests.bench.scheduling_runs import STOCK
+from tests.bench.streamed import BLOCK_TOKENS, Request, Setup, Timeline, engine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
 
-    from tests.bench.streamed import StreamedEngine, Timeline
+    from numpy.random import Generator
 
-RESULTS = Path(__file__).parent / "results"
-USERS = 8
-WARM_REQUESTS = 8
-NEVER_HIT_SCHEDULER = "tests.bench.cache_never_hit.NeverHitFirst"
+    from tests.bench.harness import Figures, Session
+    from tests.bench.streamed import StreamedEngine
+
+USERS, WARM_REQUESTS = 8, 8
+LRU, TIERS, NEVER_HIT = "LRU", "tiers", "never hit first"
+CHATS, TOOLS = "multi-turn", "tool loop"
 # All arms keep vLLM's own dispatch order, so that only the reuse of cached blocks differs.
-ARMS: dict[str | None, list[Arm]] = {
-    None: [Arm(LRU, STOCK), Arm(TIERS, {**STOCK, "kv_memory": {"enabled": True}})],
-    NEVER_HIT_SCHEDULER: [Arm(NEVER_HIT, STOCK)],
-}
+POLICIES = {LRU: STOCK, TIERS: {**STOCK, "kv_memory": {"enabled": True}}, NEVER_HIT: STOCK}
+ENGINES = {None: (LRU, TIERS), "tests.bench.cache_never_hit.NeverHitFirst": (NEVER_HIT,)}
+COLUMNS = (
+    Column("hit_rate", "hit rate, %", 1, "difference", 100),
+    Column("prefill_tokens", "prompt tokens computed", 0, "ratio"),
+    Column("ttft_p50_ms", "TTFT P50, ms", 1, "ratio"),
+    Column("ttft_p95_ms", "P95", 1, "ratio"),
+    Column("throughput_tokens_per_s", "tokens/s", 0),
+    Column("blocks_reclaimed", "blocks reclaimed", 0),
+    Column("preempted", "preempted", 0),
+    Column("kv_peak", "KV peak", 2),
+)
+
+# ---------------------------------------------------------------------------------------------------------------- load
+
+SYSTEM_PROMPTS, SYSTEM_TOKENS = 3, 300
+# A drawn length differs from its mean by at most this fraction.
+VARIATION = 0.25
+TEMPLATE: dict[str, Any] = {"add_generation_prompt": True, "open_think": True}
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line.
+class Lengths:
+    """Mean lengths in tokens. says: a user's turn or a tool's result."""
 
-    share: KV blocks, as a fraction of the blocks with which no prefix would be computed twice. other_shares: further
-    fractions, each of which is measured once with multi-turn chats.
+    chats: int
+    turns: int
+    says: int
+    think: int
+    answer: int
+
+
+MULTI_TURN = Lengths(chats=24, turns=4, says=40, think=200, answer=40)
+TOOL_LOOP = Lengths(chats=16, turns=5, says=40, think=80, answer=16)
+
+
+class Chat(Protocol):
+    """One conversation: `next` returns the request of the next turn, or None at the end; `took` receives its
+    timeline."""
+
+    def next(self) -> Request | None: ...
+
+    def took(self, timeline: Timeline) -> None: ...
+
+
+class Drawn:
+    """Draws the random words and lengths of one chat."""
+
+    def __init__(self, tokenizer: Any, seed: list[int]) -> None:
+        self._tokenizer, self._rng = tokenizer, np.random.default_rng(seed)
+
+    def words(self, count: int) -> str:
+        return words(self._tokenizer, self._rng, count)
+
+    def length(self, mean: int) -> int:
+        return int(self._rng.integers(round(mean * (1 - VARIATION)), round(mean * (1 + VARIATION)), endpoint=True))
+
+
+def words(tokenizer: Any, rng: Generator, count: int) -> str:
+    drawn = rng.integers(FIRST_WORD, LAST_WORD, count, endpoint=True).tolist()
+    return " ".join(tokenizer.convert_ids_to_tokens(drawn))
+
+
+def system_prompts(tokenizer: Any, seed: int) -> list[str]:
+    return [words(tokenizer, np.random.default_rng([seed, i]), SYSTEM_TOKENS) for i in range(SYSTEM_PROMPTS)]
+
+
+class MultiTurn:
+    """A chat in which a user asks, reads the answer and asks again. The chat template strips thinking from earlier
+    turns."""
+
+    def __init__(self, tokenizer: Any, name: str, system: str, seed: list[int]) -> None:
+        self._tokenizer, self._name, self._drawn = tokenizer, name, Drawn(tokenizer, seed)
+        self._messages = [{"role": "system", "content": system}]
+        self._turn = 0
+
+    def next(self) -> Request | None:
+        if self._turn == MULTI_TURN.turns:
+            return None
+        drawn, shape = self._drawn, MULTI_TURN
+        self._messages.append({"role": "user", "content": drawn.words(drawn.length(shape.says))})
+        ids = self._tokenizer.apply_chat_template(self._messages, return_dict=False, **TEMPLATE)
+        self._turn += 1
+        name = f"{self._name}-{self._turn}"
+        return Request(name, tuple(ids), drawn.length(shape.think), drawn.length(shape.answer))
+
+    def took(self, timeline: Timeline) -> None:
+        answer = timeline.tokens[timeline.request.think_tokens + 1 :]
+        self._messages.append({"role": "assistant", "content": self._tokenizer.decode(list(answer))})
+
+
+class ToolLoop:
+    """A chat of one question, in which every turn but the last ends with a tool call.
+
+    Each prompt repeats all the tokens generated so far, thinking included, because Qwen3's template keeps them until
+    the next question.
     """
 
-    repetitions: int
-    share: float
-    other_shares: list[float]
-    quick: bool
-    output: Path
-    save: bool
-    quiet_cores: float
-    patience_s: float
+    def __init__(self, tokenizer: Any, name: str, system: str, seed: list[int]) -> None:
+        self._tokenizer, self._name, self._drawn = tokenizer, name, Drawn(tokenizer, seed)
+        question = self._drawn.words(self._drawn.length(TOOL_LOOP.says))
+        turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        self._ids = list(tokenizer.apply_chat_template(turns, return_dict=False, **TEMPLATE))
+        self._tool_call = tokenizer.convert_tokens_to_ids(TOOL_CALL)
+        self._turn = 0
+
+    def next(self) -> Request | None:
+        if self._turn == TOOL_LOOP.turns:
+            return None
+        self._turn += 1
+        ends_with = self._tool_call if self._turn < TOOL_LOOP.turns else None
+        drawn, name = self._drawn, f"{self._name}-{self._turn}"
+        lengths = drawn.length(TOOL_LOOP.think), drawn.length(TOOL_LOOP.answer)
+        return Request(name, tuple(self._ids), *lengths, ends_with)
+
+    def took(self, timeline: Timeline) -> None:
+        result = self._drawn.words(self._drawn.length(TOOL_LOOP.says))
+        tail = f"<|im_end|>\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n<think>"
+        self._ids += [*timeline.tokens, *self._tokenizer.encode(tail, add_special_tokens=False)]
 
 
-def blocks_of(share: float) -> int:
-    return round(share * cache_load.reachable_blocks(USERS)) + 1
+KINDS: dict[str, tuple[type[MultiTurn] | type[ToolLoop], Lengths]] = {
+    CHATS: (MultiTurn, MULTI_TURN),
+    TOOLS: (ToolLoop, TOOL_LOOP),
+}
 
 
-async def run_chats(running: StreamedEngine, arm: Arm, kind: str, tokenizer: Any, seed: int) -> dict[str, float]:
-    """Run all chats of one kind, in turns in a fixed order and with USERS requests in flight, and return the
-    figures."""
-    waiting = deque(cache_load.chats(kind, tokenizer, seed))
-    await running.begin(arm.policy)
-    before = running.counters()
-    done: list[Timeline] = []
+def chats(kind: str, tokenizer: Any, seed: int) -> list[Chat]:
+    """Return all chats of a run; the same seed always gives the same words and lengths."""
+    make, shape = KINDS[kind]
+    systems = system_prompts(tokenizer, seed)
+    return [
+        make(tokenizer, f"{kind}-{seed}-{i}", systems[i % SYSTEM_PROMPTS], [seed, SYSTEM_PROMPTS, i])
+        for i in range(shape.chats)
+    ]
+
+
+def reachable_blocks(users: int) -> int:
+    """Return the number of blocks with which an ideal cache would compute no prefix twice.
+
+    The blocks hold every multi-turn chat's last prompt, each system prompt once, and the tokens that `users` requests
+    generate.
+    """
+    shape = MULTI_TURN
+    own = shape.turns * shape.says + (shape.turns - 1) * shape.answer
+    running = users * math.ceil((shape.think + shape.answer) / BLOCK_TOKENS)
+    systems = SYSTEM_PROMPTS * math.ceil(SYSTEM_TOKENS / BLOCK_TOKENS)
+    return shape.chats * math.ceil(own / BLOCK_TOKENS) + systems + running
+
+
+# ------------------------------------------------------------------------------------------------------------ the arms
+
+
+async def run_chats(running: StreamedEngine, arm: str, kind: str, tokenizer: Any, seed: int) -> Figures:
+    """Run all chats of one kind, in turns in a fixed order and with USERS requests in flight."""
+    waiting = deque(chats(kind, tokenizer, seed))
+    await running.begin(POLICIES[arm])
+    before, done = running.counters(), list[Timeline]()
 
     async def user() -> None:
         while waiting:
@@ -85,13 +205,11 @@ async def run_chats(running: StreamedEngine, arm: Arm, kind: str, tokenizer: Any
     began_s = time.perf_counter()
     await asyncio.gather(*(user() for _ in range(USERS)))
     wall_s = time.perf_counter() - began_s
-    after = running.counters()
+    after, meter = running.counters(), running.meter
     ttft_ms = np.array([t.times_s[0] - t.due_s for t in done]) * 1e3
-    meter = running.meter
     reclaimed = after.blocks_reclaimed - before.blocks_reclaimed if before is not None and after is not None else 0
     return {
         "hit_rate": meter.hits / meter.queries,
-        "prompt_tokens": meter.queries,
         "prefill_tokens": meter.queries - meter.hits,
         "ttft_p50_ms": float(np.percentile(ttft_ms, 50)),
         "ttft_p95_ms": float(np.percentile(ttft_ms, 95)),
@@ -99,76 +217,60 @@ async def run_chats(running: StreamedEngine, arm: Arm, kind: str, tokenizer: Any
         "kv_peak": meter.kv_peak,
         "preempted": meter.preempted,
         "blocks_reclaimed": reclaimed,
-        "wall_s": wall_s,
     }
 
 
-async def run_all(options: Options) -> cache_report.Findings:
+async def measure(session: Session) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    model = random_model.make(options.output / "model")
+    options, runs = session.options, session.runs
+    model = random_model.make(session.folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    runs: list[ChatRun] = []
-    calm = Calm(options.quiet_cores, options.patience_s)
-    for share in (options.share, *options.other_shares):
-        kinds = list(cache_load.KINDS) if share == options.share else [cache_report.CHATS]
-        repetitions = options.repetitions if share == options.share else 1
-        for scheduler, arms in ARMS.items():
-            setup = Setup(model, blocks_of(share), scheduler=scheduler)
-            with engine(setup, options.output / f"{'rival' if scheduler else 'engine'}-{share:g}") as running:
-                await scheduling_runs.warm(running, WARM_REQUESTS)
-                for seed, kind in itertools.product(range(repetitions), kinds):
-                    for arm in arms[:: -1 if seed % 2 else 1]:
-                        one = partial(run_chats, running, arm, kind, tokenizer, seed)
-                        figures, others = await calm.measure(one)
-                        figures["others_cores"] = others
-                        runs.append(ChatRun(arm.name, kind, share, seed, figures))
-                        print(
-                            f"{arm.name}, {kind}, {share:g} KV, seed {seed}: {cache_report.brief(runs[-1])}", flush=True
-                        )
-    blocks = {share: blocks_of(share) for share in (options.share, *options.other_shares)}
-    return cache_report.Findings(runs, blocks, options.share, USERS, options.repetitions)
+    blocks = {share: round(share * reachable_blocks(USERS)) + 1 for share in (options.share, *options.other_shares)}
+    for share, scheduler in itertools.product(blocks, ENGINES):
+        main = share == options.share
+        with engine(
+            Setup(model, blocks[share], scheduler=scheduler), session.folder / f"{scheduler or 'own'}-{share:g}"
+        ) as running:
+            await scheduling_runs.warm(running, WARM_REQUESTS)
+            for kind in KINDS if main else (CHATS,):
+
+                async def run(arm: str, seed: int, kind: str = kind, running: StreamedEngine = running) -> Figures:
+                    return await run_chats(running, arm, kind, tokenizer, seed)
+
+                case = kind if main else f"{kind}, {share:g} of the KV blocks"
+                await session.rounds(ENGINES[scheduler], run, options.repetitions if main else 1, case=case)
+    text = f"{blocks[options.share]} KV blocks of {BLOCK_TOKENS} tokens; `--repetitions {options.repetitions}`."
+    session.table("Arms", text, COLUMNS, LRU)
+    gained = runs.difference(TIERS, LRU, "hit_rate", CHATS)
+    ttft = runs.ratio(TIERS, LRU, "ttft_p50_ms", CHATS)
+    tools = runs.difference(TIERS, LRU, "hit_rate", TOOLS)
+    session.goal("multi-turn hit rate over LRU", ">= 6 points", gained, 1, 100)
+    session.goal("multi-turn TTFT P50 over LRU", "<= 0.9", ttft, 2)
+    session.goal("tool-loop hit rate over LRU", ">= -0.5 points", tools, 1, 100)
+    names = ("hit_rate", "prefill_tokens", "ttft_p50_ms", "ttft_p95_ms")
+    arms = {
+        arm: {kind: {name: runs.median(arm, name, kind).rounded() for name in names} for kind in KINDS}
+        for arm in (LRU, NEVER_HIT, TIERS)
+    }
+    ratios = {"hit_rate": round(100 * gained.value, 2), "ttft_p50": ttft.rounded()}
+    ratios |= {"tool_loop_hit_rate": round(100 * tools.value, 2)}
+    ratios |= {"tool_loop_ttft_p50": runs.ratio(TIERS, LRU, "ttft_p50_ms", TOOLS).rounded()}
+    return {"arms": arms, "ratios": ratios}
 
 
-def run(options: Options) -> None:
-    """Run the whole benchmark. Raises BenchError."""
-    options.output.mkdir(parents=True, exist_ok=True)
-    found = asyncio.run(run_all(options))
-    paths = cache_report.write(found, options.output)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        for path in paths:
-            shutil.copy(path, RESULTS / path.name)
-    print(f"\n{cache_report.markdown(found)}\nwritten: {', '.join(map(str, paths))}")
-    print(json.dumps(cache_report.summary(found)))
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm, each with its own seed")
-    add(
-        "--share",
-        type=float,
-        default=1.0,
-        help="KV blocks, as a fraction of those with which nothing is computed twice",
-    )
-    add(
-        "--other-shares",
-        type=float,
-        nargs="*",
-        default=[0.75, 1.5],
-        help="further sizes of the KV cache, measured once each",
-    )
+    add("--share", type=float, default=1.0, help="KV blocks, as a share of those with which nothing is computed twice")
+    add("--other-shares", type=float, nargs="*", default=[0.75, 1.5], help="further sizes, measured once each")
     add("--quick", action="store_true", help="run one repetition of one size")
-    add("--output", type=Path, default=ROOT / "build" / "bench-cache")
-    add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add_calm_options(parser)
-    given = parser.parse_args(arguments)
+
+
+def check(_: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.quick:
         given.repetitions, given.other_shares = 1, []
-    return Options(**vars(given))
 
 
 if __name__ == "__main__":
-    program.main(lambda: run(parse()))
+    harness.main("cache", "Prefix cache", __doc__, options, measure, calm=True, check=check)

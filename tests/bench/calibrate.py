@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from tests.bench import arms, cuts
-from tests.bench.program import BenchError
+from tests.bench.harness import BenchError
 from tests.processes import Process, wait_for
 
 if TYPE_CHECKING:

@@ -1,185 +1,63 @@
 """Measure the processor time of a whole control-plane process per token event, beside an older one and a bare echo.
 
-The module owns the three servers, of which one at a time runs, their load, the windows and their rounds. `cost_load`
-is the load and `cost_echo` the echo; both run in processes of their own. The protocol is in tests/bench/cost.md.
+Each of the three servers gets the same tapes from engines at full speed (`fleet_engines`), one server at a time. The
+protocol is in tests/bench/cost.md.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import asyncio
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
-import time
-import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.bench import cost_load
-from tests.bench.machine import TICKS_PER_S, Others, ticks_of
-from tests.bench.program import BenchError
-from tests.processes import ROOT, Control, free_port
+from tests.bench.fleet_engines import STEP_MS, Counts
+from tests.bench.fleet_rig import Rig, Windows
+from tests.bench.fleet_tape import made
+from tests.bench.harness import BenchError, Column
+from tests.bench.machine import TICKS_PER_S
+from tests.processes import ROOT, Control, Process, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-# The commit whose control plane and agent are measured beside today's.
+    from tests.bench.harness import Figures, Session
+
+COLUMNS = (
+    Column("token_events_per_core_s", "token events per core-second", 0, "ratio"),
+    Column("engines_per_core", "engines per core", 0),
+    Column("messages_per_s", "reports per second", 0),
+    Column("us_per_message", "processor time of a report, us", 0),
+    Column("cores", "cores used", 3),
+    Column("pace", "pace of the load", 3),
+    Column("received", "share of events that arrived", 3),
+    Column("latency_p50_ms", "answer to a report, P50, ms", 1),
+    Column("latency_p99_ms", "P99, ms", 1),
+)
+# The commit whose control plane is measured beside today's.
 BEFORE = "8206ef5"
 FOLDERS = ("proto", "kernels")
+PROTO = "proto/meridian/v1/agent.proto"
 TODAY, OLD, ECHO = "today", "before", "echo"
-STEP_MS, REQUESTS = 20.0, 64
-# Engines in all and in each process of the load. One engine has a process of its own, for the latency of decisions.
-ENGINES, PER_PROCESS = 32, 8
+ENGINES, REQUESTS, TAPES = 32, 64, 4
 BEGIN_S, MEASURE_S = 5.0, 15.0
-START_S = 120.0
-# Share of the token events sent in a window that must arrive in it. Less means that streams are broken; the report
-# shows a server that is only starved.
+# Share of the token events sent in a window that must arrive in it. Less means that streams are broken; the page shows
+# a server that is only starved.
 ARRIVED = 0.1
-# The processes that share a core with the engine whose latency counts yield to it, because a real engine's link shares
-# its core with no other engine.
-NICE = ("nice", "-n", "5")
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of every window. requests: running requests of each engine."""
+    """The load of every window."""
 
     engines: int = ENGINES
-    requests: int = REQUESTS
     begin_s: float = BEGIN_S
     measure_s: float = MEASURE_S
-
-    @property
-    def events_per_s(self) -> float:
-        """Return the token events per second of one engine."""
-        return self.requests * 1e3 / STEP_MS
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window of one arm.
-
-    events: token events that the server received; sent: those that the load sent. pace: steps of the engines as a share
-    of those that were due. latency_ms: times from queueing a report to its answer, of one engine; others_cores: cores
-    that other programs used.
-    """
-
-    events: float
-    sent: int
-    cpu_s: float
-    wall_s: float
-    messages: float
-    pace: float
-    latency_ms: tuple[float, ...]
-    others_cores: float
-
-    @property
-    def events_per_core_s(self) -> float:
-        return self.events / max(self.cpu_s, 1 / TICKS_PER_S)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """The figures of one arm, medians over its windows.
-
-    messages_per_s: reports per second; pace and received: the smallest pace, and the smallest share of the token events
-    sent that arrived, of a window; latency_ms: P50 and P99 over all windows, empty for the echo.
-    """
-
-    windows: int
-    token_events_per_core_s: float
-    engines_per_core: float
-    us_per_message: float
-    messages_per_s: float
-    cores: float
-    pace: float
-    received: float
-    latency_ms: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All arms, and the ratios of today's events per core-second to the others' in the same round, as medians.
-
-    no_before: why the older control plane was not measured; empty if it was.
-    """
-
-    rounds: int
-    engines: int
-    requests: int
-    arms: dict[str, Arm]
-    over: dict[str, float]
-    ratios: dict[str, list[float]]
-    others_cores: float
-    no_before: str
-
-
-class Cores:
-    """The server has the first usable core to itself; its load has the others."""
-
-    def __init__(self, usable: set[int]) -> None:
-        first, *others = sorted(usable)
-        self.server, self.load = {first}, set(others) or {first}
-
-
-class Program:
-    """A program in the tree of some commit, on some cores, that speaks JSON on its standard input and output."""
-
-    def __init__(self, tree: Path, cores: set[int], log: Path, *command: str, prefix: Sequence[str] = ()) -> None:
-        self._log = log
-        with log.open("ab") as errors:
-            self.popen = subprocess.Popen(
-                [*prefix, sys.executable, "-m", *command],
-                cwd=tree,
-                env=os.environ | {"PYTHONPATH": python_path(tree)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        os.sched_setaffinity(self.popen.pid, cores)
-
-    def ask(self, line: str = "go") -> None:
-        """Write a line to the program. Raises BenchError if the program has ended."""
-        assert self.popen.stdin is not None
-        try:
-            print(line, file=self.popen.stdin, flush=True)
-        except BrokenPipeError:
-            raise self._ended() from None
-
-    def answer(self) -> Any:
-        """Return the program's next line. Raises BenchError if the program has ended."""
-        assert self.popen.stdout is not None
-        if line := self.popen.stdout.readline():
-            return json.loads(line)
-        raise self._ended()
-
-    def _ended(self) -> BenchError:
-        return BenchError(f"a program of the load has ended: {self._log.read_text()[-2000:]}")
-
-    def end(self) -> None:
-        """End the program's input and wait until the program has ended."""
-        assert self.popen.stdin is not None
-        self.popen.stdin.close()
-        self.popen.wait(START_S)
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.popen.kill()
-        self.popen.wait()
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 def python_path(tree: Path) -> str:
@@ -187,7 +65,7 @@ def python_path(tree: Path) -> str:
 
 
 def tree_of(commit: str, folder: Path, repository: Path = ROOT) -> str:
-    """Write the files of a commit into `folder`, with today's load; return why that is impossible, or an empty text."""
+    """Write the files of a commit into `folder`; return why that is impossible, or an empty text."""
     folder.mkdir()
     archive = folder.with_suffix(".tar")
     command = ["git", "-C", str(repository), "archive", "--output", str(archive), commit]
@@ -200,181 +78,106 @@ def tree_of(commit: str, folder: Path, repository: Path = ROOT) -> str:
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
     archive.unlink()
-    shutil.copy(cost_load.__file__, folder / "tests" / "bench")
     return ""
 
 
-class Rig:
-    """Runs windows of the arms, each with a fresh server and a fresh load."""
+class Echo(Control):
+    """A bare gRPC server in place of a control plane."""
 
-    def __init__(self, folder: Path, load: Load) -> None:
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.bench.cost_echo", self.target]
+        self.process = Process(command, self.folder / "echo.log", {"PYTHONPATH": python_path(ROOT)})
+        if self.cores is not None:
+            os.sched_setaffinity(self.process.popen.pid, self.cores)
+
+
+class Servers:
+    """Runs windows of the arms, each with a fresh server on a core of its own and fresh engines on the others."""
+
+    def __init__(self, folder: Path, load: Load, before: str = BEFORE) -> None:
+        folder.mkdir(parents=True)
+        self.no_before = tree_of(before, folder / "before")
+        self.arms = [TODAY, ECHO] if self.no_before else [TODAY, OLD, ECHO]
         self._folder, self._load, self._number = folder, load, 0
-        self._cores = Cores(os.sched_getaffinity(0))
-        self._trees = {TODAY: ROOT, OLD: folder / "before"}
-        # The recording that the echo receives, a file for each process of the load, and its window.
-        self._recordings: list[Path] = []
-        self._recorded: Window | None = None
+        tapes = [made(seed, REQUESTS, STEP_MS) for seed in range(TAPES)]
+        self._tapes = dict.fromkeys(self.arms, tapes)
+        if OLD in self.arms and "byte_columns" not in (folder / "before" / PROTO).read_text():
+            self._tapes[OLD] = [made(seed, REQUESTS, STEP_MS, byte_columns=False) for seed in range(TAPES)]
 
-    def window(self, arm: str, *, record: bool = False) -> Window:
-        """Measure one window. record: keep its messages for the echo. Raises BenchError."""
-        self._number += 1
-        folder = self._folder / f"{self._number}-{arm}"
-        folder.mkdir()
-        return self._echo(folder) if arm == ECHO else self._governed(folder, self._trees[arm], record)
-
-    def _shares(self) -> list[range]:
-        """Return the numbers of the engines of each process of the load; the first engine has a process of its own."""
-        many = range(1, self._load.engines)
-        return [range(1), *(many[first : first + PER_PROCESS] for first in range(0, len(many), PER_PROCESS))]
-
-    def _governed(self, folder: Path, tree: Path, record: bool) -> Window:
-        load, shares = self._load, self._shares()
-        recordings = [folder / f"sent-{share.start}" for share in shares] if record else []
-        with contextlib.ExitStack() as stack:
-            control, metrics = stack.enter_context(self._control(folder, tree))
-            programs = []
-            for number, share in enumerate(shares):
-                engines = (control.target, str(share.start), str(len(share)), str(load.requests), str(STEP_MS))
-                command = ("tests.bench.cost_load", *engines, *map(str, recordings[number : number + 1]))
-                prefix = NICE if number else ()
-                made = Program(tree, self._cores.load, folder / "load.log", *command, prefix=prefix)
-                programs.append(stack.enter_context(made))
-            for program in programs:
-                program.answer()
-            time.sleep(load.begin_s)
-            window = self._measured(control.process.popen.pid, metrics, programs)
-            for program in programs:
-                program.end()
-        if record:
-            self._recordings, self._recorded = recordings, window
-        return window
-
-    def _measured(self, pid: int, metrics: str, programs: Sequence[Program]) -> Window:
-        others = Others()
-        counts_of(programs)
-        seen, began_s, ticks = _totals(metrics), time.monotonic(), ticks_of(pid)
-        time.sleep(self._load.measure_s)
-        cpu_s, wall_s = (ticks_of(pid) - ticks) / TICKS_PER_S, time.monotonic() - began_s
-        events, reports = (now - before for now, before in zip(_totals(metrics), seen, strict=True))
-        counts = counts_of(programs)
-        others_cores = others.cores(wall_s)
-        sent = sum(c["rows"] for c in counts)
-        if events < ARRIVED * sent:
-            raise BenchError(f"the control plane received {events:.0f} token events of {sent} that were sent")
-        due = self._load.engines * counts[0]["took_s"] * 1e3 / STEP_MS
-        pace = sum(c["steps"] for c in counts) / due
-        return Window(events, sent, cpu_s, wall_s, reports, pace, tuple(counts[0]["trips_ms"]), others_cores)
-
-    @contextlib.contextmanager
-    def _control(self, folder: Path, tree: Path) -> Iterator[tuple[Control, str]]:
-        """Yield a control plane of this tree, and the URL of its metrics."""
-        address = f"127.0.0.1:{free_port()}"
+    def _server(self, arm: str, folder: Path, cores: set[int]) -> Control:
+        if arm == ECHO:
+            return Echo(folder, free_port(), (), cores)
+        tree = ROOT if arm == TODAY else self._folder / "before"
 
         class Within(Control):
             within = ("env", "-C", str(tree), f"PYTHONPATH={python_path(tree)}")
 
-        control = Within(folder, options=["--metrics-listen", address], cores=self._cores.server)
+        return Within(folder, None, (), cores)
+
+    async def window(self, arm: str, _: int = 0) -> Figures:
+        """Measure one window. Raises BenchError."""
+        self._number += 1
+        (folder := self._folder / f"{self._number}-{arm}").mkdir()
+        usable = sorted(os.sched_getaffinity(0))
+        rig = Rig(self._load.engines, 1, usable, Windows(), self._tapes[arm])
         try:
-            yield control, f"http://{address}/metrics"
+            rig.begin([await asyncio.to_thread(self._server, arm, folder, rig.cores)])
+            os.sched_setaffinity(0, set(usable) - rig.cores or set(usable))
+            await rig.connect(decided=arm != ECHO)
+            rig.fleet.play(STEP_MS / 1e3)
+            await asyncio.sleep(self._load.begin_s)
+            return await self._measured(rig, arm)
         finally:
-            control.process.stop()
+            os.sched_setaffinity(0, usable)
+            await rig.close()
 
-    def _echo(self, folder: Path) -> Window:
-        target, recorded, log = f"127.0.0.1:{free_port()}", self._recorded, folder / "echo.log"
-        assert recorded is not None
-        with contextlib.ExitStack() as stack:
-            command = ("tests.bench.cost_echo", "serve", target)
-            server = stack.enter_context(Program(ROOT, self._cores.server, log, *command))
-            server.answer()
-            senders = [
-                stack.enter_context(
-                    Program(ROOT, self._cores.load, log, "tests.bench.cost_echo", "send", target, str(path))
-                )
-                for path in self._recordings
-            ]
-            for sender in senders:
-                sender.answer()
-            others, began_s, ticks = Others(), time.monotonic(), ticks_of(server.popen.pid)
-            for sender in senders:
-                sender.ask()
-            answers = sum(sender.answer()["answers"] for sender in senders)
-            cpu_s, wall_s = (ticks_of(server.popen.pid) - ticks) / TICKS_PER_S, time.monotonic() - began_s
-        if answers < ARRIVED * recorded.messages:
-            raise BenchError(f"the echo received {answers} of {recorded.messages:.0f} recorded reports")
-        pace = recorded.wall_s / wall_s
-        return Window(recorded.sent, recorded.sent, cpu_s, wall_s, answers, pace, (), others.cores(wall_s))
-
-
-def counts_of(programs: Sequence[Program]) -> list[dict[str, Any]]:
-    """Return the counts of each process of the load since the last call."""
-    for program in programs:
-        program.ask()
-    return [program.answer() for program in programs]
+    async def _measured(self, rig: Rig, arm: str) -> Figures:
+        received_s = 0.0 if arm == ECHO else await rig.received()
+        before, counts = rig.usage(), Counts()
+        rig.fleet.counts = counts
+        await asyncio.sleep(self._load.measure_s)
+        used, latencies_s = rig.usage().since(before), list(counts.latencies_s)
+        reports, sent_s = counts.reports, counts.steps * STEP_MS / 1e3
+        # Seconds of engines at full speed; the echo takes in all that is sent.
+        engine_s = sent_s if arm == ECHO else await rig.received() - received_s
+        if engine_s < ARRIVED * sent_s:
+            raise BenchError(f"the server received {engine_s:.1f} s of {sent_s:.1f} s of engines that were sent")
+        cpu_s = max(sum(used.replicas), 1 / TICKS_PER_S)
+        figures = {
+            "token_events_per_core_s": engine_s / cpu_s * REQUESTS * 1e3 / STEP_MS,
+            "engines_per_core": engine_s / cpu_s,
+            "us_per_message": cpu_s / max(reports, 1) * 1e6,
+            "messages_per_s": reports / used.at_s,
+            "cores": cpu_s / used.at_s,
+            "pace": sent_s / (rig.engines * used.at_s),
+            "received": engine_s / sent_s,
+        }
+        if latencies_s:
+            p50, p99 = (1e3 * np.percentile(latencies_s, [50, 99])).tolist()
+            figures |= {"latency_p50_ms": p50, "latency_p99_ms": p99}
+        return figures
 
 
-def _totals(metrics: str) -> tuple[float, float]:
-    """Return the token events and the reports that a control plane has received."""
-    with urllib.request.urlopen(metrics, timeout=START_S) as answer:
-        lines = answer.read().decode().splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if line.startswith(("meridian_token", "meridian_reports")))
-    return float(values["meridian_token_events_total"]), float(values["meridian_reports_total"])
-
-
-def measure(
-    folder: Path, rounds: int, load: Load, say: Callable[[str], None], keep: Callable[[Comparison], None]
-) -> Comparison:
-    """Measure all arms in `rounds` rounds. say: gets a text before each window; keep: gets the figures so far after
-    each round. Raises BenchError."""
-    folder.mkdir()
-    no_before = tree_of(BEFORE, folder / "before")
-    arms = [TODAY, ECHO] if no_before else [TODAY, OLD, ECHO]
-    rig, found = Rig(folder, load), list[dict[str, Window]]()
-    say(f"warming up, and recording the reports for the echo{no_before and '; no older commit: '}{no_before}")
-    rig.window(TODAY, record=True)
-    for number in range(rounds):
-        turned, windows = number % len(arms), dict[str, Window]()
-        for arm in (arms[turned:] + arms[:turned])[:: -1 if number % 2 else 1]:
-            say(f"round {number + 1} of {rounds}: {arm}")
-            windows[arm] = rig.window(arm)
-        found.append(windows)
-        compared = compare(found, load, no_before)
-        keep(compared)
-    return compared
-
-
-def compare(rounds: Sequence[dict[str, Window]], load: Load, no_before: str) -> Comparison:
-    """Return the figures over all rounds."""
-    ratios = {
-        other: [found[TODAY].events_per_core_s / found[other].events_per_core_s for found in rounds]
-        for other in rounds[0]
-        if other != TODAY
+async def measure(session: Session) -> dict[str, Any]:
+    """Measure all servers; return the part's figures of the last line. Raises BenchError."""
+    given, runs = session.options, session.runs
+    load = Load(engines=given.engines, measure_s=given.control_s)
+    servers = Servers(session.fresh() / "control", load, given.before)
+    session.say(f"warming up; {servers.no_before or 'the older commit is there'}")
+    await servers.window(TODAY)
+    text = (
+        f"{load.engines} engines with {REQUESTS} running requests each. `{OLD}` is the control plane of commit "
+        f"{given.before}, `{ECHO}` a bare gRPC server; all get the same reports, in columns that they read."
+    )
+    text += f" `{OLD}` is missing: {servers.no_before}." if servers.no_before else ""
+    for number in range(given.control_rounds):
+        await session.rounds(servers.arms, servers.window, [number])
+        session.table("The control plane", text, COLUMNS, TODAY)
+    over_echo = runs.ratio(TODAY, ECHO, "token_events_per_core_s")
+    session.goal("token events per core-second over the echo's", ">= 0.4", over_echo)
+    return {
+        "token_events_per_core_s": runs.median(TODAY, "token_events_per_core_s").rounded(0),
+        "engines_per_core": runs.median(TODAY, "engines_per_core").rounded(1),
+        "engines_per_core_before": None if servers.no_before else runs.median(OLD, "engines_per_core").rounded(1),
+        "of_echo": over_echo.rounded(3),
     }
-    return Comparison(
-        rounds=len(rounds),
-        engines=load.engines,
-        requests=load.requests,
-        arms={arm: _arm([found[arm] for found in rounds], load) for arm in sorted(rounds[0])},
-        over={other: statistics.median(values) for other, values in ratios.items()},
-        ratios=ratios,
-        others_cores=max(window.others_cores for found in rounds for window in found.values()),
-        no_before=no_before,
-    )
-
-
-def _arm(windows: Sequence[Window], load: Load) -> Arm:
-    def median(of: Callable[[Window], float]) -> float:
-        return statistics.median(map(of, windows))
-
-    latencies = [ms for window in windows for ms in window.latency_ms]
-    events_per_core_s = median(lambda w: w.events_per_core_s)
-    return Arm(
-        windows=len(windows),
-        token_events_per_core_s=events_per_core_s,
-        engines_per_core=events_per_core_s / load.events_per_s,
-        us_per_message=median(lambda w: w.cpu_s / max(w.messages, 1) * 1e6),
-        messages_per_s=median(lambda w: w.messages / w.wall_s),
-        cores=median(lambda w: w.cpu_s / w.wall_s),
-        pace=min(window.pace for window in windows),
-        received=min(window.events / window.sent for window in windows),
-        latency_ms=tuple(np.percentile(latencies, [50, 99]).tolist()) if latencies else (),
-    )

@@ -1,21 +1,23 @@
 """Measure the agent's time per engine step in the engine-core thread and in the worker, beside stock vLLM's.
 
-The module owns the arms, the windows, and one engine whose core runs in this process, so that its thread can be
-measured. The worker is a process of its own. The protocol is in tests/bench/README.md.
+The module owns one engine whose core runs in this process, so that its thread can be measured; the worker is a process
+of its own. The protocol is in tests/bench/cost.md.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.cost_clock import OUTSIDE, Clock
-from tests.bench.cost_probes import Probes, Step, probe_cost
-from tests.bench.program import BenchError, output_into
+import numpy as np
+
+from tests.bench.harness import BenchError, Column
+from tests.bench.machine import output_into
 from tests.demo.pace import STEP_MS
 from tests.engine import ENGINE_ARGS, prompt_ids
 from tests.processes import ENGINE_ENV, ROOT, Control
@@ -23,6 +25,8 @@ from tests.processes import ENGINE_ENV, ROOT, Control
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from tests.bench.harness import Figures, Session
 
 SIZES = (1, 16, 64, 256)
 # Tokens of a request that thinks shortly, and of one that thinks long; steps of a window with long thinking.
@@ -33,39 +37,66 @@ NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 # Categories of the agent's time, named after its hooks, and whether the engine's step waits for the hook.
 HOOKS = {"before schedule": True, "after schedule": True, "mask": False, "after update": True, "requests": True}
 STOCK = ("schedule", "update")
+STEPS_MS = 10.0
+ARMS = AGENT, STOCK_ARM = "agent", "stock"
+# The figures of stock are those of its own code, and the figures of the agent those of the agent's part. "waited": what
+# the step waits for; "worker": of the agent the observer's calls, of stock the worker's whole step.
+COLUMNS = (
+    Column("us", "time, us per step", 1, "ratio"),
+    Column("waited_us", "waited for", 1, "ratio"),
+    Column("cpu_us", "processor time", 1, "ratio"),
+    Column("worker_us", "worker's processor time", 0, "ratio"),
+    *(Column(f"{hook.replace(' ', '_')}_us", hook, 1) for hook in HOOKS),
+    Column("step_ms", "step, ms", 1),
+    Column("round_trip_ms", "round trip, ms", 1),
+    Column("probe_tokens", "probe tokens per step", 2),
+    Column("probe_token_us", "us per probe token", 0),
+    Column("probe_share", "probes' share of decode time, %", 2, factor=100),
+    Column("probe_share_error", "its standard error", 2, factor=100),
+)
 
 
-@dataclass
-class Row:
-    """The figures of one batch size. All times are microseconds per step, medians over windows.
+OUTSIDE = "outside"
 
-    long: whether the requests thought long and began one after another. agent_us: all of the agent's time. critical_us:
-    the part of it that the step waits for. stock_us: stock schedule and update_from_output without the agent. with_us:
-    the same calls with the agent. cpu: processor time of the thread instead of wall time. hooks_us: wall time by hook.
-    probes: what probes took in the windows with the agent; None for short requests, of which few are probed.
+
+class Clock:
+    """Seconds by category, either of wall time or of the thread's processor time, depending on `read`.
+
+    Each wrapped call costs about 0.2 us at its begin and at its end, which the figures contain.
     """
 
-    requests: int
-    long: bool
-    step_ms: float
-    agent_us: float
-    critical_us: float
-    stock_us: float
-    with_us: float
-    agent_cpu_us: float
-    stock_cpu_us: float
-    hooks_us: dict[str, float]
-    observe_us: float
-    worker_us: float
-    round_trip_ms: float
-    windows: int
-    probes: Probes | None = None
-    ratios: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        self.read: Callable[[], float] = time.perf_counter
+        self._whose, self._since = OUTSIDE, 0.0
 
-    @property
-    def ratio(self) -> float:
-        """Return the agent's time divided by stock's time, as the median over the pairs of windows."""
-        return statistics.median(self.ratios)
+    def reset(self, read: Callable[[], float]) -> None:
+        """Clear all figures, and use `read` as the clock from now on."""
+        self.seconds.clear()
+        self.calls.clear()
+        self.read, self._whose, self._since = read, OUTSIDE, read()
+
+    def wrap(self, owner: Any, name: str, category: str) -> None:
+        """Book the time of `owner.name` under `category`; `owner` is a class or an instance."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self._enter(category)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._enter(before)
+
+        setattr(owner, name, timed)
+
+    def _enter(self, category: str) -> str:
+        now, before = self.read(), self._whose
+        self.seconds[before] += now - self._since
+        self.calls[category] += 1
+        self._whose, self._since = category, now
+        return before
 
 
 def instrument(clock: Clock, scheduler: Any) -> None:
@@ -85,13 +116,54 @@ def instrument(clock: Clock, scheduler: Any) -> None:
     clock.wrap(scheduler._agent, "after_schedule", "after schedule")
 
 
+@dataclass(frozen=True)
+class Step:
+    """One engine step. seconds: decode time; prefill: whether a request arrived."""
+
+    seconds: float
+    probe_tokens: int
+    prefill: bool
+
+
+def probe_cost(windows: Sequence[Sequence[Step]]) -> Figures:
+    """Return what probes took in all steps of these windows.
+
+    Steps of one window differ little but for their probes, so the time of a probe token is the slope of a step's time
+    over its probe tokens: ordinary least squares with an intercept for each window, over the steps in which no request
+    arrived. probe_share: of the decode time of all steps.
+    """
+    steps = [step for window in windows for step in window]
+    decode_s, tokens = sum(step.seconds for step in steps), sum(step.probe_tokens for step in steps)
+    x, y = (np.concatenate(columns) for columns in zip(*map(_centred, windows), strict=True))
+    slope_s = error_s = 0.0
+    if tokens and (spread := float(x @ x)):
+        slope_s = float(x @ y) / spread
+        residual = y - slope_s * x
+        error_s = float(np.sqrt(residual @ residual / max(1, len(x) - len(windows) - 1) / spread))
+    share = tokens / decode_s
+    return {
+        "probe_tokens": tokens / len(steps),
+        "probe_token_us": slope_s * 1e6,
+        "probe_share": slope_s * share,
+        "probe_share_error": error_s * share,
+        "decode_s": decode_s,
+    }
+
+
+def _centred(window: Sequence[Step]) -> tuple[np.ndarray, np.ndarray]:
+    """Return probe tokens and seconds of the steps without arrivals, each less its mean in the window."""
+    steps = [step for step in window if not step.prefill]
+    x, y = np.array([step.probe_tokens for step in steps], float), np.array([step.seconds for step in steps])
+    return x - x.mean(), y - y.mean()
+
+
 class Steps:
     """The engine, its control plane, and windows of steps with and without the agent."""
 
     def __init__(self, folder: Path, step_ms: float, args: Mapping[str, Any] = {}) -> None:
         """Start the engine. args: arguments of the engine, in place of the benchmark's."""
         self._control = Control(folder)
-        self.clock = Clock()
+        self.clock, self.noted = Clock(), list[list[Step]]()
         try:
             with output_into(folder / "engine.log"):
                 self._llm = self._start(step_ms, args)
@@ -136,23 +208,26 @@ class Steps:
             llm.llm_engine.engine_core.shutdown()
         self._control.process.stop()
 
-    def measure(self, requests: int, pairs: int, say: Callable[[str], None], *, long: bool) -> Row:
-        """Measure pairs of windows, one with and one without the agent, after one window to warm up.
+    def run(self, requests: int, arm: str, *, long: bool) -> Figures:
+        """Measure a window in wall time and one in the thread's processor time.
 
-        The order within a pair alternates. Of each two pairs the first is measured in wall time, the second in
-        processor time. long: whether the requests think long and begin one after another. say: gets a text before each
-        pair. Raises BenchError.
+        Without the agent the mixin's own frames are booked as hooks, not as stock's time, because stock vLLM does not
+        have these frames. long: whether the requests think long and begin one after another. Raises BenchError.
         """
         window = self._long_window if long else self._short_window
-        wall: dict[bool, list[_Window]] = defaultdict(list)
-        cpu: dict[bool, list[_Window]] = defaultdict(list)
-        window(requests, True, time.perf_counter)
-        for pair in range(2 * pairs):
-            say(f"{requests} running, {'long' if long else 'short'}: pair {pair + 1} of {2 * pairs}")
-            into, read = (wall, time.perf_counter) if pair % 2 == 0 else (cpu, time.thread_time)
-            for governed in (True, False) if pair // 2 % 2 == 0 else (False, True):
-                into[governed].append(window(requests, governed, read))
-        return _row(requests, long, wall, cpu)
+        self.noted = []
+        wall, cpu = (window(requests, arm == AGENT, read) for read in (time.perf_counter, time.thread_time))
+        if arm == AGENT:
+            figures = {f"{hook.replace(' ', '_')}_us": wall[hook] for hook in HOOKS}
+            figures["us"], figures["cpu_us"] = (sum(found[hook] for hook in HOOKS) for found in (wall, cpu))
+            figures["waited_us"] = sum(wall[hook] for hook, waits in HOOKS.items() if waits)
+            figures["worker_us"] = statistics.fmean((wall["observe_us"], cpu["observe_us"]))
+        else:
+            stock = (*STOCK, "stock requests")
+            figures = {"us": sum(wall[name] for name in stock), "cpu_us": sum(cpu[name] for name in stock)}
+            figures["waited_us"] = figures["us"]
+            figures["worker_us"] = statistics.fmean((wall["worker_us"], cpu["worker_us"]))
+        return figures | {name: wall[name] for name in ("step_ms", "round_trip_ms")}
 
     def _prompts(self, requests: int) -> list[dict[str, list[int]]]:
         from tests.data import maze
@@ -168,7 +243,7 @@ class Steps:
         sampling: dict[str, Any] = {"temperature": 0.0} if seed is None else drawn
         return SamplingParams(**sampling, max_tokens=tokens, ignore_eos=True, logit_bias={end: -30.0})
 
-    def _short_window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
+    def _short_window(self, requests: int, governed: bool, read: Callable[[], float]) -> Figures:
         """Measure one batch of requests that begin together, from its first step to its last."""
         prompts, params = self._prompts(requests), self._params(TOKENS)
         self._scheduler._agent = self._agent if governed else None
@@ -176,15 +251,14 @@ class Steps:
         self._scheduler._agent = self._agent
         return window
 
-    def _long_window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
+    def _long_window(self, requests: int, governed: bool, read: Callable[[], float]) -> Figures:
         """Measure steps while requests think for LONG_TOKENS tokens each; one begins whenever one ends.
 
         The first requests begin one step after another, so that their probes fall into different steps, and have fewer
         tokens, so that their ends are spread evenly. The tokens are drawn at random, because the likeliest tokens of
         endless thinking repeat, and loops are rare in thinking that is long because its task is hard.
         """
-        engine, prompts = self._llm.llm_engine, self._prompts(requests)
-        live: dict[str, int] = {}
+        engine, prompts, live = self._llm.llm_engine, self._prompts(requests), dict[str, int]()
 
         def begin(number: int, tokens: int) -> None:
             name = f"long-{self._scheduler.current_step}-{number}"
@@ -212,7 +286,7 @@ class Steps:
             run(1)
         noted.clear()
         window = self._measured(read, lambda: run(LONG_STEPS))
-        window.steps = self._with_worker(noted)
+        self.noted.append(self._with_worker(noted))
         engine.abort_request(list(live))
         while engine.has_unfinished_requests():
             engine.step()
@@ -229,9 +303,10 @@ class Steps:
         (seconds,) = self._llm.collective_rpc("step_seconds")
         if len(seconds) < len(steps):
             raise BenchError(f"the worker ran {len(seconds)} of {len(steps)} steps")
-        return [step.plus(s) for step, s in zip(steps, seconds[-len(steps) :], strict=True)]
+        pairs = zip(steps, seconds[-len(steps) :], strict=True)
+        return [Step(step.seconds + s, step.probe_tokens, step.prefill) for step, s in pairs]
 
-    def _measured(self, read: Callable[[], float], run: Callable[[], object]) -> _Window:
+    def _measured(self, read: Callable[[], float], run: Callable[[], object]) -> Figures:
         """Measure the steps of `run`."""
         busy_s, observe_s = self._worker()
         first = self._scheduler.current_step
@@ -241,13 +316,13 @@ class Steps:
         took, steps = time.perf_counter() - began, self._scheduler.current_step - first
         seconds = {name: s / steps * 1e6 for name, s in self.clock.seconds.items()}
         now = self._worker()
-        return _Window(
-            step_ms=took / steps * 1e3,
-            us={name: seconds.get(name, 0.0) for name in (*HOOKS, *STOCK, "stock requests")},
-            worker_us=(now[0] - busy_s) / steps * 1e6,
-            observe_us=(now[1] - observe_s) / steps * 1e6,
-            round_trip_ms=self._agent.link.outbox.round_trip_ms,
-        )
+        return {
+            **{name: seconds.get(name, 0.0) for name in (*HOOKS, *STOCK, "stock requests")},
+            "step_ms": took / steps * 1e3,
+            "worker_us": (now[0] - busy_s) / steps * 1e6,
+            "observe_us": (now[1] - observe_s) / steps * 1e6,
+            "round_trip_ms": self._agent.link.outbox.round_trip_ms,
+        }
 
     def _worker(self) -> tuple[float, float]:
         (counted,) = self._llm.collective_rpc("counted")
@@ -255,51 +330,39 @@ class Steps:
         return busy_s, observe_s
 
 
-@dataclass
-class _Window:
-    step_ms: float
-    us: dict[str, float]
-    worker_us: float
-    observe_us: float
-    round_trip_ms: float
-    # The steps of a window of long thinking.
-    steps: list[Step] = field(default_factory=list)
+async def measure(session: Session) -> dict[str, Any]:
+    """Measure all sizes, with short requests that begin together and with long thinking, and return the part's figures
+    of the last line."""
+    options, runs = session.options, session.runs
+    session.say("starting the engine")
+    running = Steps(session.fresh(), STEPS_MS)
+    shares: list[Figures] = []
+    try:
+        for long in (False, True):
+            for size in options.sizes:
+                case, windows = f"{size} {'long' if long else 'short'}", list[list[Step]]()
 
-    @property
-    def agent_us(self) -> float:
-        return sum(self.us[name] for name in HOOKS)
+                def run(arm: str, _: int, size: int = size, long: bool = long, windows: Any = windows) -> Figures:
+                    figures = running.run(size, arm, long=long)
+                    if long and arm == AGENT:
+                        windows.extend(running.noted)
+                    return figures
 
-    @property
-    def critical_us(self) -> float:
-        return sum(self.us[name] for name, waits in HOOKS.items() if waits)
-
-    @property
-    def stock_us(self) -> float:
-        return sum(self.us[name] for name in (*STOCK, "stock requests"))
-
-
-def _row(requests: int, long: bool, wall: dict[bool, list[_Window]], cpu: dict[bool, list[_Window]]) -> Row:
-    def median(windows: list[_Window], of: Callable[[_Window], float]) -> float:
-        return statistics.median(map(of, windows))
-
-    on, off = wall[True], wall[False]
-    # In windows without the agent the mixin's own frames are booked as hooks, not as stock's time, because stock vLLM
-    # does not have these frames.
-    return Row(
-        requests=requests,
-        long=long,
-        step_ms=median(on, lambda w: w.step_ms),
-        agent_us=median(on, lambda w: w.agent_us),
-        critical_us=median(on, lambda w: w.critical_us),
-        stock_us=median(off, lambda w: w.stock_us),
-        with_us=median(on, lambda w: w.stock_us),
-        agent_cpu_us=median(cpu[True], lambda w: w.agent_us),
-        stock_cpu_us=median(cpu[False], lambda w: w.stock_us),
-        hooks_us={name: median(on, lambda w, name=name: w.us[name]) for name in HOOKS},  # type: ignore[misc]
-        observe_us=median(on + cpu[True], lambda w: w.observe_us),
-        worker_us=median(off + cpu[False], lambda w: w.worker_us),
-        round_trip_ms=median(on, lambda w: w.round_trip_ms),
-        windows=len(on) + len(off),
-        probes=probe_cost([window.steps for window in on + cpu[True]]) if long else None,
-        ratios=[a.agent_us / b.stock_us for a, b in zip(on, off, strict=True)],
-    )
+                run(AGENT, 0)
+                windows.clear()
+                await session.rounds(ARMS, run, options.pairs, case=case)
+                if long:
+                    shares.append(found := probe_cost(windows))
+                    for each in (each for each in runs.all if (each.arm, each.case) == (AGENT, case)):
+                        each.figures.update(found)
+                text = f"Maze model, steps of {STEPS_MS:g} ms or more, by number of running requests."
+                session.table("Per step", text, COLUMNS, STOCK_ARM)
+    finally:
+        running.close()
+    ratios = {case: runs.ratio(AGENT, STOCK_ARM, "us", case).rounded(3) for case in runs.cases()}
+    probes_s, decode_s = sum(f["probe_share"] * f["decode_s"] for f in shares), sum(f["decode_s"] for f in shares)
+    return {
+        "agent_of_stock": {case.split()[0]: ratio for case, ratio in ratios.items() if case.endswith("long")},
+        "agent_of_stock_short": {case.split()[0]: ratio for case, ratio in ratios.items() if case.endswith("short")},
+        "probe_time_share": round(probes_s / decode_s, 4),
+    }

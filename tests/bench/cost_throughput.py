@@ -1,6 +1,6 @@
 """Compare the throughput and the processor time of stock and governed vLLM, side by side.
 
-The module owns the engines, of which one at a time runs, their windows of steps, and the rounds. The protocol is in
+The module owns the engines, of which one at a time runs, and their windows of steps. The protocol is in
 tests/bench/cost.md.
 """
 
@@ -9,29 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
-import operator
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
-from tests.bench.cost_report import STEP_PARTS
-from tests.bench.gate import GATE, Keeper, Passed
-from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, Others, ticks_of
-from tests.bench.results import Interval, between, mean_between
+from tests.bench.gate import GATE, Keeper
+from tests.bench.harness import Column
+from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, ticks_of
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator
 
     from meridian.v1 import agent_pb2
 
+    from tests.bench.harness import Figures, Interval, Session
     from tests.bench.streamed import Request
 
 BLOCKS = 1024
@@ -47,93 +46,30 @@ ARMS = STOCK, GOVERNED = "stock", "governed"
 # Starts from which an interval says something.
 FEWEST = 6
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
-CONTROL, CLIENT = "control plane", "client"
+CONTROL = "control plane"
 # Time for a client to take in what the engine has sent, after which the client has nothing to do.
 CLIENT_S = 0.02
 # Seeds of one start; each seed is the seed of BATCH requests.
 SEEDS, BATCH = 10_000, 64
-
-
-@dataclass(frozen=True)
-class Window:
-    """Some steps of one arm. cpu_s: processor seconds of the control plane and of the client."""
-
-    passed: Passed
-    cpu_s: dict[str, float]
-
-    def __add__(self, other: Window) -> Window:
-        return Window(self.passed + other.passed, {name: s + other.cpu_s[name] for name, s in self.cpu_s.items()})
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.passed.tokens / self.passed.took_s
-
-    def parts_ms(self, steps: int) -> dict[str, float]:
-        """Return the milliseconds of each part of a step. steps: number of steps in this window."""
-        seconds = self.passed.between_s, self.passed.starved_s, self.passed.computing_s
-        return {part: s / steps * 1e3 for part, s in zip(STEP_PARTS, seconds, strict=True)}
-
-
-# Two windows of each arm, as one.
-Round = dict[str, Window]
-
-
-@dataclass
-class Start:
-    """The rounds of one start of all engines. unlike: rounds in which the arms did not have the same tokens to generate
-    and the same prompts to read. others_cores: cores that other programs used. steps, calm_steps, probe_tokens: counted
-    by the governed engine's agent."""
-
-    rounds: list[Round] = field(default_factory=list)
-    others_cores: float = 0.0
-    steps: int = 0
-    calm_steps: int = 0
-    probe_tokens: int = 0
-
-    @property
-    def unlike(self) -> int:
-        return sum(
-            len({(window.passed.tokens, window.passed.prompt_tokens) for window in found.values()}) > 1
-            for found in self.rounds
-        )
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """The figures of the governed engine against stock.
-
-    starts, rounds: how often all engines were started, and how many rounds there were in all. ratio: geometric mean
-    over the starts, with an interval that contains the differences between starts. cpu_us: processor microseconds per
-    generated token, by arm and process. parts_ms: milliseconds of a step, by arm and part; more_ms: how many more of
-    them the governed engine's step takes, by part. ratios: the ratios of the rounds of each start, by arm.
-    probe_tokens: tokens of EAT probes per step. calm_share: share of the steps that were calm.
-    """
-
-    starts: int
-    rounds: int
-    unlike: int
-    ratio: dict[str, Interval]
-    tokens_per_s: dict[str, float]
-    step_ms: float
-    cpu_us: dict[str, dict[str, float]]
-    parts_ms: dict[str, dict[str, float]]
-    more_ms: dict[str, Interval]
-    others_cores: float
-    ratios: dict[str, list[list[float]]]
-    probe_tokens: float
-    calm_share: float
+COLUMNS = (
+    Column("tokens_per_s", "tokens per second", 0, "ratio"),
+    Column("control_us", "control plane, us per token", 0),
+    Column("client_us", "client, us per token", 0),
+    Column("between_ms", "worker waits for its next step, ms per step", 2, "difference"),
+    Column("starved_ms", "worker has a step but no core", 2, "difference"),
+    Column("computing_ms", "worker works on a step", 2, "difference"),
+)
 
 
 @dataclass(frozen=True)
 class Plan:
     """How often to start the engines: `starts` times, then again until the ratio's interval reaches at most
     `half_width` to either side, or another start would take more than `most_s` seconds in all. half_width: None for no
-    more starts. rounds: rounds of each start."""
+    more starts."""
 
     starts: int
     half_width: float | None
     most_s: float
-    rounds: int
 
     def go_on(self, done: int, took_s: float, ratio: Interval) -> bool:
         """Return whether another start follows `done` starts, which took `took_s` seconds, with this ratio of the
@@ -145,38 +81,51 @@ class Plan:
         return done < FEWEST or max(ratio.high - ratio.value, ratio.value - ratio.low) > self.half_width
 
 
-def measure(folder: Path, plan: Plan, said: Callable[[str, Throughput], None]) -> Throughput:
-    """Measure all arms; `said` gets the figures so far after each start. Raises BenchError."""
+async def measure(session: Session) -> dict[str, Any]:
+    """Measure all arms; return the part's figures of the last line. Raises BenchError."""
     os.environ.update(LARGE_PAGES)
-    model, began_s = random_model.make(folder / "model"), time.monotonic()
-    starts: list[Start] = []
-    while True:
-        starts.append(asyncio.run(_start(model, folder, len(starts), plan.rounds)))
-        so_far = summary(starts)
-        said(f"start {len(starts)}", so_far)
-        if not plan.go_on(len(starts), time.monotonic() - began_s, so_far.ratio[GOVERNED]):
-            return so_far
+    given, runs, folder, began_s = session.options, session.runs, session.fresh(), time.monotonic()
+    model = random_model.make(folder / "model")
+    plan = Plan(given.starts, given.throughput_interval, given.most_minutes * 60)
+    counted: Counter[str] = Counter()
+    for start in itertools.count():
+        session.say(f"starting both engines, start {start + 1}")
+        counted += await _start(model, folder, session, start)
+        ours, theirs = (
+            {name: runs.values(arm, name) for name in ("tokens", "prompt_tokens")} for arm in (GOVERNED, STOCK)
+        )
+        unlike = sum(any(ours[name][at] != theirs[name][at] for name in ours) for at in ours["tokens"])
+        steps = max(1, counted["steps"])
+        text = (
+            f"{random_model.parameters() / 1e6:.0f} M random weights, {start + 1} starts of both engines, "
+            f"{given.rounds} rounds of each. In {unlike} rounds the engines did not compute the same prompts and "
+            f"tokens. A step had {counted['probe_tokens'] / steps:.2f} tokens of EAT probes, and "
+            f"{counted['calm_steps'] / steps:.0%} of the steps were calm."
+        )
+        session.table("Throughput", text, COLUMNS, STOCK)
+        ratio = runs.ratio(GOVERNED, STOCK, "tokens_per_s")
+        if not plan.go_on(start + 1, time.monotonic() - began_s, ratio):
+            break
+    return {"throughput": ratio.rounded(), "throughput_interval": [round(ratio.low, 4), round(ratio.high, 4)]}
 
 
-async def _start(model: Path, folder: Path, number: int, rounds: int) -> Start:
-    """Start all engines, and run the rounds."""
+async def _start(model: Path, folder: Path, session: Session, start: int) -> Counter[str]:
+    """Start all engines and run the rounds; return what the governed engine's agent has counted."""
     async with contextlib.AsyncExitStack() as stack:
         setups = {name: Setup(model, BLOCKS, governed=name == GOVERNED, writes_sentences=True) for name in ARMS}
         arms = {
-            name: await stack.enter_async_context(_arm(setup, folder / f"{name} {number}", SEEDS * number))
+            name: await stack.enter_async_context(_arm(setup, folder / f"{name} {start}", SEEDS * start))
             for name, setup in setups.items()
         }
-        found, others, began_s = Start(), Others(), time.monotonic()
-        for turn in range(rounds):
-            order = [*ARMS[turn % len(ARMS) :], *ARMS[: turn % len(ARMS)]]
-            first = {name: await arms[name].window(STEPS) for name in order}
-            found.rounds.append({name: first[name] + await arms[name].window(STEPS) for name in reversed(order)})
-        found.others_cores = others.cores(time.monotonic() - began_s)
+        await session.rounds(
+            ARMS, lambda arm, _: arms[arm].window(STEPS), session.options.rounds, start=start, mirrored=True
+        )
+        counted: Counter[str] = Counter()
         for arm in arms.values():
             if (counters := await arm.end()) is not None:
-                found.steps, found.calm_steps = counters.calm_steps + counters.full_steps, counters.calm_steps
-                found.probe_tokens = counters.probe_tokens
-        return found
+                counted["steps"] = counters.calm_steps + counters.full_steps
+                counted["calm_steps"], counted["probe_tokens"] = counters.calm_steps, counters.probe_tokens
+        return counted
 
 
 @contextlib.asynccontextmanager
@@ -224,16 +173,24 @@ class Measured:
         await asyncio.sleep(CLIENT_S * PLACES)
         await self.window(WARM_STEPS)
 
-    async def window(self, steps: int) -> Window:
+    async def window(self, steps: int) -> Figures:
         """Run some steps. Raises BenchError if a request went wrong."""
         for place in self._places:
             if place.done():
                 place.result()
         before_s, own_s = self._control_s(), time.process_time()
         passed = await self._keeper.opened(steps, self._stopped)
-        cpu_s = {CONTROL: self._control_s() - before_s}
+        control_s = self._control_s() - before_s
         await asyncio.sleep(CLIENT_S)
-        return Window(passed, cpu_s | {CLIENT: time.process_time() - own_s})
+        return {
+            "tokens_per_s": passed.tokens / passed.took_s,
+            "control_us": control_s / passed.tokens * 1e6,
+            "client_us": (time.process_time() - own_s) / passed.tokens * 1e6,
+            "between_ms": passed.between_s / steps * 1e3,
+            "starved_ms": passed.starved_s / steps * 1e3,
+            "computing_ms": passed.computing_s / steps * 1e3,
+            **{"tokens": passed.tokens, "prompt_tokens": passed.prompt_tokens},
+        }
 
     async def end(self) -> agent_pb2.AgentCounters | None:
         """Abort the requests, and return the agent's counters. Raises BenchError if the agent is no longer in force."""
@@ -290,38 +247,3 @@ def _descends(pid: int) -> bool:
     while pid > 1 and pid != os.getpid():
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid == os.getpid()
-
-
-def summary(starts: Sequence[Start]) -> Throughput:
-    """Return the figures over all starts."""
-    rounds = [found for start in starts for found in start.rounds]
-    whole = {arm: functools.reduce(operator.add, (found[arm] for found in rounds)) for arm in ARMS}
-    steps = max(1, sum(start.steps for start in starts))
-    ratios = {
-        arm: [[found[arm].tokens_per_s / found[STOCK].tokens_per_s for found in start.rounds] for start in starts]
-        for arm in ARMS[1:]
-    }
-    parts_ms = [
-        [{arm: w.parts_ms(2 * STEPS) for arm, w in found.items()} for found in start.rounds] for start in starts
-    ]
-    return Throughput(
-        starts=len(starts),
-        rounds=len(rounds),
-        unlike=sum(start.unlike for start in starts),
-        ratio={arm: between(values) for arm, values in ratios.items()},
-        tokens_per_s={arm: window.tokens_per_s for arm, window in whole.items()},
-        step_ms=whole[STOCK].passed.took_s / (2 * STEPS * len(rounds)) * 1e3,
-        cpu_us={
-            arm: {name: cpu_s / window.passed.tokens * 1e6 for name, cpu_s in window.cpu_s.items()}
-            for arm, window in whole.items()
-        },
-        parts_ms={arm: window.parts_ms(2 * STEPS * len(rounds)) for arm, window in whole.items()},
-        more_ms={
-            part: mean_between([[ms[GOVERNED][part] - ms[STOCK][part] for ms in start] for start in parts_ms])
-            for part in STEP_PARTS
-        },
-        others_cores=max(start.others_cores for start in starts),
-        ratios=ratios,
-        probe_tokens=sum(start.probe_tokens for start in starts) / steps,
-        calm_share=sum(start.calm_steps for start in starts) / steps,
-    )

@@ -1,27 +1,14 @@
 """Measure how much the decision log and traces cost a session: `python -m tests.bench.decision_log`.
 
-Protocol: a recorded stream is given repeatedly to a new session, with its recorded times. The stream has 64 requests at
-once over 1,000 steps of a fake engine; each request thinks 50 to 800 tokens and answers up to 100, EAT probes run every
-64 tokens, and all rules are on. There are three such streams: the agent merges up to 24 steps into a report, as it does
-under the default policy, or up to eight, as it does while a rule is in force, or it reports each step. The four arms
-are: no log, the log, the log and traces of 1 % of the requests, and the log and traces of all requests. The arms take
-turns in changing order, 15 runs of each after one of each to warm up. The measure is the process time of the session's
-own work and, with traces, of the SDK's thread up to the export of the last span to a collector in another process.
-Parsing the messages and connecting to the collector are not measured. The garbage collector runs as in the server, and
-looks at what a stream has left at its end, within the measured time.
-Ratios are taken within each turn, and their medians reported, beside the ratio of each arm's least times, which other
-programs on the machine disturb less. The last line is JSON.
+The protocol is in tests/bench/cost.md.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
-import statistics
-import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
@@ -33,15 +20,20 @@ from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.telemetry.request_traces import Tracing
+from tests.bench import harness
+from tests.bench.harness import Column
 from tests.contract.control.telemetry.test_tracing import Collector
 from tests.fakes.agent import FakeAgent
 from tests.fakes.tables import policy
 from tests.unit.sessions import NOW, Stream
 
 if TYPE_CHECKING:
+    import argparse
     from multiprocessing.connection import Connection
 
-AT_ONCE, STEPS, TURNS = 64, 1000, 15
+    from tests.bench.harness import Figures
+
+AT_ONCE, STEPS = 64, 1000
 # Most steps in a report of each stream.
 STREAMS = {"default": 24, "merged": 8, "single": 1}
 WITHOUT, LOG, SOME, ALL = "without", "log", "traces of 1 %", "traces of all"
@@ -114,49 +106,50 @@ def collect(pipe: Connection) -> None:
     pipe.send(len(collector.spans))
 
 
-def measure(made: Stream, tracings: dict[str, Tracing]) -> dict[str, object]:
-    """Measure the arms on one stream, print the results and return the figures."""
-    arms, turns = [WITHOUT, LOG, *tracings], list[dict[str, float]]()
-    gc.collect()
-    gc.freeze()
-    for turn in range(TURNS + 1):
-        order = arms[turn % 4 :] + arms[: turn % 4]
-        turns.append({arm: seconds(made, arm, tracings.get(arm)) for arm in order})
-    totals, turns = made.session.totals, turns[1:]
-    decisions = sum(totals.decisions.values()) - totals.decisions["plan"]
-    print(f"{totals.token_events} tokens, {totals.reports} reports, {totals.requests} requests, {decisions} decisions")
-    figures: dict[str, object] = {"decisions": decisions, "reports": totals.reports}
-    least = {arm: min(turn[arm] for turn in turns) for arm in arms}
-    for arm in arms:
-        per_s = totals.token_events / statistics.median(turn[arm] for turn in turns)
-        ratios = [statistics.median(turn[arm] / turn[base] for turn in turns) for base in (WITHOUT, LOG)]
-        of = {"of_without": ratios[0], "of_without_least": least[arm] / least[WITHOUT], "of_log": ratios[1]}
-        told = "time {of_without:.3f} of without (least times {of_without_least:.3f}), {of_log:.3f} of log".format(**of)
-        print(f"{arm:14} {per_s:9,.0f} token events per second; {told}")
-        figures[arm] = {"per_second": round(per_s)} | {name: round(ratio, 3) for name, ratio in of.items()}
-    return figures
-
-
-def main() -> int:
+async def measure(session: harness.Session) -> dict[str, Any]:
     gc.set_threshold(FLOOD, gc.get_threshold()[1], NEVER)
     pipe, other = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=collect, args=(other,))
     process.start()
     endpoint = f"127.0.0.1:{pipe.recv()}"
     tracings = {arm: Tracing(endpoint, ratio) for arm, ratio in RATIOS.items()}
-    figures: dict[str, object] = {}
+    arms, runs, last = [WITHOUT, LOG, *tracings], session.runs, dict[str, Any]()
     for name, most in STREAMS.items():
-        print(f"reports of up to {most} steps")
-        figures[name] = measure(recorded(most), tracings)
+        made = recorded(most)
+        gc.collect()
+        gc.freeze()
+        totals = made.session.totals
+
+        def run(arm: str, _: int, made: Stream = made, tokens: int = totals.token_events) -> Figures:
+            took_s = seconds(made, arm, tracings.get(arm))
+            return {"seconds": took_s, "per_second": tokens / took_s}
+
+        for arm in arms:
+            run(arm, 0)
+        await session.rounds(arms, run, session.options.turns, case=name)
+        decisions = sum(totals.decisions.values()) - totals.decisions["plan"]
+        last[name] = {"decisions": decisions, "reports": totals.reports}
+        least = {arm: min(runs.values(arm, "seconds", name).values()) for arm in arms}
+        for arm in arms:
+            last[name][arm] = {
+                "per_second": runs.median(arm, "per_second", name).rounded(0),
+                "of_without": runs.ratio(arm, WITHOUT, "seconds", name).rounded(3),
+                "of_without_least": round(least[arm] / least[WITHOUT], 3),
+                "of_log": runs.ratio(arm, LOG, "seconds", name).rounded(3),
+            }
+    columns = (Column("seconds", "processor time, s", 3, "ratio"), Column("per_second", "token events per second", 0))
+    session.table("A session", "Streams by the steps that a report has.", columns, WITHOUT)
     for tracing in tracings.values():
         tracing.stop()
     pipe.send("")
-    spans = pipe.recv()
+    last["spans"] = pipe.recv()
     process.join()
-    print(f"{spans} spans arrived")
-    print(json.dumps(figures | {"spans": spans}))
-    return 0
+    return last
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--turns", type=int, default=15, help="runs of each arm on each stream")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.main("decision_log", "The decision log and traces", __doc__, options, measure)

@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.program import BenchError, output_into
+from tests.bench.harness import BenchError
+from tests.bench.machine import output_into
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:
@@ -152,16 +153,13 @@ class Engine:
     ) -> Batch:
         """Run all samples under one policy. budget: vLLM's own thinking_token_budget. max_tokens: of each request,
         instead of the task's. Raises BenchError."""
-        self.control.apply(policy)
-        # Every arm has the same prompts, so no arm may find their KV blocks in the prefix cache.
-        self._llm.reset_prefix_cache()
-        before, busy_s = self._engine(), self._busy_s()
-        prompts = [self.prompt_ids(sample.prompt) for sample in samples]
+        self.begin(policy)
+        before, busy_s = self.state(), self._busy_s()
         began_s = time.monotonic()
-        finished = self._generate(samples, prompts, budget, max_tokens or self.task.max_tokens)
+        finished = self.generate(samples, max_tokens or self.task.max_tokens, budget)
         wall_s = time.monotonic() - began_s
-        after = self._engine()
-        completions = [self._completion(sample, finished[sample.name]) for sample in samples]
+        after = self.state()
+        completions = [self.completion(sample, tuple(finished[sample.name][0])) for sample in samples]
         ends = {name: n for name in sorted(after.ends) if (n := _count(after.ends, name) - _count(before.ends, name))}
         return Batch(
             completions,
@@ -176,44 +174,62 @@ class Engine:
     def _busy_s(self) -> float:
         return float(self._llm.collective_rpc("busy_seconds")[0])
 
-    def _engine(self) -> fleet_pb2.Engine:
+    def begin(self, policy: dict[str, Any]) -> None:
+        """Put a policy in force. All arms have the same prompts, so no arm may find their KV in the prefix cache."""
+        self.control.apply(policy)
+        self._llm.reset_prefix_cache()
+
+    def state(self) -> fleet_pb2.Engine:
         """Return the engine as FleetService shows it when every decision has its outcome. Raises BenchError."""
         engine: fleet_pb2.Engine = self.control.settled()
         if engine.fault or engine.nack_error:
             raise BenchError(f"the agent is off: {engine.fault or engine.nack_error}")
         return engine
 
-    def _generate(
-        self, samples: Sequence[Sample], prompts: Sequence[list[int]], budget: int | None, max_tokens: int
-    ) -> dict[str, tuple[int, ...]]:
+    def generate(
+        self,
+        samples: Sequence[Sample],
+        max_tokens: int,
+        budget: int | None = None,
+        due_s: Sequence[float] | None = None,
+    ) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the tokens of each request, and the seconds from the beginning at which each token arrived.
+
+        budget: as in `run`. due_s: seconds from the beginning at which each request is sent; None to keep IN_FLIGHT
+        requests in flight. Raises BenchError.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, waiting, live = self._llm.llm_engine, deque(zip(samples, prompts, strict=True)), set[str]()
-        finished: dict[str, tuple[int, ...]] = {}
+        engine, live, most = self._llm.llm_engine, 0, IN_FLIGHT if due_s is None else len(samples)
+        waiting = deque(zip(samples, [0.0] * len(samples) if due_s is None else due_s, strict=True))
+        prompts = {sample.name: self.prompt_ids(sample.prompt) for sample in samples}
+        found: dict[str, tuple[list[int], list[float]]] = {sample.name: ([], []) for sample in samples}
+        began_s = time.perf_counter()
         while waiting or live:
-            while waiting and len(live) < IN_FLIGHT:
-                sample, ids = waiting.popleft()
+            while waiting and live < most and (waiting[0][1] <= time.perf_counter() - began_s or not live):
+                sample, due = waiting.popleft()
+                time.sleep(max(0.0, began_s + due - time.perf_counter()))
                 params = SamplingParams(
                     temperature=1.0,
                     max_tokens=max_tokens,
                     seed=sample.seed,
                     thinking_token_budget=budget,
                     detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
+                    output_kind=RequestOutputKind.DELTA,
                 )
-                engine.add_request(sample.name, {"prompt_token_ids": ids}, params)
-                live.add(sample.name)
+                engine.add_request(sample.name, {"prompt_token_ids": prompts[sample.name]}, params)
+                live += 1
             for output in engine.step():
-                if output.finished:
-                    completion = output.outputs[0]
-                    if completion.finish_reason not in FINISHED:
-                        raise BenchError(f"request {output.request_id} ended with {completion.finish_reason!r}")
-                    live.remove(output.request_id)
-                    finished[output.request_id] = tuple(completion.token_ids)
-        return finished
+                completion, (tokens, times_s) = output.outputs[0], found[output.request_id]
+                tokens += completion.token_ids
+                times_s += [time.perf_counter() - began_s] * len(completion.token_ids)
+                if output.finished and completion.finish_reason not in FINISHED:
+                    raise BenchError(f"request {output.request_id} ended with {completion.finish_reason!r}")
+                live -= output.finished
+        return found
 
-    def _completion(self, sample: Sample, tokens: tuple[int, ...]) -> Completion:
+    def completion(self, sample: Sample, tokens: tuple[int, ...]) -> Completion:
         text = self._decode(list(tokens), skip_special_tokens=True)
         ended = self._close in tokens
         begin = tokens.index(self._open) + 1 if self._open in tokens else 0

@@ -1,60 +1,76 @@
 """Measure what a fleet of thousands of engines costs the control plane: `make bench-fleet`.
 
-The module owns the settings, each a number of engines under a number of replicas, and the command line. The protocol is
-in tests/bench/fleet.md. The last line printed is JSON.
+The protocol is in tests/bench/fleet.md; `fleet_rig` measures one setting, which is a number of engines under a number
+of replicas.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import os
 import resource
-import shutil
 import sys
-import tempfile
-import time
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from tests.bench import cost_control, fleet_report, program
-from tests.bench.fleet_report import STEP_MS, Beside, Setting
+from tests.bench import cost_control, harness
+from tests.bench.fleet_engines import STEP_MS
 from tests.bench.fleet_rig import Rig, Windows, measure
 from tests.bench.fleet_tape import made
-from tests.bench.machine import machine
-from tests.bench.program import BenchError
+from tests.bench.harness import BenchError, Column
 from tests.postgres import Postgres
-from tests.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import argparse
 
-RESULTS = Path(__file__).parent / "results"
+    from tests.bench.harness import Session
+
 REQUESTS, TAPES = 64, 4
 # Files that are open beside the engines' streams.
 FILES = 1000
 QUICK = ["--engines", "200", "--replicas", "1", "2", "--seconds", "8", "--idle-s", "3", "--before-rounds", "0"]
-
-
-def beside(folder: Path, rounds: int, say: Callable[[str], None]) -> Beside:
-    """Compare the control plane with the one of commit 8206ef5, both with their own agents and at full speed."""
-    folder.mkdir(parents=True)
-    missing = cost_control.tree_of(cost_control.BEFORE, folder / "before") if rounds else "the comparison was left out"
-    if missing:
-        return Beside(missing)
-    load, windows = cost_control.Load(), []
-    rig, arms = cost_control.Rig(folder, load), [cost_control.TODAY, cost_control.OLD]
-    for number in range(rounds):
-        found = {}
-        for arm in arms[:: -1 if number % 2 else 1]:
-            say(f"round {number + 1} of {rounds} beside {cost_control.BEFORE}: {arm}")
-            found[arm] = rig.window(arm)
-        windows.append(found)
-    compared = cost_control.compare(windows, load, "")
-    today, before = (compared.arms[arm].engines_per_core for arm in arms)
-    return Beside("", load.engines, today, before, compared.ratios[cost_control.OLD])
+COLUMNS = {
+    "Load": (
+        Column("slower", "slower by", 0),
+        Column("cpu_ms", "processor time per engine and second, ms", 1),
+        Column("idle_ms", "of it a silent stream", 2),
+        Column("engines_per_core", "engines per core", 0),
+        Column("cores", "cores: replicas", 2),
+        Column("busiest", "busiest one", 2),
+        Column("postgres_cores", "PostgreSQL", 2),
+        Column("own_cores", "engines", 2),
+        Column("pace", "pace", 3),
+        Column("received", "share received", 3),
+        Column("latency_p50_ms", "answer to a report, P50, ms", 1),
+        Column("latency_p99_ms", "P99, ms", 1),
+    ),
+    "Memory and traffic": (
+        Column("base_mb", "empty replica, MB", 0),
+        Column("base_cores", "cores", 3),
+        Column("mb_per_engine", "per engine, MB", 3),
+        Column("kb_per_request", "per request, KB", 2),
+        Column("reports_s", "reports per engine and second", 1),
+        Column("answered", "share answered", 2),
+        Column("decisions_s", "decisions", 1),
+        Column("up_bytes_s", "bytes up", 0),
+        Column("down_bytes_s", "bytes down", 0),
+        Column("rows_s", "PostgreSQL rows per replica and second", 1),
+        Column("wal_bytes_s", "bytes of WAL", 0),
+        Column("connections", "connections", 0),
+        Column("connect_ms", "to connect an engine, ms of processor time", 1),
+    ),
+    "A changed policy and a killed replica": (
+        Column("delivery_p95_s", "delivery, P95, s", 2),
+        Column("delivery_all_s", "all engines, s", 2),
+        Column("delivery_ms", "ms of processor time per engine", 1),
+        Column("moved", "engines of the killed replica", 0),
+        Column("moved_p95_s", "governed again, P95, s", 2),
+        Column("moved_all_s", "all, s", 2),
+        Column("cut", "decisions without an outcome at the kill", 0),
+        Column("lost", "lost", 0),
+    ),
+}
 
 
 def allow_files(engines: int) -> None:
@@ -66,64 +82,70 @@ def allow_files(engines: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the whole benchmark. Raises BenchError."""
-    began_s = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began_s:4.0f} s] {text}", flush=True)
-
-    allow_files(max(options.engines))
-    computer = machine()
-    folder = Path(tempfile.mkdtemp(prefix="bench-fleet-"))
-    compared = beside(folder / "beside", options.before_rounds, say)
-    settings = _measured(options, folder, say)
-    measured = fleet_report.measured_on(computer, options.seconds, time.monotonic() - began_s)
-    for output in [options.output, *([RESULTS] if options.save else [])]:
-        output.mkdir(parents=True, exist_ok=True)
-        fleet_report.write(settings, compared, measured, output)
-    shutil.rmtree(folder)
-    print(f"\n{(options.output / 'fleet.md').read_text()}")
-    print(fleet_report.last_line(settings[-1]))
+async def beside(session: Session) -> None:
+    """Compare the control plane with an older one, with engines at full speed."""
+    given, case = session.options, f"beside {session.options.before}"
+    servers = cost_control.Servers(session.fresh() / "beside", cost_control.Load(), given.before)
+    if servers.no_before:
+        session.say(servers.no_before)
+        return
+    arms = [cost_control.TODAY, cost_control.OLD]
+    await session.rounds(arms, servers.window, given.before_rounds, case=case)
+    columns = (Column("engines_per_core", "engines per core", 0, "ratio"), Column("received", "share received", 3))
+    session.table("Beside an older control plane", "32 engines at full speed.", columns, cost_control.OLD, [case])
 
 
-def _measured(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[Setting]:
-    """Return the figures of all settings, the largest last."""
+async def bench(session: Session) -> dict[str, Any]:
+    given, runs, folder = session.options, session.runs, session.fresh()
+    allow_files(max(given.engines))
+    if given.before_rounds:
+        await beside(session)
     tapes = [made(seed, REQUESTS, STEP_MS) for seed in range(TAPES)]
     # Collecting garbage among the tapes would stop the engines for long, and would show as a late answer.
     gc.freeze()
-    usable, windows = sorted(os.sched_getaffinity(0)), Windows(options.slower, options.seconds, options.idle_s)
+    usable, windows = sorted(os.sched_getaffinity(0)), Windows(given.slower, given.seconds, given.idle_s)
     # Engines and PostgreSQL leave the replicas' cores alone, as far as there are others.
-    os.sched_setaffinity(0, usable[max(1, min(max(options.replicas), len(usable) - 1)) :] or usable)
-    postgres, settings = Postgres(), list[Setting]()
+    os.sched_setaffinity(0, usable[max(1, min(max(given.replicas), len(usable) - 1)) :] or usable)
+    postgres, cases = await asyncio.to_thread(Postgres), list[str]()
     try:
-        for engines in sorted(options.engines):
-            for replicas in sorted(options.replicas):
-                say(f"{engines} engines, {replicas} replicas")
-                rig = Rig(engines, replicas, usable, windows, tapes)
-                settings.append(asyncio.run(measure(rig, folder / f"{engines}-{replicas}", postgres, say)))
-                say(f"{asdict(settings[-1])}")
+        for engines in sorted(given.engines):
+            for replicas in sorted(given.replicas):
+                cases.append(f"{engines:,} engines")
+                rig, arm = Rig(engines, replicas, usable, windows, tapes), f"{replicas} replicas"
+                path = folder / f"{engines}-{replicas}"
+                found = await session.measured(partial(measure, rig, path, postgres, session.say))
+                session.add(arm, found, case=cases[-1])
     finally:
-        postgres.stop()
-    return settings
+        await asyncio.to_thread(postgres.stop)
+    text = f"Windows of {given.seconds:g} s; a step of an engine at full speed takes {STEP_MS:g} ms."
+    for title, columns in COLUMNS.items():
+        session.table(title, text, columns, "", list(dict.fromkeys(cases)))
+    last = runs.all[-1].figures
+    return {
+        "engines": max(given.engines),
+        "replicas": max(given.replicas),
+        "engines_per_core": round(last["engines_per_core"], 1),
+        "mb_per_engine": round(last["mb_per_engine"], 3),
+        "decision_steps_p99": round(last["latency_p99_ms"] / STEP_MS, 2),
+        "delivery_p95_s": round(last["delivery_p95_s"], 2),
+        "lost": last["lost"],
+    }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     add, windows = parser.add_argument, Windows()
     add("--engines", type=int, nargs="+", default=[1000, 5000], help="numbers of engines")
     add("--replicas", type=int, nargs="+", default=[1, 2, 4], help="numbers of replicas")
     add("--slower", type=float, default=windows.slower, help="factor by which engines are slower; 0 to measure it")
     add("--seconds", type=float, default=windows.seconds, help="length of the measured window")
     add("--idle-s", type=float, default=windows.idle_s, help="length of the window with silent engines, in seconds")
-    add("--before-rounds", type=int, default=2, help="rounds beside commit 8206ef5; 0 for none")
-    add("--output", type=Path, default=ROOT / "build" / "bench-fleet", help="folder of the results")
-    add("--save", action="store_true", help="write the results to tests/bench/results too")
+    add("--before-rounds", type=int, default=2, help="rounds beside an older commit; 0 for none")
+    add("--before", default=cost_control.BEFORE, help="the older commit")
     add("--quick", action="store_true", help=f"the same as {' '.join(QUICK)}")
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    # Later options win.
-    return parser.parse_args([*QUICK, *given] if "--quick" in given else given)
 
 
 if __name__ == "__main__":
-    program.main(lambda: run(parse()))
+    if "--quick" in sys.argv:
+        # Later options win.
+        sys.argv[1:1] = QUICK
+    harness.main("fleet", "A fleet under several replicas", __doc__, options, bench)

@@ -21,7 +21,6 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.link.control_stream import BACKOFF_S, CHANNEL_OPTIONS, PATIENCE_S
-from tests.bench.cost_load import PROBE_TOKENS
 from tests.bench.fleet_tape import ENGINE
 from tests.fakes.agent import hello
 
@@ -30,12 +29,14 @@ if TYPE_CHECKING:
 
     from tests.bench.fleet_tape import Report
 
+# Duration of a real engine's step in milliseconds.
+STEP_MS = 20.0
 METHOD = "/meridian.v1.AgentService/Connect"
 # Each engine has a connection of its own.
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
 # Tag of ConnectRequest.step.
 STEP_TAG = b"\x1a"
-EAT_NATS = (0.3, 2.0)
+EAT_NATS, PROBE_TOKENS = (0.3, 2.0), 3
 
 
 class StreamEndedError(Exception):

@@ -17,10 +17,9 @@ import grpc
 import numpy as np
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
-from tests.bench.fleet_engines import Counts, Engine, Fleet
-from tests.bench.fleet_report import STEP_MS, Setting
-from tests.bench.machine import TICKS_PER_S, Others, rss_mb, ticks_of, tree_ticks
-from tests.bench.program import BenchError
+from tests.bench.fleet_engines import STEP_MS, Counts, Engine, Fleet
+from tests.bench.harness import BenchError
+from tests.bench.machine import TICKS_PER_S, rss_mb, ticks_of, tree_ticks
 from tests.processes import Control
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.bench.fleet_tape import Report
+    from tests.bench.harness import Figures
     from tests.postgres import Postgres
 
 # Share of the replicas' cores that they use while the engines play, if the factor is not given.
@@ -35,6 +35,7 @@ BUSY_SHARE = 0.6
 # Cores that an engine at full speed is taken to need before the pilot has measured it; and the length of the pilot.
 GUESSED_CORES, PILOT_S = 0.025, 8.0
 SETTLE_S, TIMEOUT_S = 1.0, 600.0
+MEMORY_MIB = 1 << 16
 # Cap of the changed policy, which no request of a tape reaches.
 CAP_TOKENS = 30_000
 # Longest pause after a change of the policy.
@@ -98,17 +99,41 @@ class Rig:
     ) -> None:
         self.engines, self.replicas, self.windows, self.tapes = engines, replicas, windows, tapes
         self.controls: list[Control] = []
+        self.postgres: Postgres | None = None
         # Cores of the replicas; engines and PostgreSQL have the others, as far as there are any.
         self.cores = set(usable[: max(1, min(replicas, len(usable) - 1))])
 
-    async def start(self, folder: Path, postgres: Postgres) -> None:
+    async def start(self, folder: Path, postgres: Postgres | None = None) -> None:
+        """Start the replicas, on SQLite without PostgreSQL."""
         self.postgres = postgres
-        self.database = await asyncio.to_thread(postgres.database)
-        flags = ["--store", self.database, "--max-engines", str(self.engines)]
+        # All engines have one address, so they are one caller, whose bounds must not be what is measured.
+        places = str(self.engines)
+        flags = ["--max-engines", places, "--max-engines-per-caller", places]
+        flags += ["--max-caller-mib", str(MEMORY_MIB), "--max-engines-mib", str(MEMORY_MIB)]
+        if postgres is not None:
+            self.database = await asyncio.to_thread(postgres.database)
+            flags += ["--store", self.database]
         for number in range(self.replicas):
             (own := folder / str(number)).mkdir(parents=True)
             self.controls.append(await asyncio.to_thread(Control, own, None, flags, self.cores or None))
+        self.begin(self.controls)
+
+    def begin(self, controls: list[Control]) -> None:
+        """Take servers that run already, and make the engines."""
+        self.controls = controls
         self.fleet = Fleet(self.engines, [control.target for control in self.controls], self.tapes)
+
+    async def connect(self, decided: bool = True) -> float:
+        """Connect all engines, then let them begin with their requests; return the replicas' memory in between.
+        decided: wait until the control plane has decided on them."""
+        self.fleet.connect()
+        await self.until(lambda engine: engine.governed, "to connect")
+        empty_mb = self.rss_mb()
+        for engine in self.fleet.engines:
+            await engine.load()
+        if decided:
+            await self.until(lambda engine: engine.answered, "to have caps")
+        return empty_mb
 
     async def close(self) -> None:
         await self.fleet.close()
@@ -129,7 +154,8 @@ class Rig:
     def usage(self) -> Usage:
         """Return the processor time so far, by the kernel's account."""
         replicas = tuple(ticks_of(control.process.popen.pid) / TICKS_PER_S for control in self.controls)
-        postgres, engines = tree_ticks(self.postgres.process.pid), ticks_of(os.getpid())
+        postgres = 0 if self.postgres is None else tree_ticks(self.postgres.process.pid)
+        engines = ticks_of(os.getpid())
         return Usage(replicas, postgres / TICKS_PER_S, engines / TICKS_PER_S, time.monotonic())
 
     def rss_mb(self) -> float:
@@ -163,9 +189,9 @@ class Rig:
             await connection.close()
         return int(row[0]), int(row[1]), int(row[2])
 
-    async def update(self) -> list[float]:
+    async def update(self, cap_tokens: int = CAP_TOKENS) -> list[float]:
         """Change the cap of all requests; return the seconds until each engine has applied the change, ascending."""
-        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=CAP_TOKENS))
+        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=cap_tokens))
         async with grpc.aio.insecure_channel(self.controls[0].target) as channel:
             stub: Any = policy_pb2_grpc.PolicyServiceStub(channel)
             called_s = time.monotonic()
@@ -210,18 +236,23 @@ async def _listed(control: Control) -> list[fleet_pb2.Engine]:
     return [engine for engine in answer.engines if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
 
 
-async def measure(rig: Rig, folder: Path, postgres: Postgres, say: Callable[[str], None] = lambda _: None) -> Setting:
-    """Measure one setting. Raises BenchError."""
+async def measure(rig: Rig, folder: Path, postgres: Postgres, say: Callable[[str], None] = lambda _: None) -> Figures:
+    """Return the figures of one setting. Those in `_s` are per second of an engine at full speed, unless they are
+    times.
+
+    slower: factor by which engines were slower. cpu_ms: milliseconds of the replicas' processor time for one engine and
+    second; idle_ms: the part of a silent stream. base_cores: of a replica without engines. cores: used by all replicas;
+    busiest: by one of them; own_cores: by the engines. pace: share of the due steps that the engines made; received:
+    share of these that the replicas received. latency_*: time from a report to its answer. mb_per_engine: with its
+    requests. moved: engines of the replica that was killed; cut: decisions that had no outcome when it was killed.
+    rows_s, wal_bytes_s: written by PostgreSQL per replica and second; connections: to the database, per replica. lost:
+    engines that no replica has, and decisions on which a replica and an engine disagree. Raises BenchError.
+    """
     try:
         await rig.start(folder, postgres)
         base_mb, base = rig.rss_mb(), await rig.used(rig.windows.idle_s)
         begun = rig.usage()
-        rig.fleet.connect()
-        await rig.until(lambda engine: engine.governed, "to connect")
-        empty_mb = rig.rss_mb()
-        for engine in rig.fleet.engines:
-            await engine.load()
-        await rig.until(lambda engine: engine.answered, "to have caps")
+        empty_mb = await rig.connect()
         joined = rig.usage().since(begun)
         for engine in rig.fleet.engines:
             await engine.spread()
@@ -234,7 +265,9 @@ async def measure(rig: Rig, folder: Path, postgres: Postgres, say: Callable[[str
         idle_s = (silence.cores - base.cores) / rig.engines
         full_mb = rig.rss_mb()
         found |= {
-            "cpu_ms": 1e3 * (found.pop("cost_s") + idle_s),
+            "slower": slower,
+            "cpu_ms": (cpu_ms := 1e3 * (found.pop("cost_s") + idle_s)),
+            "engines_per_core": 1e3 / cpu_ms,
             "idle_ms": 1e3 * idle_s,
             "base_cores": base.cores / rig.replicas,
             "connect_ms": 1e3 * sum(joined.replicas) / rig.engines,
@@ -254,7 +287,7 @@ async def measure(rig: Rig, folder: Path, postgres: Postgres, say: Callable[[str
                 "cut": rig.fleet.counts.cut - cut,
             }
         rig.fleet.pause()
-        return Setting(engines=rig.engines, replicas=rig.replicas, slower=slower, lost=await rig.lost(), **found)
+        return found | {"lost": await rig.lost()}
     finally:
         await rig.close()
 
@@ -285,12 +318,12 @@ async def _pilot(rig: Rig, silence: Silence) -> float:
     return float(max(1, math.ceil(rig.engines * cost / (share - silence.cores))))
 
 
-async def _window(rig: Rig, silence: Silence, slower: float) -> dict[str, Any]:
+async def _window(rig: Rig, silence: Silence, slower: float) -> Figures:
     """Return the figures of the time in which all engines play and nothing else happens."""
     fleet = rig.fleet
     fleet.play(STEP_MS / 1e3 * slower)
     await asyncio.sleep(SETTLE_S)
-    (rows, wal_bytes, _), others = await rig.database_state(), Others()
+    rows, wal_bytes, _ = await rig.database_state()
     received_s, before = await rig.looked()
     fleet.counts = counts = Counts(cut=fleet.counts.cut)
     await asyncio.sleep(rig.windows.seconds)
@@ -300,7 +333,6 @@ async def _window(rig: Rig, silence: Silence, slower: float) -> dict[str, Any]:
     received_after_s, after = await rig.looked()
     fleet.counts = Counts(cut=counts.cut)
     received_s, used = received_after_s - received_s, after.since(before)
-    others_cores = others.cores(used.at_s)
     rows_after, wal_after, connections = await rig.database_state()
     engine_s = counts.steps * STEP_MS / 1e3
     return {
@@ -310,21 +342,21 @@ async def _window(rig: Rig, silence: Silence, slower: float) -> dict[str, Any]:
         "busiest": max(used.replicas) / used.at_s,
         "own_cores": used.engines / used.at_s,
         "postgres_cores": used.postgres / used.at_s,
-        "others_cores": others_cores,
         "pace": engine_s * slower / (rig.engines * used.at_s),
         "reports_s": counts.reports / engine_s,
         "answered": counts.answers / counts.reports,
         "decisions_s": counts.decisions / engine_s,
         "up_bytes_s": counts.up_bytes / engine_s,
         "down_bytes_s": counts.down_bytes / engine_s,
-        "latency_ms": tuple((1e3 * np.percentile(latencies_s, [50, 99])).tolist()),
+        "latency_p50_ms": 1e3 * float(np.percentile(latencies_s, 50)),
+        "latency_p99_ms": 1e3 * float(np.percentile(latencies_s, 99)),
         "rows_s": (rows_after - rows) / used.at_s / rig.replicas,
         "wal_bytes_s": (wal_after - wal_bytes) / used.at_s / rig.replicas,
         "connections": connections / rig.replicas,
     }
 
 
-async def _delivery(rig: Rig, cores: float) -> dict[str, float]:
+async def _delivery(rig: Rig, cores: float) -> Figures:
     """Return the figures of a change of the policy while all engines play. cores: those that the reports need."""
     before, times_s = rig.usage(), await rig.update()
     await asyncio.sleep(min(PAUSE_S, rig.windows.seconds))

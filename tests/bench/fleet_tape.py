@@ -1,6 +1,6 @@
 """Make tapes: the reports of simulated engines whose requests come and go, encoded once and played by many streams.
 
-The module runs the agent's real tracker and its real encoding of reports over made-up tokens, as `cost_load` does, and
+The module runs the agent's real tracker and its real encoding of reports over made-up tokens, and
 merges steps as the agent's link does. A tape has everything of a report that no decision changes; `fleet_engines` adds
 the step's number, outcomes and results of probes. The code does no I/O and reads no clock.
 """
@@ -10,18 +10,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS
+from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
-from tests.bench.cost_load import ANSWER, MAX_TOKENS, PARAGRAPH, PROMPT_TOKENS, SENTENCE, SIGNALS, THINK, signals
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 from tests.fakes.sentences import ends_by_id
 
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.step_record import StepRecord
 
+# Tokens of thinking and of the answer of a request, drawn uniformly.
+THINK, ANSWER = (200, 2000), (20, 200)
+# Tokens that end a sentence and a paragraph, their flags, and the number of thinking tokens between two of each.
+SENTENCE, PARAGRAPH = (91, 32, 24), (92, 96, 96)
+MAX_TOKENS, PROMPT_TOKENS = 8192, 500
+# A policy's decisions about signals differ from step to step, so the signals of this many steps take turns.
+SIGNALS = 16
 # Steps before the tape begins, after which the requests are of all ages; and steps of a tape.
 BEFORE, STEPS = 1200, 1200
 # Stands for the engine's number in the request ids of a tape, so that ids differ from engine to engine.
@@ -99,8 +107,11 @@ def request_id(number: int) -> str:
     return f"fleet-{ENGINE}-{number}"
 
 
-def made(seed: int, requests: int, step_ms: float, steps: int = STEPS, before: int = BEFORE) -> list[Report]:
+def made(
+    seed: int, requests: int, step_ms: float, steps: int = STEPS, before: int = BEFORE, *, byte_columns: bool = True
+) -> list[Report]:
     """Return the reports of an engine with `requests` running requests over `steps` steps, after `before` others.
+    byte_columns: whether the control plane reads the token rows as bytes.
 
     A slot is used again at once, so that the requests have as many slots as there are requests.
     """
@@ -109,7 +120,7 @@ def made(seed: int, requests: int, step_ms: float, steps: int = STEPS, before: i
         for _ in range(before):
             engine.step()
         for records in merged(engine.step() for _ in range(steps)):
-            found.append(engine.report(records))
+            found.append(engine.report(records, byte_columns))
     return found
 
 
@@ -124,6 +135,16 @@ def merged(records: Iterable[StepRecord]) -> Iterator[list[StepRecord]]:
         if len(waiting) >= USUAL_INTERVAL_STEPS or record.presses:
             yield waiting
             waiting = []
+
+
+def signals(requests: int, seed: int) -> list[Any]:
+    """Return the encoded signals of some steps with a row for each request."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(SIGNALS):
+        entropy = rng.exponential(0.5, requests).astype(np.float32)
+        rank = rng.integers(50, 5000, requests).astype(np.int32)
+        found.append(StepSignals(None, entropy, rank, (-rank / 100).astype(np.float32), -entropy).encode())
+    return found
 
 
 class _Engine:
@@ -185,9 +206,9 @@ class _Engine:
             self._open()
         return record
 
-    def report(self, records: Sequence[StepRecord]) -> Report:
+    def report(self, records: Sequence[StepRecord], byte_columns: bool) -> Report:
         """Return the report of some records, the oldest that are in no report yet."""
-        message = step_report(records, byte_columns=True)
+        message = step_report(records, byte_columns)
         message.ClearField("step")
         # Without these columns the last step made all entries that are added.
         for name in ("probes", "preempted", "resumed", "outcomes") if message.HasField("merged") else ():

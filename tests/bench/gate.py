@@ -7,11 +7,10 @@ The module owns both ends of the connection, the clock of a window, and the sign
 from __future__ import annotations
 
 import asyncio
-import operator
 import os
 import signal
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,9 +47,6 @@ class Passed:
     def computing_s(self) -> float:
         """The part of took_s in which the worker's thread worked on a step."""
         return self.took_s - self.between_s - self.starved_s
-
-    def __add__(self, other: Passed) -> Passed:
-        return Passed(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Gate:

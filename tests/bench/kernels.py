@@ -7,37 +7,36 @@ agent's own arm the figure is the time that the engine's stream waits: the kerne
 without the copy of the results, which runs beside it. "Kernel alone" is the launch on torch's own stream. Arms take
 turns within a repetition. The measure is bytes of logits over time, relative to a copy of 1 GiB (bytes read plus bytes
 written over its time), which is measured first. Before an arm is timed, its entropy is compared with the float64
-definition on up to four rows. The last line printed is JSON.
+definition on up to four rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
-import json
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meridian_kernels import EntropyProbe, reference
 from meridian_kernels.cuda import KERNELS
 
-from tests.bench.kernels_arms import OURS, Arm, arms
-from tests.bench.kernels_report import Case, Found, Times, markdown
-from tests.bench.program import BenchError, main
+from tests.bench import harness
+from tests.bench.harness import BenchError, Column, Interval
+from tests.bench.kernels_arms import ALONE, EAGER, OURS, Arm, arms
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     import torch
 
-RESULTS = Path(__file__).parent / "results"
+    from tests.bench.harness import Figures, Session
+
 VOCABULARIES, ROWS = (32000, 128256, 151936, 262144), (1, 8, 32, 64, 128, 256, 512)
 REPETITIONS, WARM_UP = 50, 5
 # The end token is the same for all shapes, because torch.compile makes a new kernel for another one.
@@ -45,6 +44,15 @@ END_TOKEN = 777
 FLUSH_BYTES, COPY_BYTES = 2 << 30, 1 << 30
 # Greatest allowed difference from the definition; an arm that exceeds it is not timed.
 WRONG_NATS = 1e-3
+# The aims: share of the copy bandwidth, speed-up over eager torch, share of the best other arm's speed, and the number
+# of rows from which they apply.
+AIM_SHARE, AIM_EAGER, AIM_LEVEL, AIM_ROWS = 0.9, 4.0, 0.95, 128
+COLUMNS = (
+    Column("median_us", "time, us", 1, "ratio"),
+    Column("gb_per_s", "GB/s", 0),
+    Column("of_copy", "of a copy, %", 0, factor=100),
+    Column("host_us", "host, us", 0),
+)
 
 
 class Clock:
@@ -76,15 +84,13 @@ def copy_bytes_per_s(clock: Clock, device: torch.device) -> float:
     return 2 * COPY_BYTES / (statistics.median(clock.us(lambda: target.copy_(source)) for _ in range(20)) * 1e-6)
 
 
-def measure(clock: Clock, probe: EntropyProbe, logits: torch.Tensor, repetitions: int) -> tuple[Case, dict[str, str]]:
-    """Measure every arm on these logits."""
+def compare(clock: Clock, probe: EntropyProbe, logits: torch.Tensor, repetitions: int) -> dict[str, Any]:
+    """Measure every arm on these logits; return a case of the last line."""
     rows, vocab = logits.shape
-    end = END_TOKEN
     found, missing = arms(probe, rows, vocab, logits.device)
-    few = logits[:4].double().cpu().numpy()
-    want = reference(few, [end]).entropy_nats
+    want = reference(logits[:4].double().cpu().numpy(), [END_TOKEN]).entropy_nats
     errors = {
-        name: float(np.abs(_array(arm, arm.begin(logits, end))[: len(want)] - want).max())
+        name: float(np.abs(_array(arm, arm.begin(logits, END_TOKEN))[: len(want)] - want).max())
         for name, arm in found.items()
         if arm.entropy is not None
     }
@@ -93,14 +99,36 @@ def measure(clock: Clock, probe: EntropyProbe, logits: torch.Tensor, repetitions
             raise BenchError(f"{name} is wrong by {error:.2g} nats on {logits.dtype} {rows} x {vocab}")
     samples: dict[str, list[float]] = {name: [] for name in found}
     for repetition in range(WARM_UP + repetitions):
-        for name, arm in found.items():
-            us = clock.us(lambda arm=arm: arm.begin(logits, end))  # type: ignore[misc]
+        for name in harness.in_turn(list(found), repetition):
+            us = clock.us(lambda arm=found[name]: arm.begin(logits, END_TOKEN))  # type: ignore[misc]
             if repetition >= WARM_UP:
                 samples[name].append(us)
-    dtype = str(logits.dtype).removeprefix("torch.")
     read_bytes = rows * vocab * logits.element_size()
-    times = {name: Times.of(us) for name, us in samples.items()}
-    return Case(dtype, vocab, rows, read_bytes, times, _host_us(probe, logits, end), errors), missing
+    times = {
+        name: dict(zip(("low_us", "median_us", "high_us"), np.percentile(us, (10, 50, 90)).tolist(), strict=True))
+        for name, us in samples.items()
+    }
+    return {
+        "dtype": str(logits.dtype).removeprefix("torch."),
+        **{"vocab": vocab, "rows": rows, "read_bytes": read_bytes, "times": times},
+        "host_us": _host_us(probe, logits, END_TOKEN),
+        "errors_nats": errors,
+        "missing": missing,
+    }
+
+
+def aims(cases: list[dict[str, Any]], copy: float) -> dict[str, list[bool]]:
+    """Return for each aim whether the cases to which it applies meet it. copy: bytes per second of a copy."""
+    met: dict[str, list[bool]] = {}
+    for case in cases:
+        us = {arm: found["median_us"] for arm, found in case["times"].items()}
+        if case["rows"] >= AIM_ROWS:
+            best = min(time_us for arm, time_us in us.items() if arm not in {OURS, ALONE})
+            share = case["read_bytes"] / us[OURS] * 1e6 / copy
+            met.setdefault(f"{AIM_SHARE:.0%} of copy bandwidth", []).append(share >= AIM_SHARE)
+            met.setdefault(f"{AIM_EAGER:g} times torch eager", []).append(us[EAGER] / us[OURS] >= AIM_EAGER)
+            met.setdefault("level with the best other (5 %)", []).append(best / us[OURS] >= AIM_LEVEL)
+    return met
 
 
 def _array(arm: Arm, begun: Any) -> Any:
@@ -147,46 +175,53 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def run() -> None:
+def measure(session: Session) -> dict[str, Any]:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given, device = session.options, torch.device("cuda", 0)
+    probe = EntropyProbe(backend="cuda", strict=True, max_rows=max(given.rows))
+    clock, cases, missing = Clock(device), list[dict[str, Any]](), dict[str, str]()
+    copy = copy_bytes_per_s(clock, device)
+    for dtype in given.dtypes:
+        for vocab in given.vocabularies:
+            whole = torch.empty(max(given.rows), vocab, device=device).normal_(0.0, 4.0).to(getattr(torch, dtype))
+            for rows in given.rows:
+                case = compare(clock, probe, whole[:rows], given.repetitions)
+                missing = case.pop("missing")
+                cases.append(case)
+                for arm, times in case["times"].items():
+                    rate = case["read_bytes"] / times["median_us"] * 1e6
+                    figures: Figures = {"median_us": times["median_us"]}
+                    figures |= {"gb_per_s": rate / 1e9, "of_copy": rate / copy}
+                    figures |= {"host_us": case["host_us"]} if arm == OURS else {}
+                    session.add(arm, figures, case=f"{dtype} {rows} x {vocab}")
+    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = {"gpu": torch.cuda.get_device_name(device), "driver": driver, "versions": _versions()}
+    found |= {"commit": given.commit, "copy_bytes_per_s": copy}
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    text = f"{found['gpu']}, driver {driver}, {versions}, commit {given.commit}; a copy moves {copy / 1e9:,.0f} GB/s."
+    if missing:
+        text += f" Not run: {', '.join(f'{name} ({reason})' for name, reason in missing.items())}."
+    session.table("Signals of logits rows", text, COLUMNS, OURS)
+    met = aims(cases, copy)
+    for aim, reached in met.items():
+        share = sum(reached) / len(reached)
+        session.goal(f"cases of {AIM_ROWS} rows and more with {aim}", ">= 1", Interval(share, share, share), 2)
+    told = {aim: f"{sum(reached)} of {len(reached)}" for aim, reached in met.items()}
+    return {**found, "cases": cases, "missing": missing, "aims": told}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rows", type=int, nargs="+", default=ROWS)
     add("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
     add("--dtypes", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     add("--repetitions", type=int, default=REPETITIONS)
-    add("--out", type=Path, default=Path("build/bench-kernels"))
-    add("--save", action="store_true", help="copy the results to tests/bench/results")
     add("--commit", default=_output_of("git", "describe", "--always", "--dirty"), help="into a folder that git ignores")
-    args = parser.parse_args()
-    device = torch.device("cuda", 0)
-    probe = EntropyProbe(backend="cuda", strict=True, max_rows=max(args.rows))
-    clock = Clock(device)
-    bandwidth = copy_bytes_per_s(clock, device)
-    cases: list[Case] = []
-    missing: dict[str, str] = {}
-    for dtype in args.dtypes:
-        for vocab in args.vocabularies:
-            whole = torch.empty(max(args.rows), vocab, device=device).normal_(0.0, 4.0).to(getattr(torch, dtype))
-            for rows in args.rows:
-                case, missing = measure(clock, probe, whole[:rows], args.repetitions)
-                cases.append(case)
-                share = case.share(OURS, bandwidth)
-                print(f"{dtype} {rows} x {vocab}: {case.times[OURS].median_us:.1f} us, {share:.0%} of copy", flush=True)
-    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    name = torch.cuda.get_device_name(device)
-    found = Found(name, driver, _versions(), args.commit, bandwidth, cases, missing)
-    for folder in (args.out, RESULTS) if args.save else (args.out,):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels.md").write_text(markdown(found))
-        (folder / "kernels.json").write_text(json.dumps(found.plain(), indent=1) + "\n")
-    print(markdown(found))
-    print(json.dumps(found.plain()))
 
 
 if __name__ == "__main__":
     if reason := why_not():
         print(f"nothing measured: {reason}")
         sys.exit(2)
-    main(run)
+    harness.main("kernels", "Signals of logits rows on a GPU", __doc__, options, measure)

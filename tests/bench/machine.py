@@ -1,17 +1,18 @@
-"""Describe the machine of a benchmark, and measure how much of it other programs used meanwhile. Linux only."""
+"""Describe the machine of a benchmark, and measure what its processes and others use of it. Linux only."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
 Measured = TypeVar("Measured")
 
@@ -52,22 +53,6 @@ class Others:
         """Return the used cores, averaged over `wall_s`. Time stolen from a virtual machine counts as used."""
         used = _all_ticks() - self._all - (tree_ticks(os.getpid()) - self._own)
         return max(0.0, used / TICKS_PER_S / wall_s)
-
-
-def add_calm_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `Calm` takes."""
-    parser.add_argument(
-        "--quiet-cores",
-        type=float,
-        default=0.3,
-        help="processor cores that other programs may use before a run is repeated",
-    )
-    parser.add_argument(
-        "--patience-s",
-        type=float,
-        default=600.0,
-        help="longest total time to wait for a quiet machine and to repeat runs, in seconds",
-    )
 
 
 class Calm:
@@ -124,3 +109,22 @@ def tree_ticks(root: int) -> int:
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= more
     return sum(ticks[pid] for pid in own)
+
+
+@contextlib.contextmanager
+def output_into(log: Path) -> Iterator[None]:
+    """Write the output of this process and its children to a file, because vLLM prints a lot."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, old in enumerate(kept, 1):
+            os.dup2(old, number)
+            os.close(old)

@@ -1,188 +1,221 @@
 """Compare scheduling strategies on a real engine, and their effect on latency and throughput: `make bench-scheduling`.
 
-The protocol is in tests/bench/README.md. The module owns the order of events. The last line printed is JSON.
+The protocol is in tests/bench/scheduling.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
 import math
-import shutil
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.bench import program, random_model, scheduling_arms, scheduling_report, scheduling_runs
-from tests.bench.machine import Calm, add_calm_options
-from tests.bench.scheduling_arms import DEFAULT, PLAIN, STOCK_FCFS, STOCK_PRIORITY
-from tests.bench.scheduling_metrics import Case
-from tests.bench.scheduling_runs import STOCK, Arm, Plan
+from tests.bench import harness, random_model, scheduling_runs
+from tests.bench.harness import Column, Interval
+from tests.bench.scheduling_runs import QUIET, STOCK, Costs, Plan
 from tests.bench.streamed import PLACES, Setup, engine
-from tests.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Mapping, Sequence
 
-    from tests.bench.scheduling_metrics import Run
-    from tests.bench.scheduling_runs import Capacity, Costs
+    from tests.bench.harness import Figures, Session
+    from tests.bench.scheduling_load import Process
+    from tests.bench.scheduling_runs import Capacity
     from tests.bench.streamed import StreamedEngine
 
-RESULTS = Path(__file__).parent / "results"
-# A number of KV blocks that a full batch never uses up.
-AMPLE_BLOCKS = 1024
-# Under pressure the engine has this share of the blocks that the same load uses if blocks are ample.
-PRESSURE = 0.5
+STOCK_FCFS, STOCK_PRIORITY, PLAIN = "stock FCFS", "stock priority", "vLLM without the agent"
+STRATEGIES = ("reasoning_first", "output_first", "deadline")
+DEFAULT = "output_first"
+# Positions of the explicit answer budgets on the line from the step time of few sequences (0) to that of a full batch
+# (1) and beyond.
+FRONTIER = (0.0, 0.5, 1.0, 2.0, 3.0)
+# Position of the reader's pace on the same line of step times; `reasoning_first` paces answers at it.
+READER = 2.0
+THINK_BUDGETS = 4.0
+# `reasoning_first` demotes a request that thinks longer than this, which is twice the median of the benchmark's
+# requests.
+LONG_THINK_TOKENS = 200
+MIN_PREFILL_TOKENS = 16
+
+
+def budget_ms(costs: Costs, position: float) -> float:
+    return costs.few_ms + position * (costs.full_ms - costs.few_ms)
+
+
+def strategy(name: str, costs: Costs) -> dict[str, Any]:
+    """Return a strategy with the policy's defaults and budgets that follow the engine; entropy rules are off."""
+    scheduler: dict[str, Any] = {"strategy": name}
+    if name == "reasoning_first":
+        reading_ms = round(budget_ms(costs, READER), 2)
+        scheduler |= {"output_tpot_budget_ms": reading_ms, "long_think_tokens": LONG_THINK_TOKENS}
+    return {**QUIET, "scheduler": scheduler}
+
+
+def explicit(costs: Costs, position: float) -> dict[str, Any]:
+    """Return the default strategy with an explicit budget, of which prompts may take at least half."""
+    budget = budget_ms(costs, position)
+    scheduler = {
+        "strategy": DEFAULT,
+        "output_tpot_budget_ms": round(budget, 2),
+        "think_tpot_budget_ms": round(THINK_BUDGETS * budget, 2),
+        "min_prefill_tokens": max(MIN_PREFILL_TOKENS, int(budget / 2 / costs.prompt_token_ms)),
+    }
+    return {**QUIET, "scheduler": scheduler}
+
+
+# A number of KV blocks that a full batch never uses up, and the share of the blocks in use then that the engine has
+# under pressure.
+AMPLE_BLOCKS, PRESSURE = 1024, 0.5
 OTHER_LOADS = (0.7, 1.3)
-CAPACITY_REQUESTS = 4 * PLACES
-WARM_REQUESTS = 8
+CAPACITY_REQUESTS, WARM_REQUESTS = 4 * PLACES, 8
+RATIOS = {
+    "itl_p99": "itl_p99_ms",
+    "ttot_p99": "ttot_p99_ms",
+    "ttfvt_p99": "ttfvt_p99_ms",
+    "throughput": "throughput_tokens_per_s",
+}
+COLUMNS = (
+    Column("itl_p50_ms", "ITL P50, ms"),
+    Column("itl_p99_ms", "P99", 1, "ratio"),
+    Column("ttot_p50_ms", "TTOT P50"),
+    Column("ttot_p99_ms", "P99", 1, "ratio"),
+    Column("ttft_p50_ms", "TTFT P50", 0),
+    Column("ttft_p99_ms", "P99", 0),
+    Column("ttfvt_p50_ms", "TTFVT P50", 0),
+    Column("ttfvt_p99_ms", "P99", 0, "ratio"),
+    Column("qoe", "QoE", 3),
+    Column("throughput_tokens_per_s", "tokens/s", 0, "ratio"),
+    Column("think_preempted", "preempted thinking", 0),
+    Column("answers_preempted", "preempted answers", 0),
+    Column("preempted", "preempted in all", 0),
+    Column("kv_peak", "KV peak", 2),
+    Column("waiting_mean", "mean of waiting requests", 1),
+)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line. counted: number of requests of a run that count in the latencies."""
+def case_of(process: Process, part: float, *, pressure: bool) -> str:
+    return f"{process} {part:g}, {'with' if pressure else 'without'} pressure"
 
-    repetitions: int
-    counted: int
-    quick: bool
-    output: Path
-    save: bool
-    quiet_cores: float
-    patience_s: float
+
+JUDGED = case_of("poisson", 1.0, pressure=True)
 
 
 class Benchmark:
     """Runs all cases on one engine after the other."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.model = random_model.make(options.output / "model")
-        self.runs: list[Run] = []
+    def __init__(self, session: Session) -> None:
+        self.session, self.options = session, session.options
+        self.model = random_model.make(session.folder / "model")
         self.capacities: dict[str, Capacity] = {}
-        self.calm = Calm(options.quiet_cores, options.patience_s)
+        self.processes: list[Process] = ["poisson"] if self.options.quick else ["poisson", "gamma"]
         self.costs: Costs
         self.plan: Plan
-        self.token_budget = 0
 
-    async def run(self) -> scheduling_report.Findings:
-        ample = Setup(self.model, AMPLE_BLOCKS)
-        with engine(ample, self.options.output / "ample") as running:
+    async def run(self) -> None:
+        own, folder = self.options, self.session.folder
+        with engine(Setup(self.model, AMPLE_BLOCKS), folder / "ample") as running:
             await self._measure(running)
-            arms = scheduling_arms.main(self.costs)
-            await self._runs(running, arms, self._cases(pressure=False))
-            await self._runs(running, self._frontier(), [Case("poisson", 1.0, False)], repetitions=1)
+            arms = {STOCK_FCFS: STOCK} | {name: strategy(name, self.costs) for name in STRATEGIES}
+            frontier = {f"{DEFAULT} at {at:g}": explicit(self.costs, at) for at in FRONTIER}
+            await self._runs(running, arms, pressure=False)
+            await self._runs(running, frontier, pressure=False, processes=["poisson"], repetitions=1)
         blocks = math.ceil(PRESSURE * self.capacities["ample"].kv_peak_blocks) + 1
-        await self._under_pressure(Setup(self.model, blocks), arms)
-        priority = [Arm(STOCK_PRIORITY, STOCK)]
+        with engine(Setup(self.model, blocks), folder / "pressure") as running:
+            await scheduling_runs.warm(running, WARM_REQUESTS)
+            self.capacities["pressure"] = await self._capacity(running)
+            await self._runs(running, arms, pressure=True)
+            await self._runs(running, frontier, pressure=True, processes=["poisson"], repetitions=1)
+            if not own.quick:
+                pair = {name: arms[name] for name in (STOCK_FCFS, DEFAULT)}
+                for part in OTHER_LOADS:
+                    await self._runs(running, pair, pressure=True, processes=["poisson"], part=part)
         for pressure, size in (False, AMPLE_BLOCKS), (True, blocks):
-            setup = Setup(self.model, size, policy="priority")
-            with engine(setup, self.options.output / f"priority-{size}") as running:
-                await self._warm(running)
-                await self._runs(running, priority, self._cases(pressure=pressure))
-        if not self.options.quick:
-            with engine(Setup(self.model, blocks, governed=False), self.options.output / "plain") as running:
-                await self._warm(running)
-                await self._runs(running, [Arm(PLAIN, {})], [Case("poisson", 1.0, True)])
-        policies = {arm.name: arm.policy for arm in (*arms, *self._frontier())}
-        return scheduling_report.Findings(
-            runs=self.runs,
-            policies=policies,
-            costs=self.costs,
-            capacities=self.capacities,
-            plan=self.plan,
-            repetitions=self.options.repetitions,
-            blocks={"ample": AMPLE_BLOCKS, "pressure": blocks},
-            token_budget=self.token_budget,
-        )
-
-    def _cases(self, *, pressure: bool) -> list[Case]:
-        both = [Case("poisson", 1.0, pressure), Case("gamma", 1.0, pressure)]
-        return both[:1] if self.options.quick else both
-
-    def _frontier(self) -> list[Arm]:
-        return scheduling_arms.frontier(self.costs)
-
-    async def _warm(self, running: StreamedEngine) -> None:
-        """Send some requests first, because the first requests of an engine are slower than all others."""
-        await scheduling_runs.warm(running, WARM_REQUESTS)
+            with engine(Setup(self.model, size, policy="priority"), folder / f"priority-{size}") as running:
+                await scheduling_runs.warm(running, WARM_REQUESTS)
+                await self._runs(running, {STOCK_PRIORITY: STOCK}, pressure=pressure)
+        if not own.quick:
+            with engine(Setup(self.model, blocks, governed=False), folder / "plain") as running:
+                await scheduling_runs.warm(running, WARM_REQUESTS)
+                await self._runs(running, {PLAIN: {}}, pressure=True, processes=["poisson"])
 
     async def _measure(self, running: StreamedEngine) -> None:
-        await self._warm(running)
-        self.token_budget = running.token_budget
-        self.costs, _ = await self.calm.measure(partial(scheduling_runs.measure_costs, running))
+        await scheduling_runs.warm(running, WARM_REQUESTS)
+        self.costs = await self.session.measured(partial(scheduling_runs.measure_costs, running))
         self.capacities["ample"] = capacity = await self._capacity(running)
-        pace_ms = scheduling_arms.budget_ms(self.costs, scheduling_arms.READER)
-        self.plan = Plan(capacity.requests_per_s, self.options.counted, pace_ms / 1e3)
-        say(f"{self.costs}, {capacity}, reader {pace_ms:.1f} ms")
+        self.plan = Plan(capacity.requests_per_s, self.options.counted, budget_ms(self.costs, READER) / 1e3)
+        self.session.say(f"{self.costs}, {capacity}, {self.plan}")
 
     async def _capacity(self, running: StreamedEngine) -> Capacity:
         measure = partial(scheduling_runs.measure_capacity, running, CAPACITY_REQUESTS)
-        capacity, _ = await self.calm.measure(measure)
-        return capacity
-
-    async def _under_pressure(self, setup: Setup, arms: Sequence[Arm]) -> None:
-        with engine(setup, self.options.output / "pressure") as running:
-            await self._warm(running)
-            self.capacities["pressure"] = await self._capacity(running)
-            await self._runs(running, arms, self._cases(pressure=True))
-            await self._runs(running, self._frontier(), [Case("poisson", 1.0, True)], repetitions=1)
-            if not self.options.quick:
-                pair = [arm for arm in arms if arm.name in (STOCK_FCFS, DEFAULT)]
-                await self._runs(running, pair, [Case("poisson", load, True) for load in OTHER_LOADS])
+        found: Capacity = await self.session.measured(measure)
+        return found
 
     async def _runs(
-        self, running: StreamedEngine, arms: Sequence[Arm], cases: Sequence[Case], repetitions: int | None = None
+        self,
+        running: StreamedEngine,
+        arms: Mapping[str, dict[str, Any]],
+        *,
+        pressure: bool,
+        processes: Sequence[Process] = (),
+        part: float = 1.0,
+        repetitions: int = 0,
     ) -> None:
-        """Run all arms in all cases, in turns, so that a drift of the machine's speed affects all of them."""
-        for seed in range(repetitions or self.options.repetitions):
-            for case in cases:
-                for arm in (*arms[seed % len(arms) :], *arms[: seed % len(arms)]):
-                    one = partial(scheduling_runs.run, running, arm, case, self.plan, seed)
-                    found, others = await self.calm.measure(one)
-                    found.figures["others_cores"] = others
-                    self.runs.append(found)
-                    self._write(found)
-                    say(f"{arm.name}, {case}, seed {seed}: {scheduling_report.brief(found)}")
+        for process in processes or self.processes:
 
-    def _write(self, run: Run) -> None:
-        with (self.options.output / "runs.jsonl").open("a") as file:
-            file.write(json.dumps(scheduling_report.plain(run)) + "\n")
+            async def run(arm: str, seed: int, process: Process = process) -> Figures:
+                return await scheduling_runs.run(running, arms[arm], self.plan, seed, process=process, part=part)
 
+            case = case_of(process, part, pressure=pressure)
+            await self.session.rounds(list(arms), run, repetitions or self.options.repetitions, case=case)
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def run(options: Options) -> None:
-    """Run the whole benchmark. Raises BenchError."""
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "runs.jsonl").unlink(missing_ok=True)
-    found = asyncio.run(Benchmark(options).run())
-    paths = scheduling_report.write(found, options.output)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        for path in paths:
-            shutil.copy(path, RESULTS / path.name)
-    print(f"\n{scheduling_report.markdown(found)}\nwritten: {', '.join(map(str, paths))}")
-    print(json.dumps(scheduling_report.summary(found)))
+    def text(self) -> str:
+        costs, ample, pressure = self.costs, self.capacities["ample"], self.capacities["pressure"]
+        return (
+            f"{random_model.parameters() / 1e6:.0f} M random weights, {PLACES} places. A decode step takes "
+            f"{costs.few_ms:.1f} ms with {scheduling_runs.FEW} sequences and {costs.full_ms:.1f} ms with {PLACES}, a "
+            f"prompt token {costs.prompt_token_ms:.2f} ms. Capacity: {ample.requests_per_s:.2f} requests/s, "
+            f"{ample.tokens_per_s:.0f} tokens/s; with half of the blocks in use then, {pressure.requests_per_s:.2f} "
+            f"requests/s. {self.options.counted} requests of a run count; the reader expects a token every "
+            f"{self.plan.pace_s * 1e3:.1f} ms."
+        )
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+async def measure(session: Session) -> dict[str, Any]:
+    benchmark, runs = Benchmark(session), session.runs
+    await benchmark.run()
+    session.table("Strategies", benchmark.text(), COLUMNS, STOCK_FCFS)
+    ratios = {name: runs.ratio(DEFAULT, STOCK_FCFS, figure, JUDGED) for name, figure in RATIOS.items()}
+    wanted = {"itl_p99": "<= 0.5", "ttot_p99": "<= 0.5", "ttfvt_p99": "<= 1.05", "throughput": ">= 0.97"}
+    for name, found in ratios.items():
+        session.goal(f"{name} of {DEFAULT} over stock, {JUDGED}", wanted[name], found)
+
+    def preempted(arm: str) -> int:
+        return int(sum(runs.values(arm, "answers_preempted", JUDGED).values()))
+
+    lost = float(preempted(DEFAULT))
+    session.goal(f"answers of {DEFAULT} preempted, {JUDGED}", "<= 0", Interval(lost, lost, lost), 0)
+    names = {**RATIOS, "itl_p50": "itl_p50_ms", "ttft_p50": "ttft_p50_ms", "qoe": "qoe"}
+    arms = {
+        arm: {name: runs.median(arm, figure, JUDGED).rounded() for name, figure in names.items()}
+        | {"answers_preempted": preempted(arm)}
+        for arm in runs.arms(JUDGED)
+        if arm != PLAIN
+    }
+    told = {name: found.rounded() for name, found in ratios.items()}
+    return {"arms": arms, "ratios": told | {"answers_preempted": preempted(DEFAULT)}}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm in each case, each with its own seed")
     add("--counted", type=int, default=64, help="requests of a run that count in the latencies")
     add("--quick", action="store_true", help="run one short repetition of the Poisson cases")
-    add("--output", type=Path, default=ROOT / "build" / "bench-scheduling")
-    add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add_calm_options(parser)
-    given = parser.parse_args(arguments)
+
+
+def check(_: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.quick:
         given.repetitions, given.counted = 1, min(given.counted, 24)
-    return Options(**vars(given))
 
 
 if __name__ == "__main__":
-    program.main(lambda: run(parse()))
+    harness.main("scheduling", "The order of requests", __doc__, options, measure, calm=True, check=check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.bench import scheduling_load as load
-from tests.bench.program import BenchError
-from tests.bench.scheduling_metrics import Case, Run, figures
+from tests.bench.harness import BenchError
 from tests.bench.streamed import PLACES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from tests.bench.harness import Figures
     from tests.bench.streamed import Request, StreamedEngine, Timeline
 
 QUIET: dict[str, Any] = {"entropy": {"enabled": False}}
@@ -27,7 +28,7 @@ FEW, TIMED_TOKENS = 8, 60
 # Requests that are already present when a run begins.
 PRESENT = 24
 CAPACITY_SEED = 1_000_000
-COUNTERS = {"think_preempted": "preempted_think", "answers_preempted": "output_critical", "think_skips": "think_skips"}
+COUNTERS = {"think_preempted": "preempted_think", "answers_preempted": "output_critical"}
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,6 @@ class Capacity:
     tokens_per_s: float
     kv_peak_blocks: int
     preempted: int
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A policy under a name."""
-
-    name: str
-    policy: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -118,9 +111,54 @@ async def measure_capacity(engine: StreamedEngine, count: int) -> Capacity:
     return Capacity(rate * len(done) / len(stamps), rate, blocks, engine.meter.preempted)
 
 
-async def run(engine: StreamedEngine, arm: Arm, case: Case, plan: Plan, seed: int) -> Run:
-    """Measure one open-loop run."""
-    await engine.begin(arm.policy)
+def qoe(answer_s: Sequence[float], thinking_ended_s: float, pace_s: float) -> float:
+    """Return the quality of experience (Andes, arXiv 2404.16283) of one answer: area read divided by area expected.
+
+    The reader expects one token per pace_s from the end of thinking on. The reader reads a token when it has arrived,
+    when the tokens before it have been read at pace_s each, and no sooner than expected. Both areas reach to the time
+    at which the last token has been read.
+    """
+    expected = thinking_ended_s + pace_s * np.arange(1, len(answer_s) + 1)
+    read, at = np.empty(len(answer_s)), -np.inf
+    for i, (arrived, due) in enumerate(zip(answer_s, expected.tolist(), strict=True)):
+        at = read[i] = max(arrived, due, at + pace_s)
+    until = at + pace_s
+    return float((until - read).sum() / (until - expected).sum())
+
+
+def _percentiles(name: str, seconds: Iterable[float], levels: Sequence[int]) -> dict[str, float]:
+    values_ms = np.fromiter(seconds, float) * 1e3
+    found = np.percentile(values_ms, levels)
+    return {f"{name}_p{level}_ms": float(v) for level, v in zip(levels, found, strict=True)}
+
+
+def figures(
+    counted: Sequence[Timeline], everything: Sequence[Timeline], began_s: float, pace_s: float
+) -> dict[str, float]:
+    """Return the figures of one run. Latencies are those of the counted requests; throughput is that of all requests.
+
+    pace_s: the reader's pace. ttft: due time to first token of any kind. ttot: end marker to first answer token. ttfvt:
+    due time to first answer token. itl: gaps between answer tokens, over all of them.
+    """
+    gaps = np.concatenate([np.diff(t.answer_s) for t in counted])
+    finished_s = max(t.times_s[-1] for t in everything)
+    tokens = sum(len(t.tokens) for t in everything)
+    return {
+        **_percentiles("ttft", (t.times_s[0] - t.due_s for t in counted), (50, 95, 99)),
+        **_percentiles("ttot", (t.answer_s[0] - t.end_s for t in counted), (50, 95, 99)),
+        **_percentiles("ttfvt", (t.answer_s[0] - t.due_s for t in counted), (50, 95, 99)),
+        **_percentiles("itl", gaps, (50, 95, 99)),
+        "qoe": statistics.fmean(qoe(t.answer_s, t.end_s, pace_s) for t in counted),
+        "throughput_tokens_per_s": tokens / (finished_s - began_s),
+        "wall_s": finished_s - began_s,
+    }
+
+
+async def run(
+    engine: StreamedEngine, policy: dict[str, Any], plan: Plan, seed: int, *, process: load.Process, part: float
+) -> Figures:
+    """Measure one open-loop run. part: arrivals as a share of the capacity."""
+    await engine.begin(policy)
     before = engine.counters()
     began_s = time.perf_counter()
 
@@ -129,18 +167,16 @@ async def run(engine: StreamedEngine, arm: Arm, case: Case, plan: Plan, seed: in
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         return await engine.stream(arrival.request, due_s)
 
-    arrivals = load.open_loop(case.process, plan.rate * case.load, seed, PRESENT, plan.counted)
+    arrivals = load.open_loop(process, plan.rate * part, seed, PRESENT, plan.counted)
     timelines = list(await asyncio.gather(*map(arrive, arrivals)))
     chosen = [t for t, arrival in zip(timelines, arrivals, strict=True) if arrival.counted]
     meter, found = engine.meter, figures(chosen, timelines, began_s, plan.pace_s)
     found |= {
         "preempted": meter.preempted,
         "kv_peak": meter.kv_peak,
-        "kv_mean": meter.kv_sum / meter.steps,
-        "waiting_peak": meter.waiting_peak,
         "waiting_mean": meter.waiting_sum / meter.steps,
     }
     after = engine.counters()
     if before is not None and after is not None:
         found |= {name: getattr(after, field) - getattr(before, field) for name, field in COUNTERS.items()}
-    return Run(arm.name, case, seed, found)
+    return found

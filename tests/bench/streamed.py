@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.program import BenchError, output_into
+from tests.bench.harness import BenchError
+from tests.bench.machine import output_into
 from tests.engine import STRIPPED
 from tests.processes import ENGINE_ENV, ROOT, Control
 
