@@ -36,7 +36,7 @@ CHOSEN = {
     "nixl-and-example": ("MultiConnector",),
     "priority": ("priority policy",),
     "qwen3-vocabulary": ("caps", "answer reserve", "closing text", "real vocabularies"),
-    "gptoss-vocabulary": ("caps", "closing text", "real vocabularies"),
+    "gptoss-vocabulary": ("caps", "closing text", "no second end", "real vocabularies"),
 }
 PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f.name.startswith(names)]
 

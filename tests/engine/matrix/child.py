@@ -57,12 +57,15 @@ def cannot(stock: Stock) -> str:
 
 
 def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
-    """Return the result and its detail. A feature that stock vLLM itself cannot do counts as unsupported."""
+    """Return the result and its detail. A feature that stock vLLM itself cannot do, or that cannot take effect on the
+    build, counts as unsupported."""
+    from tests.engine.matrix.engine import NotForBuild
+
     try:
         engine.reset()
         chosen.check(engine)
         engine.check_over()
-    except StockFailed as error:
+    except (StockFailed, NotForBuild) as error:
         return "not supported", str(error)[-2000:]
     except Exception:
         failed = traceback.format_exc()[-4000:]

@@ -29,8 +29,9 @@ ANALYSIS = ("<|channel|>", "analysis", "<|message|>")
 RENAMED = {"<|im_start|>": "<|start|>", "<|im_end|>": "<|return|>", "<think>": "analysis", "</think>": "<|end|>"}
 # Places of the hidden state for the tokens of the end marker; vLLM's kernels want a multiple of 32.
 EXTRA = 32
-# The logit of the next token of a marker, before the scale of the final norm.
-SURE = 200.0
+# The logit of the next token of a marker, before the scale of the final norm; far above the other tokens' logits after
+# any text.
+SURE = 1000.0
 # How much less likely the ids of no word are than the words that the maze model never says, and how they differ.
 UNSAID, NOISE = 2.0, 0.02
 

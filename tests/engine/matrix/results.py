@@ -39,7 +39,6 @@ REASONS = {
     "answers the same request differently": "vLLM answers the same request with the same seed differently",
     "beside a request without one": "vLLM's CPU build ignores a seed beside requests without one, such as probes",
     "reasoning_config is not configured": "vLLM has no thinking budget for markers of several tokens",
-    "said == stock.tokens": "the answer beside a late force differs from stock's; the cause is not known yet",
     "does not yet support: speculative method": "vLLM's Model Runner V2 takes no ngram drafts",
     "does not yet support: ngram": "vLLM's Model Runner V2 takes no ngram drafts",
     "Cannot inspect kernel parameters": "vLLM's CPU build ends with an error at a draft for a sampled request, on V1",

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from meridian_agent.vllm_adapter.version import SUPPORTED
+from tests.engine import offline
 from tests.engine.matrix import results
 from tests.engine.matrix.features import all_of_them
+from tests.engine.matrix.features.signals import VOCABULARIES
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
 
 def test_readme() -> None:
@@ -24,6 +29,31 @@ def test_nothing_is_saved_that_is_no_longer_checked(version: str) -> None:
     saved = results.load(results.path_of(version))
     assert saved.keys() <= results.declared()
     assert {line["result"] for line in saved.values()} <= {results.PASSED, results.FAILED, results.UNSUPPORTED}
+
+
+def test_no_feature_fails_on_the_newest_version_with_a_cpu_build_and_all_have_run_on_real_vocabularies() -> None:
+    newest = next(found for found in results.saved().values() if found.keys() - {results.SOURCES})
+    assert [pair for pair, line in newest.items() if line["result"] == results.FAILED] == []
+    assert [pair for pair in results.declared() - newest.keys() if pair[0] in VOCABULARIES] == []
+
+
+def test_entropies_may_differ_by_what_rounding_does_to_logits_and_by_no_more() -> None:
+    """Each logit is off in the direction that changes the entropy most."""
+    logits = np.random.default_rng(0).normal(size=201_088)
+    logits[:20] += 10.0
+    exact = _logprobs(logits)
+    worst = logits - 0.99 * offline.LOGIT_NATS * np.sign(exact + offline.entropy(exact))
+    off = offline.entropy(_logprobs(worst)) - offline.entropy(exact)
+    assert offline.TOLERANCE_NATS < abs(off) <= offline.tolerance(exact)
+    left_out = offline.entropy(_logprobs(logits[1:])) - offline.entropy(exact)
+    assert abs(left_out) > offline.tolerance(exact)
+    assert offline.tolerance(_logprobs(logits[: offline.FEW_IDS])) == offline.TOLERANCE_NATS
+
+
+def _logprobs(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = logits - logits.max()
+    found -= np.log(np.exp(found).sum())
+    return found
 
 
 def test_a_cell_tells_what_failed_from_what_was_not_run_what_vllm_cannot_and_what_is_for_other_engines() -> None:

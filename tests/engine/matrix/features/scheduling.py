@@ -13,7 +13,7 @@ from tests.data import maze
 from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.engine import ABORT, CLOSED
+from tests.engine.matrix.engine import ABORT, CLOSED, NotForBuild
 from tests.engine.matrix.features.forces import GREEDY, SHORT, force
 from tests.engine.matrix.features.signals import ALL, DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
@@ -47,14 +47,15 @@ def overlap(engine: Engine) -> None:
     assert any(said.probes for said in seen)
     assert free["steps"] >= 60
     assert (free["waits"], free["forces"]) == (0, 0)
-    capped = [
-        Ask(ask.prompt, ask.params | {"extra_args": {"meridian_max_think_tokens": 5 * i + 3}})
-        for i, ask in enumerate(asks)
-    ]
     for text in ("", "Wait . "):
         written = engine.llm.get_tokenizer().encode(text, add_special_tokens=False)
         tokens = len(written) + len(engine.ending)
-        engine.control.apply({"scheduler": {"max_think_tokens": 20}, "model": {"maze": {"closing_text": text}}})
+        # No two requests write their ends in the same step.
+        apart = tokens + 4
+        caps = [{"extra_args": {"meridian_max_think_tokens": apart * i + 3}} for i in range(len(asks))]
+        capped = [Ask(ask.prompt, ask.params | own) for ask, own in zip(asks, caps, strict=True)]
+        cap = apart * len(asks)
+        engine.control.apply({"scheduler": {"max_think_tokens": cap}, "model": {"maze": {"closing_text": text}}})
         with counted(engine) as forced:
             engine.ask(capped)
         assert forced["steps"] >= 60
@@ -333,7 +334,12 @@ def victims(engine: Engine) -> None:
 
 @feature("blocks past the prompt are reused first", *ALL)
 def reclaim(engine: Engine) -> None:
-    """The prompt's blocks stay cached, those of thinking and answer lose their hash, unless the policy is off."""
+    """The prompt's blocks stay cached, those of thinking and answer lose their hash, unless the policy is off.
+
+    vLLM renders gpt-oss's chats without a chat template, so the agent cannot know whether later turns repeat thinking,
+    and all blocks keep their hash.
+    """
+    harmony = engine.words is not None and engine.words.harmony
     pool = engine.scheduler.kv_cache_manager.block_pool
     for enabled in (True, False):
         engine.llm.llm_engine.reset_prefix_cache()
@@ -348,9 +354,11 @@ def reclaim(engine: Engine) -> None:
         full = [pool.blocks[b].block_hash is not None for b in blocks[: (len(ask.prompt) + 60) // 32]]
         of_prompt = len(ask.prompt) // 32
         assert 0 < of_prompt < len(full)
-        assert full == [True] * of_prompt + [not enabled] * (len(full) - of_prompt)
+        assert full == [True] * of_prompt + [harmony or not enabled] * (len(full) - of_prompt)
         engine.drain()
         engine.control.settled()
+    if harmony:
+        raise NotForBuild("vLLM renders gpt-oss's chats without a chat template, so all blocks stay in its own order")
 
 
 @feature("aborts in each phase, and with an end half written", *ALL)
