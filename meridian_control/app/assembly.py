@@ -181,7 +181,7 @@ async def assemble(
 def _whole(fleet: Fleet, me: Replica, replicas: Replicas | None, ending: AsyncExitStack) -> WholeFleet:
     if replicas is None:
         return WholeFleet(fleet, me.replica_id, None, lambda: True)
-    peers = Peers(lambda: replicas.others, ClientCredentials.from_environment())
+    peers = Peers(lambda: replicas.others, ClientCredentials.from_environment(), lambda: replicas.silent)
     ending.push_async_callback(peers.close)
     return WholeFleet(fleet, me.replica_id, peers, replicas.leads)
 
