@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
+from meridian_control.common.report_bounds import MAX_AGE_STEPS
 from meridian_control.decision_log.records import Decision
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class Ledger:
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
-                    self._totals.staleness_steps.add_one(step - decision.step)
+                    # An agent that counts its steps anew, or wrongly, does not change the sum of all engines.
+                    if 0 <= (age_steps := step - decision.step) <= MAX_AGE_STEPS:
+                        self._totals.staleness_steps.add_one(age_steps)
             probed.append(slot)
         self._count(settled)
         self._table.close_probes([slot for slot in probed if slot is not None])
