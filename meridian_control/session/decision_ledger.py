@@ -138,13 +138,16 @@ class Ledger:
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
-                    # An agent that counts its steps anew, or wrongly, does not change the sum of all engines.
-                    if 0 <= (age_steps := step - decision.step) <= MAX_AGE_STEPS:
-                        self._totals.staleness_steps.add_one(age_steps)
+                    self._count_age(step - decision.step)
             probed.append(slot)
         self._count(settled)
         self._table.close_probes([slot for slot in probed if slot is not None])
         return probed
+
+    def _count_age(self, age_steps: int) -> None:
+        # An agent that counts its steps anew, or wrongly, does not change the sum of all engines.
+        if 0 <= age_steps <= MAX_AGE_STEPS:
+            self._totals.staleness_steps.add_one(age_steps)
 
     def too_late(self, decision_id: int) -> None:
         """Close a decision that is not sent, because its request ended in the report that led to the decision."""
