@@ -85,6 +85,13 @@ STEPS: tuple[tuple[str, ...], ...] = (
             updated_at TIMESTAMPTZ NOT NULL
         )""",
     ),
+    (
+        # The table has one row, with a JSON document.
+        """CREATE TABLE known_engines (
+            number INTEGER NOT NULL PRIMARY KEY,
+            engines TEXT NOT NULL
+        )""",
+    ),
 )
 
 # An arbitrary number, which must be the same in every replica.
