@@ -46,6 +46,8 @@ PIPED_WIDTH = 200
 NAME_WIDTH = 80
 # Largest number of a revision, a freeze or a rollout.
 LARGEST_ID = 2**63 - 1
+# Largest number of characters of a request's id in a call. The control plane knows the beginning of a longer id.
+LONGEST_REQUEST_ID = 1000
 
 FAILED = 1
 INVALID = 2
