@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 MAX_TEXT = 128
-# Largest number of characters of a request id, which a client may choose too (X-Request-Id).
-MAX_ID = 256
+# Largest number of characters of a request id, which a client may choose too (X-Request-Id); what stands for the middle
+# of a longer one; and the number of characters after it, which are vLLM's own random ones and their hyphen.
+MAX_ID, LEFT_OUT, LAST = 256, "...", 9
 MAX_TOKENS = 2**31 - 1
 # Names in the vllm_xargs: of a request that a relay can continue on another engine, with the value 1, and of a request
 # that continues another engine's, with the reference of the decision.
@@ -192,6 +193,16 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
     if value is not None:
         complaints.append(f"{name} must be a number of tokens, at least 0; got '{clean(value)}'")
     return None
+
+
+def shown_id(request_id: str) -> str:
+    """Return a request's id as it is reported: cleaned, and without its middle if it is longer than MAX_ID. Ids that
+    only begin alike stay different."""
+    text = clean(request_id, MAX_ID + 1)
+    if len(text) <= MAX_ID:
+        return text
+    last = clean(request_id[-LAST:])
+    return text[: MAX_ID - len(LEFT_OUT) - len(last)] + LEFT_OUT + last
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.request_info import MAX_ID, clean
+from meridian_agent.core.request_info import shown_id
 from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import StepSignals
 
@@ -37,7 +37,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
     slot, info, phase, think_tokens, output_tokens, untold_think_tokens, forced, preempted, queued = row
     return agent_pb2.RequestOpened(
         slot=slot,
-        request_id=clean(info.request_id, MAX_ID),
+        request_id=shown_id(info.request_id),
         model=info.model,
         tenant=info.tenant,
         slo_class=info.slo_class,

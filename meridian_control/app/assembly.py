@@ -28,6 +28,7 @@ from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.fleet.harm_guard import HarmGuard
+from meridian_control.fleet.known_engines import KnownEngines
 from meridian_control.fleet.membership import Replica, Replicas, new_id
 from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.pressure_log import restore_idle
@@ -75,14 +76,15 @@ class Parts:
     guard: HarmGuard
     freezes: FreezeStore
     budgets: BudgetSharing
+    known: KnownEngines
     gate: Gate
     server: ControlServer
     replicas: Replicas | None
     directory: PolicyDirectory | None
 
     async def look(self) -> None:
-        """Read the active rollout, the freezes in force and the usage of budgets from the store, and hand them to the
-        fleet.
+        """Read the active rollout, the freezes in force, the usage of budgets and the engines that were known from the
+        store, and hand them to the fleet.
 
         Call `look` before engines connect, because the engines of a rollout's group must not get an older revision.
         Raises StoreUnavailable, StoredPolicyUnreadable.
@@ -90,6 +92,7 @@ class Parts:
         await self.rollouts.look()
         await self.freezes.look()
         await self.budgets.share()
+        await self.known.look()
 
     def jobs(self) -> list[Job]:
         """Return the jobs that run beside the server."""
@@ -104,6 +107,7 @@ class Parts:
             Job("handovers", self.whole.share_pool),
             Job("the watch over harm", self.guard.run),
             Job("thinking budgets", self.budgets.run),
+            Job("the known engines", self.known.run),
             Job("the delay of the event loop", fleet.loop_delay.run),
             Job("pressure on idle engines", partial(restore_idle, fleet.connections, fleet.clock)),
             *more,
@@ -144,7 +148,8 @@ def build(
     server = ControlServer(services, fleet, gate, interceptors)
     guard = HarmGuard(whole, rollouts, clock)
     budgets = BudgetSharing(fleet, BudgetStore(database, fleet.clock))
-    return Parts(store, whole, rollouts, guard, freezes, budgets, gate, server, replicas, directory)
+    known = KnownEngines(database, fleet)
+    return Parts(store, whole, rollouts, guard, freezes, budgets, known, gate, server, replicas, directory)
 
 
 async def assemble(
@@ -189,7 +194,7 @@ async def assemble(
 def _whole(fleet: Fleet, me: Replica, replicas: Replicas | None, ending: AsyncExitStack) -> WholeFleet:
     if replicas is None:
         return WholeFleet(fleet, me.replica_id, None, lambda: True)
-    peers = Peers(lambda: replicas.others, ClientCredentials.from_environment())
+    peers = Peers(lambda: replicas.others, ClientCredentials.from_environment(), lambda: replicas.silent)
     ending.push_async_callback(peers.close)
     return WholeFleet(fleet, me.replica_id, peers, replicas.leads)
 

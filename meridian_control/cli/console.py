@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
@@ -41,8 +42,12 @@ CALL_TIMEOUT_S = 10.0
 # Largest message that the client accepts; one WatchFleet response carries the whole fleet.
 MAX_MESSAGE_BYTES = 64 << 20
 PIPED_WIDTH = 200
+# Columns of the terminal that the name of a row takes at most.
+NAME_WIDTH = 80
 # Largest number of a revision, a freeze or a rollout.
 LARGEST_ID = 2**63 - 1
+# Largest number of characters of a request's id in a call. The control plane knows the beginning of a longer id.
+LONGEST_REQUEST_ID = 1000
 
 FAILED = 1
 INVALID = 2
@@ -121,16 +126,21 @@ class Client:
 
 
 def new_table(*columns: str) -> Table:
-    """Return an empty table. The first column, which names the row, keeps its width in a narrow terminal."""
+    """Return an empty table. The first column, which names the row, keeps its width in a narrow terminal up to
+    NAME_WIDTH; a longer name is folded, so that it takes no other column's place."""
     empty = Table(box=None)
-    for index, column in enumerate(columns):
-        empty.add_column(column, overflow="fold", no_wrap=index == 0)
+    for column in columns:
+        empty.add_column(column, overflow="fold")
     return empty
 
 
 def add(to: Table, *cells: object) -> None:
-    """Add a row; a cell's lines are joined, so that each row of a table is one line."""
-    to.add_row(*(escape(printable(" ".join(str(cell).splitlines()))) for cell in cells))
+    """Add a row; a cell's lines are joined, so that each row of a table is one line unless its name is folded."""
+    shown = [printable(" ".join(str(cell).splitlines())) for cell in cells]
+    name = to.columns[0]
+    name.min_width = max(name.min_width or 0, min(cell_len(shown[0]), NAME_WIDTH))
+    name.max_width = NAME_WIDTH
+    to.add_row(*map(escape, shown))
 
 
 def show(messages: Sequence[Message], output: Output, rows: Table) -> None:

@@ -11,6 +11,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
+    LONGEST_REQUEST_ID,
     Output,
     OutputOption,
     as_dict,
@@ -52,7 +53,7 @@ def end(
 ) -> None:
     """End the thinking of a live request now, so that the engine generates the answer, and print the outcome."""
     asked = fleet_pb2.EndThinkingRequest(
-        request_id=request, engine_id=engine, reason=reason, wait_ms=round(wait * 1000)
+        request_id=request[:LONGEST_REQUEST_ID], engine_id=engine, reason=reason, wait_ms=round(wait * 1000)
     )
     with connect(context) as client:
         answer = client.fleet.EndThinking(asked, timeout=CALL_TIMEOUT_S)

@@ -14,6 +14,7 @@ from rich.table import Table
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     INVALID,
+    LONGEST_REQUEST_ID,
     Output,
     OutputOption,
     add,
@@ -42,7 +43,7 @@ def explain(
     output: OutputOption = Output.table,
 ) -> None:
     """Print the life of a request: its events, the decisions about it, the values each rule saw, and the outcomes."""
-    asked = fleet_pb2.ExplainRequestRequest(request_id=request, engine_id=engine)
+    asked = fleet_pb2.ExplainRequestRequest(request_id=request[:LONGEST_REQUEST_ID], engine_id=engine)
     with connect(context) as client:
         answer = client.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
     warn_unreachable(answer.unreachable_replicas)

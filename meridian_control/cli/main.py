@@ -216,6 +216,10 @@ def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
 
 
 def main() -> None:
+    if sys.stdout is None:
+        # Without this look a command would print nothing and succeed.
+        say("cannot write the output: standard output is closed", err=True)
+        sys.exit(FAILED)
     try:
         # Python puts a surrogate in place of a byte that is not UTF-8, and no message of the API can hold one.
         "".join(sys.argv).encode()

@@ -33,9 +33,12 @@ COUNTERS = (
     "calm_steps",
     "full_steps",
 )
+# Largest number of steps between a decision and the step that carries it out.
+MAX_AGE_STEPS = 10**9
 # Smallest and largest value of each number of a StepReport that is refused outside of them, by its path. The columns of
 # `merged` have such numbers.
 REFUSED: dict[str, tuple[float, float]] = {
+    "step": (0, MAX_EXACT),
     "step_time_ms": (0, MAX_MS),
     "kv_used": (0, 1),
     "running": (0, MAX_COUNT),
@@ -63,6 +66,11 @@ LEFT_OUT: dict[str, tuple[float, float]] = {
     # The entropy of any vocabulary is far below, and rounding may bring it just below 0.
     "probes.eat_nats": (-1, 100),
 }
+
+
+def check_step(step: int) -> None:
+    """Raise BadReport if the number of a snapshot's step is out of its bounds."""
+    _check(["step"], [step], [0], [MAX_EXACT])
 
 
 def check(report: agent_pb2.StepReport) -> None:

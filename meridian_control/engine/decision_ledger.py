@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
+from meridian_control.common.report_bounds import MAX_AGE_STEPS
 from meridian_control.journal.records import Decision
 
 if TYPE_CHECKING:
@@ -142,11 +143,16 @@ class Ledger:
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
-                    self._totals.staleness_steps.add_one(step - decision.step)
+                    self._count_age(step - decision.step)
             probed.append(slot)
         self._count(settled)
         self._table.close_probes([slot for slot in probed if slot is not None])
         return probed
+
+    def _count_age(self, age_steps: int) -> None:
+        # An agent that counts its steps anew, or wrongly, does not change the sum of all engines.
+        if 0 <= age_steps <= MAX_AGE_STEPS:
+            self._totals.staleness_steps.add_one(age_steps)
 
     def too_late(self, decision_id: int) -> None:
         """Close a decision that is not sent, because its request ended in the report that led to the decision."""

@@ -339,6 +339,7 @@ class Session:
 
     def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
         """Take in a snapshot with its last part. Before that the agent only learns that its messages arrive."""
+        report_bounds.check_step(part.step)
         if (snapshot := self._snapshot_parts.add(part)) is not None:
             return (yield from self._on_snapshot(snapshot, now))
         return self._answer(agent_pb2.ConnectResponse(), now)

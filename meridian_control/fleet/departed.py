@@ -85,3 +85,9 @@ class Departed:
         """Yield each engine that left at most FORGET_AFTER_S ago, with the state that it is in now if its process still
         runs."""
         return (gone.view(now) for gone in self._gone.values() if gone.is_recent(now))
+
+    def lost(self) -> Iterator[tuple[datetime, fleet_pb2.Engine]]:
+        """Yield each engine whose stream broke off, with the time at which it did."""
+        for gone in self._gone.values():
+            if (engine := fleet_pb2.Engine.FromString(gone.engine)).lost:
+                yield gone.time, engine

@@ -61,6 +61,9 @@ _LEAD = text("""INSERT INTO leader (number, replica_id, token, expires_at)
 _OTHERS = text("""SELECT replica_id, address FROM replicas
     WHERE replica_id <> :replica_id AND heartbeat_at > now() - make_interval(secs => :lease_s)
         AND heartbeat_at <= clock_timestamp() ORDER BY replica_id""")
+_SILENT = text("""SELECT replica_id FROM replicas
+    WHERE replica_id <> :replica_id AND heartbeat_at <= now() - make_interval(secs => :lease_s)
+        AND heartbeat_at >= now() - make_interval(secs => :forget_s) ORDER BY replica_id""")
 # SKIP LOCKED leaves out locked rows, so that replicas that come back at the same time do not deadlock.
 _BURY = text("""DELETE FROM replicas WHERE replica_id IN (SELECT replica_id FROM replicas
     WHERE heartbeat_at < now() - make_interval(secs => :forget_s) FOR UPDATE SKIP LOCKED)""")
@@ -84,6 +87,8 @@ class Replicas:
         self.me = me
         # The other live replicas, ordered by id, as last read from the database.
         self.others: tuple[Replica, ...] = ()
+        # Ids of the replicas that count as dead and are not forgotten yet. One that hangs may still have engines.
+        self.silent: tuple[str, ...] = ()
         self._database, self._clock = database, clock
         self._token: int | None = None
         self._leads_until = 0.0
@@ -105,6 +110,7 @@ class Replicas:
             if token is not None:
                 await connection.execute(_BURY, row)
             others = tuple(Replica(*found) for found in await connection.execute(_OTHERS, row))
+            self.silent = tuple(found for (found,) in await connection.execute(_SILENT, row))
         if token != self._token and token is not None:
             logger.info("replica %s leads, token %d", self.me.replica_id, token)
         self._token, self._leads_until = token, began + LEASE_S - MARGIN_S

@@ -70,11 +70,17 @@ class Peer:
 
 
 class Peers:
-    """Clients of the other live replicas, which `others` returns. `credentials` authenticate this replica, and changed
-    files are read again. Raises OSError or ValueError if a file of the credentials cannot be used."""
+    """Clients of the other live replicas, which `others` returns. `silent` returns the ids of replicas that no longer
+    live but may still have engines. `credentials` authenticate this replica, and changed files are read again. Raises
+    OSError or ValueError if a file of the credentials cannot be used."""
 
-    def __init__(self, others: Callable[[], Sequence[Replica]], credentials: ClientCredentials) -> None:
-        self._others = others
+    def __init__(
+        self,
+        others: Callable[[], Sequence[Replica]],
+        credentials: ClientCredentials,
+        silent: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._others, self._dead = others, silent
         self._credentials = credentials
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()
@@ -100,11 +106,18 @@ class Peers:
     async def ask(
         self, call: Callable[[Peer], Awaitable[Answer]], part: str = ""
     ) -> tuple[dict[str, Answer], list[str]]:
-        """Return the answers by replica id, and the ids of the replicas without an answer. `call` may raise any
-        exception for an answer that it cannot use.
+        """Return the answers by replica id, and the ids of the replicas without an answer, also of those that no longer
+        live but may still have engines. `call` may raise any exception for an answer that it cannot use.
 
         part: name of data with which a replica may be late although it answers other questions in time.
         """
+        heard, missing = await self.ask_live(call, part)
+        return heard, sorted({*missing, *self._dead()})
+
+    async def ask_live(
+        self, call: Callable[[Peer], Awaitable[Answer]], part: str = ""
+    ) -> tuple[dict[str, Answer], list[str]]:
+        """Do what `ask` does, but leave out replicas that no longer live."""
         peers = self._peers()
         answers = await asyncio.gather(*(self._asked(peer, call, part) for peer in peers))
         heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
@@ -193,6 +206,7 @@ class Peers:
                 waiting = [self._begin(peer, recording, streams) for peer in peers]
                 await asyncio.gather(*(begun.wait() for begun in waiting if begun is not None))
                 recording.unreachable = [p.replica.replica_id for p in peers if streams[p.replica.replica_id].done()]
+                recording.unreachable += self._dead()
                 began.set()
                 await asyncio.sleep(LOOK_S)
         finally:

@@ -217,7 +217,7 @@ class WholeFleet:
         loop = asyncio.get_running_loop()
         if loop.time() - self._asked_at > FORGET_S:
             self._heard, self._orphans = {}, Departed()
-        heard, unreachable = await self.peers.ask(_engines)
+        heard, unreachable = await self.peers.ask_live(_engines)
         self._asked_at, now = loop.time(), self.fleet.clock()
         lease_s = self.fleet.policy.policy.fallback.lease_ms / 1000 if self.fleet.policy is not None else 0.0
         for ended in self._heard.keys() - heard.keys() - set(unreachable):

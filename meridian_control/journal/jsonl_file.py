@@ -39,7 +39,7 @@ def decision_file(
     """Open the file and yield the function that takes settled decisions, None without a path.
 
     Decisions that wait are written before the file is closed. serves: the address of the control plane that writes the
-    file. Raises OSError if the file cannot be opened, and ValueError if another control plane writes it.
+    file. Raises ValueError, which names the flag, if the file cannot be opened or another control plane writes it.
     """
     if path is None:
         yield None
@@ -61,16 +61,25 @@ def _kept(path: Path, serves: str) -> Iterator[None]:
         raise ValueError(
             f"--decision-log: {path} is in use by {error}; name another file for each control plane"
         ) from None
+    except OSError as error:
+        raise _unusable(path, error) from error
     try:
         yield
     finally:
         lock.release()
 
 
+def _unusable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"--decision-log: {path} cannot be written: {error.strerror}")
+
+
 @contextmanager
 def _writing(path: Path, max_bytes: int) -> Iterator[Callable[[Decision], None]]:
     waiting: Queue[Any] = Queue(WAITING)
-    file = _File(path, maxBytes=max_bytes, backupCount=OLD_FILES, encoding="utf-8")
+    try:
+        file = _File(path, maxBytes=max_bytes, backupCount=OLD_FILES, encoding="utf-8")
+    except OSError as error:
+        raise _unusable(path, error) from error
     file.setFormatter(_Lines())
     listener = _Listener(waiting, file)
     queue = _Queue(waiting)

@@ -18,6 +18,8 @@ from zlib import crc32
 
 from meridian_control.common.plain_text import printable
 
+# Number of characters from which on agents leave out the middle of an id, and what they put in its place.
+MAX_ID, LEFT_OUT = 256, "..."
 # Prefixes that vLLM's server puts before the id that a client has given.
 PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 _CHOICE = re.compile(r"\d+_(?=.)")
@@ -40,7 +42,16 @@ def is_called(own: str, request_id: str) -> bool:
     """Return whether `request_id` is a request's own id or the client's part of that id. Either may have control
     characters or their escapes, because agents of 0.3.0 report ids as the client wrote them."""
     own, request_id = printable(own), printable(request_id)
-    return request_id == own or (request_id in own and request_id in shortened(own))
+    if request_id == own or (request_id in own and request_id in shortened(own)):
+        return True
+    # A client's id has the middle that the agent has left out of a long one.
+    if len(own) < MAX_ID or LEFT_OUT not in own:
+        return False
+    first = own[: own.rindex(LEFT_OUT)]
+    if request_id.startswith(first + LEFT_OUT):
+        return False
+    names = {first, *shortened(f"{first}-")}
+    return any(len(name) > MAX_ID // 2 and request_id.startswith(name) for name in names)
 
 
 def sampled(request_id: str, ratio: float) -> bool:

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from sqlalchemy import BigInteger, Column, DateTime, Float, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 7
+VERSION = 8
 MAX_REQUEST_ID_CHARS = 128
 METADATA = MetaData()
 
@@ -104,4 +104,12 @@ budgets = Table(
     Column("minute_missing", Float, nullable=False),
     Column("day_missing", Float, nullable=False),
     _time("updated_at"),
+)
+
+# The table has one row, with a JSON document.
+known_engines = Table(
+    "known_engines",
+    METADATA,
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("engines", Text, nullable=False),
 )

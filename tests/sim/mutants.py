@@ -29,7 +29,8 @@ TRACKER, MESSAGES, SHARE = (
     "meridian_agent/link/messages.py",
     "meridian_agent/engine/queue_order.py",
 )
-SESSION, ENDS = "meridian_control/engine/session.py", "meridian_control/table/termination.py"
+SESSION, ENDS = "meridian_control/engine/session.py", "meridian_control/capabilities/entropy/rule.py"
+EFFECTS = "meridian_control/policy/effects.py"
 POLICY_DELIVERY, HISTORY = "meridian_control/fleet/policy_delivery.py", "meridian_control/table/history.py"
 TABLE = "meridian_control/table/request_table.py"
 INTAKE, DELIVERY = "meridian_control/engine/report_intake.py", "meridian_control/engine/settings_delivery.py"
@@ -274,7 +275,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cap not clamped by the request's own",
-        ENDS,
+        EFFECTS,
         "    return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)",
         "    return limit",
     ),

@@ -184,7 +184,7 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
             for name, info in Policy.model_fields.items()
-            if name not in ("model", "override", "loop", "disagg", "engine", "budget", "pressure")
+            if name not in ("model", "override", "loop", "disagg", "engine", "budget", "pressure", "extension")
         }
         # Drawn from a copy of the generator, so that existing seeds keep their other sections.
         aside = random.Random(rng.getstate()[1][0])

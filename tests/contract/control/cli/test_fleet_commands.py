@@ -37,6 +37,15 @@ async def test_engines(control: Control) -> None:
     assert missing == "c does not know its thinking markers: started without --reasoning-parser"
 
 
+async def test_a_long_name_hides_no_other_column(control: Control) -> None:
+    control.fleet.engines = [engine("a", 1), engine("b" * 256, 1, fault="tripped")]
+    shown = (await control("engines")).stdout
+    first = shown.splitlines()[1]
+    assert first.split()[:2] == ["a", "connected"]
+    assert shown.count("b") >= 256
+    assert "fault: tripped" in " ".join(shown.split())
+
+
 async def test_engines_say_what_measures_entropy(control: Control) -> None:
     torch, none = agent_pb2.ENTROPY_BACKEND_TORCH, agent_pb2.ENTROPY_BACKEND_NONE
     control.fleet.engines = [

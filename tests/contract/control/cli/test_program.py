@@ -20,3 +20,9 @@ def test_output_that_cannot_be_written() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([*MERIDIANCTL, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, "cannot write the output: No space left on device\n")
+
+
+def test_output_that_is_closed() -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *MERIDIANCTL, "engines"]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "cannot write the output: standard output is closed\n")

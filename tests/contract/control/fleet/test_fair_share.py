@@ -11,6 +11,7 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from tests.fakes.agent import hello
+from tests.fakes.control import utc_now
 from tests.fakes.linked import until
 from tests.fakes.tables import policy
 
@@ -131,7 +132,9 @@ async def test_so_does_a_new_policy_for_many_requests(control: Control, channel:
     await large.send(snapshot=agent_pb2.Snapshot(step=9, requests=requests()))
     await large.answer(9)
     override = {"tenant": "t1", "scheduler": {"max_think_tokens": 100}}
-    await control.set_policy(policy(scheduler={"max_think_tokens": 500}, override=[override]))
+    # Nothing would shorten a control group.
+    limits = {"scheduler": {"max_think_tokens": 500}, "entropy": {"holdout_share": 0.0}}
+    await control.set_policy(policy(**limits, override=[override]))
     while not (said := await large.call.read()).HasField("settings"):
         pass
     status = agent_pb2.SettingsStatus(nonce=said.settings.nonce, revision=said.settings.revision)
@@ -173,10 +176,13 @@ async def test_events_wait_until_a_message_is_taken_in(control: Control, channel
     """A session takes in one thing after another: a policy that comes during a snapshot follows its answer."""
     large = Raw(channel, "large")
     await large.connect()
+    new = policy(scheduler={"max_think_tokens": 500})
+    stored = await control.store.append(new, etag="", author="test", reason="", now=utc_now())
     await large.send(snapshot=agent_pb2.Snapshot(step=9, requests=requests()))
     (connection,) = control.fleet.connections
     await until(lambda: connection.busy)
-    stored = await control.set_policy(policy(scheduler={"max_think_tokens": 500}))
+    # Nothing is waited for, so the snapshot cannot be taken in meanwhile.
+    control.fleet.set_policy(stored)
     control.fleet._policies.send()
     assert connection.busy
     assert connection.session.revision < stored.revision

@@ -224,11 +224,12 @@ async def test_decisions_go_to_a_file(tmp_path: Path) -> None:
     assert cap["comparisons"][0]["limit_name"] == "scheduler.max_think_tokens"
 
 
-async def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path) -> None:
-    process = Process(tmp_path, "--decision-log", str(tmp_path / "no" / "file"))
+@pytest.mark.parametrize(("name", "why"), [("no/file", "No such file or directory"), (".", "Is a directory")])
+async def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path, name: str, why: str) -> None:
+    process = Process(tmp_path, "--decision-log", str(path := tmp_path / name))
     process.start()
     assert await process.ended() == 2
-    assert "No such file or directory" in (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text() == f"meridian-control: --decision-log: {path} cannot be written: {why}\n"
 
 
 def logged(count: int) -> list[Decision]:

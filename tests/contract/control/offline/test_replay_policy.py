@@ -173,19 +173,6 @@ def test_under_its_own_policy_nothing_changes(tmp_path: Path, name: str) -> None
     assert name not in ENDING or found["ends"]["new"].keys() > {"natural"}
 
 
-def test_a_recording_under_fields_that_were_removed(tmp_path: Path) -> None:
-    """A field with a value of its own is named, because its rule may have ended thinking then."""
-    made = recorded(DENSE)
-    for record in made.records:
-        if record.HasField("policy"):
-            # near_repeated_tokens = 720, near_shadow = true
-            record.policy.policy.loop.MergeFromString(b"\x30\xd0\x05\x38\x01")
-    found = told(tmp_path, made.records, DENSE)
-    changes_nothing(found)
-    (sentence,) = (text for text in found["not_known"] if text.startswith("Recorded policy: "))
-    assert sentence.startswith("Recorded policy: loop.near_repeated_tokens = 720 has no effect: it was removed after ")
-
-
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(sorted(POLICIES)))
 def test_whatever_was_recorded(tmp_path_factory: pytest.TempPathFactory, seed: int, name: str) -> None:

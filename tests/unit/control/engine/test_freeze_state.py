@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +41,12 @@ def test_an_engine_is_told_the_time_that_is_left() -> None:
     assert state.give((freeze(20),), NOW).remaining_ms == 20_000
     told = [state.told(NOW + seconds(passed)).remaining_ms for passed in (0.0, 7.5, 12.0, 19.999, 20.0, 60.0)]
     assert told == [20_000, 12_500, 8_000, 1, 0, 0]
+
+
+def test_an_engine_is_told_of_the_freeze_that_ends_last() -> None:
+    """An agent whose control plane dies must stay frozen until all its freezes have ended."""
+    for freezes in permutations([freeze(600, 1), freeze(60, 2), freeze(300, 3)]):
+        assert FreezeState(agent_pb2.FreezeStatus()).give(freezes, NOW + seconds(120)).remaining_ms == 480_000
 
 
 @pytest.mark.parametrize("back", [seconds(1), HOUR, 400 * 24 * HOUR], ids=str)

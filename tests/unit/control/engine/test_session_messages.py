@@ -14,7 +14,7 @@ from meridian_agent.core import tracker
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
-from meridian_control.common.report_bounds import REFUSED
+from meridian_control.common.report_bounds import MAX_EXACT, REFUSED
 from meridian_control.engine import decision_ledger as ledger
 from meridian_control.engine.merged_steps import MAX_STEPS
 from meridian_control.engine.session import Session
@@ -227,8 +227,7 @@ FRACTIONS = {
 WRONG = [
     *((path, value) for path in sorted(FRACTIONS) for value in (-1e38, -1e-3, 3e38, math.nan, math.inf, -math.inf)),
     ("kv_used", 1.001),
-    *((path, 2**32 - 1) for path in sorted(REFUSED.keys() - FRACTIONS) if not path.startswith("counters.")),
-    *((path, 2**64 - 1) for path in sorted(REFUSED.keys() - FRACTIONS) if path.startswith("counters.")),
+    *((path, 2**64 - 1 if REFUSED[path][1] == MAX_EXACT else 2**32 - 1) for path in sorted(REFUSED.keys() - FRACTIONS)),
 ]
 
 
@@ -252,7 +251,6 @@ def test_the_bounds_themselves_are_no_fault(path: str) -> None:
 def test_every_number_of_a_report_has_bounds() -> None:
     """A number that is added to the reports needs bounds, or a place here that says where it is checked."""
     elsewhere = {
-        "step",
         "steps",
         "state",
         # By `step_of`, which compares them with the entries that they count, and by `ages_ms`.
@@ -265,6 +263,30 @@ def test_every_number_of_a_report_has_bounds() -> None:
         elif field.message_type is None and not field.is_repeated:
             found.add(field.name)
     assert found - elsewhere == REFUSED.keys()
+
+
+@pytest.mark.parametrize("step", [2**53 + 1, 2**64 - 1])
+def test_a_snapshot_of_an_impossible_step_is_the_agents_fault(step: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"^snapshot step must be in \[.*\]; got"):
+        stream().session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=step)), NOW)
+
+
+@pytest.mark.parametrize(("decided_at", "applied_at"), [(10**6, 3), (3, 2**53)])
+def test_steps_that_are_counted_wrongly_give_no_age(decided_at: int, applied_at: int) -> None:
+    """A negative age would let a counter of all engines fall."""
+    made = stream(policy())
+    made.open("a")
+    made.step(2)
+    made.session.on_message(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=decided_at, steps=1)), NOW)
+    ends = made.session.on_end_thinking("a", "", NOW)
+    assert ends is not None
+    (force,) = ends.responses[0].directives.forces
+    before = made.session.totals.staleness_steps.sum
+    outcome = agent_pb2.DecisionOutcome(decision_id=force.decision_id, outcome=agent_pb2.OUTCOME_APPLIED)
+    report = agent_pb2.StepReport(step=applied_at, steps=1, outcomes=[outcome])
+    made.session.on_message(agent_pb2.ConnectRequest(step=report), NOW)
+    assert not made.session.open_decisions.keys() & {force.decision_id}
+    assert made.session.totals.staleness_steps.sum == before
 
 
 @pytest.mark.parametrize("value", [-1e38, -5.0, 3e38, 2e9, math.nan, math.inf])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meridian_agent.core.request_info import MAX_ID, shown_id
 from meridian_control.journal.request_ids import is_called, shortened
 
 RANDOM = "9f2e01ab"
@@ -46,3 +47,21 @@ def test_a_part_of_an_id_is_no_name(other: str) -> None:
 def test_names_are_parts_of_the_id() -> None:
     own = f"2_cmpl-a-b-c-3-{RANDOM}"
     assert all(name in own for name in shortened(own))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 3000, "a\nb" * 200, "日本" * 400, f"chatcmpl-{'x-' * 300}"])
+@pytest.mark.parametrize("form", ["chatcmpl-{}-{}", "cmpl-{}-0-{}", "3_chatcmpl-{}-{}"])
+def test_long_ids_stay_different_and_keep_their_names(name: str, form: str) -> None:
+    """A client's id may be longer than what is reported of it."""
+    one, other = (shown_id(form.format(name, random)) for random in (RANDOM, "00000000"))
+    assert one != other
+    assert len(one) <= MAX_ID
+    assert is_called(one, name)
+    assert is_called(one, one)
+    assert not is_called(one, other)
+    assert not is_called(one, name[:100])
+    assert not is_called(one, f"y{name}")
+
+
+def test_ids_of_the_largest_length_are_reported_whole() -> None:
+    assert shown_id("x" * MAX_ID) == "x" * MAX_ID

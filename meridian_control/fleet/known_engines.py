@@ -1,0 +1,95 @@
+"""Keeps the engines that a control plane knows in the database, so that after a restart it names those it has lost.
+
+Only a control plane with a SQLite file does this: replicas on PostgreSQL know each other's engines, and name a replica
+that has died. The module owns the table `known_engines`, which has one row, and runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import fleet_pb2
+from sqlalchemy import text
+
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet.departed import FORGET_AFTER_S
+
+if TYPE_CHECKING:
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.storage.database import Database
+
+# Seconds between two looks for changes. An engine that connects later than the last look before a crash is not named.
+LOOK_S = 1.0
+# Seconds after which the row is written again although nothing has changed.
+RENEW_S = 60.0
+
+_READ = text("SELECT engines FROM known_engines WHERE number = 1")
+_WRITE = text("""INSERT INTO known_engines (number, engines) VALUES (1, :engines)
+    ON CONFLICT (number) DO UPDATE SET engines = excluded.engines""")
+
+
+class KnownEngines:
+    """The engines that are connected, and those whose streams broke off and that are not forgotten yet."""
+
+    def __init__(self, database: Database, fleet: Fleet) -> None:
+        self._database, self._fleet = database, fleet
+        self._stored: list[list[str]] = []
+        self._stored_at: datetime | None = None
+
+    async def look(self) -> None:
+        """Take the engines that the control plane before this one has known for lost until they connect. One that ended
+        longer ago than engines are kept has left none. Raises StoreUnavailable."""
+        if self._database.shared:
+            return
+        async with self._database.reading() as connection:
+            found = await connection.scalar(_READ)
+        if found is None:
+            return
+        now, told = self._fleet.clock(), json.loads(found)
+        if (now - datetime.fromisoformat(told["seen_at"])).total_seconds() > FORGET_AFTER_S:
+            return
+        # Lost engines are kept in the order in which they were lost, and those that were connected are lost now.
+        lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in told["engines"]]
+        for time, (engine_id, incarnation, model, _) in sorted(lost):
+            view = fleet_pb2.Engine(engine_id=engine_id, incarnation=incarnation, model=model, lost=True)
+            view.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
+            self._fleet.departed.add(view, 0.0, time)
+        self._fleet.departed.forget(now)
+
+    async def run(self) -> None:
+        """Store the engines whenever they have changed, until cancelled. A call in progress is never cancelled, because
+        a cancelled database driver leaks its connection."""
+        while not self._database.shared:
+            storing = asyncio.create_task(self._try_to_store())
+            try:
+                await asyncio.shield(storing)
+            finally:
+                await storing
+            await asyncio.sleep(LOOK_S)
+
+    async def _try_to_store(self) -> None:
+        with suppress(StoreUnavailable):
+            await self.store()
+
+    async def store(self) -> None:
+        """Store the engines if they have changed. Raises StoreUnavailable."""
+        now, rows = self._fleet.clock(), self._rows()
+        fresh = self._stored_at is not None and (now - self._stored_at).total_seconds() < RENEW_S
+        if rows == self._stored and fresh:
+            return
+        told: dict[str, Any] = {"seen_at": now.isoformat(), "engines": rows}
+        async with self._database.writing(tell=False) as connection:
+            await connection.execute(_WRITE, {"engines": json.dumps(told)})
+        self._stored, self._stored_at = rows, now
+
+    def _rows(self) -> list[list[str]]:
+        """Return id, incarnation, model and, for an engine that is lost, the time at which its stream ended."""
+        hellos = [connection.session.hello for connection in self._fleet.connections]
+        rows = [[hello.engine_id, hello.incarnation, hello.model, ""] for hello in hellos]
+        for time, gone in self._fleet.departed.lost():
+            rows.append([gone.engine_id, gone.incarnation, gone.model, time.astimezone(UTC).isoformat()])
+        return sorted(rows)
