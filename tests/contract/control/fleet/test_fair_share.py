@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Requests of the largest engine, and of a large message; and reports of another engine that must be answered before
 # such a message is taken in. With a fair share some hundred are; one piece of work lets none of them through, or a few
 # that came between its parts.
-MOST, MANY, ANSWERED = 65_000, 8000, 30
+MOST, MANY, ANSWERED = 65_000, 8000, 8
 
 
 class Raw:

@@ -365,7 +365,8 @@ async def test_everything_is_reached_by_tab(tmp_path: Path) -> None:
             await page.keyboard.press("Tab")
             here = await page.evaluate(PLACE)
         wanted = await page.evaluate(
-            f"[...document.querySelectorAll('a, button, input, .scroll')].filter((e) => !e.closest('[hidden]')).map({NAME})"
+            "[...document.querySelectorAll('a, button, input, .scroll')].filter((e) => !e.closest('[hidden]'))"
+            f".map({NAME})"
         )
         assert set(wanted) <= set(reached), "Tab does not reach every control"
         assert await page.locator("a.skip").evaluate("e => e.getBoundingClientRect().right") < 0
