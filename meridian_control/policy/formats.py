@@ -14,7 +14,7 @@ import tomli_w
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.struct_pb2 import Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
 from pydantic import ValidationError
@@ -171,17 +171,21 @@ def _plain_value(field: FieldDescriptor, value: Any) -> Any:
 
 def _plain_entry(entry: Any, name: str) -> Any:
     if isinstance(entry, Struct):
-        return _whole(json_format.MessageToDict(entry))
+        return {key: _free(value) for key, value in entry.fields.items()}
     return _plain(entry, name) if isinstance(entry, Message) else entry
 
 
-def _whole(value: Any) -> Any:
-    """Return a value in which whole numbers are integers, because a Struct knows no integers."""
-    if isinstance(value, dict):
-        return {key: _whole(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_whole(entry) for entry in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _free(value: Value) -> Any:
+    """Return the value of a free field. A whole number is an integer, because a Struct knows no integers."""
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return {key: _free(entry) for key, entry in value.struct_value.fields.items()}
+    if kind == "list_value":
+        return [_free(entry) for entry in value.list_value.values]
+    if kind in (None, "null_value"):
+        return None
+    plain = getattr(value, kind)
+    return int(plain) if kind == "number_value" and plain.is_integer() else plain
 
 
 def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:

@@ -4,6 +4,7 @@ The module knows nothing of engines, storage or gRPC. The module's values are im
 any thread.
 """
 
+import json
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NamedTuple, Optional, Self, TypeVar, get_origin
@@ -202,6 +203,15 @@ class Policy(Section):
         max_length=64,
         description="Sections of capabilities that a control plane has beside the usual ones, by name.",
     )
+
+    @field_validator("extension")
+    @classmethod
+    def _finite(cls, value: Mapping[str, Mapping[str, JsonValue]]) -> Mapping[str, Mapping[str, JsonValue]]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise PydanticCustomError("finite_number", "must have finite numbers only") from None
+        return value
 
     @field_validator("budget", "pressure")
     @classmethod

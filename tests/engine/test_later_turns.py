@@ -172,7 +172,7 @@ def test_settings_that_change_nothing_are_learned(governed: Server) -> None:
     before = governed.reclaimed()
 
     def given_up() -> bool:
-        governed.chat(PROMPTS[12], **settings)
+        governed.chat(PROMPTS[12], max_tokens=800, **settings)
         return governed.reclaimed() > before
 
     wait_for(given_up, 60, "the blocks of such a request to be given up")
@@ -233,9 +233,9 @@ def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock:
     note = str(wait_for(lambda: governed.control.engine().reclaim_note, 20, "the note"))
     assert "sends \\'all\\' back" in note or "sends 'all' back" in note
     before = governed.reclaimed()
-    governed.chat(PROMPTS[9], **tenant)
+    governed.chat(PROMPTS[9], max_tokens=800, **tenant)
     assert governed.reclaimed() == before
-    governed.chat(PROMPTS[9])
+    governed.chat(PROMPTS[9], max_tokens=800)
     assert governed.reclaimed() > before, "other requests' blocks are given up as before"
     (line,) = [line for line in governed.process.output().splitlines() if "later prompts have repeated" in line]
     assert "WARNING" in line

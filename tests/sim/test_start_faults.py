@@ -68,6 +68,7 @@ def test_an_agent_that_cannot_be_built() -> None:
     """The agent is off until the engine is started again, and the control plane is told the reason."""
     with pytest.MonkeyPatch.context() as patch:
         stock, _ = served(patch, None)
+    with_fault(None)  # What happens once in a process has happened.
     reached, whole, absent = with_fault(None)
     assert (whole, absent) == (stock, [])
     lines = sorted(reached.reached)

@@ -134,12 +134,13 @@ class _heard(logging.Handler):  # noqa: N801
         self._lines, self._logger = lines, logging.getLogger("vllm.meridian")
 
     def __enter__(self) -> None:
-        self._before = self._logger.handlers, self._logger.propagate, self._logger.level
-        self._logger.handlers, self._logger.propagate = [self], False
+        self._before = self._logger.handlers, self._logger.filters, self._logger.propagate, self._logger.level
+        # The filter of the agent's log would leave most of so many lines out.
+        self._logger.handlers, self._logger.filters, self._logger.propagate = [self], [], False
         self._logger.setLevel(logging.DEBUG)
 
     def __exit__(self, *_: object) -> None:
-        self._logger.handlers, self._logger.propagate, level = self._before
+        self._logger.handlers, self._logger.filters, self._logger.propagate, level = self._before
         self._logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
