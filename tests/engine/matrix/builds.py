@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from tests import needed
@@ -128,6 +129,8 @@ def _connector(name: str, shown: str, connector: str, *, asynchronous: bool = Fa
         config["kv_connector_extra_config"] = {"kv_lease_duration": 60}
     else:
         args["disable_hybrid_kv_cache_manager"] = True
+        # By default each model of the machine finds the KV of the others.
+        config["kv_connector_extra_config"] = {"shared_storage_path": f"{gettempdir()}/meridian-kv-{os.getpid()}"}
     if connector == "MultiConnector":
         example = {**config, "kv_connector": f"{RECORDED}ExampleConnector"}
         nixl = {**config, "kv_connector": f"{RECORDED}NixlConnector"}
