@@ -197,7 +197,7 @@ def dumped(found: dict[str, Any]) -> str:
 def page(found: dict[str, Any], name: str) -> str:
     """Return the page of stored results."""
     made = (
-        f"Made by `python -m tests.bench.harness` from `{name}.json`; [protocols](../README.md) say what it measures."
+        f"`python -m tests.bench.harness` makes this page from `{name}.json`; a [protocol](../README.md) explains it."
     )
     lines = [f"# {found['title']}", "", made, ""]
     if found["goals"]:
@@ -208,20 +208,30 @@ def page(found: dict[str, Any], name: str) -> str:
         ]
         lines += [""]
     for title, table in found["tables"].items():
-        lines += [f"## {title}", "", f"Measured on {table['measured']}. {table['text']}".strip(), ""]
-        lines += [*_table(table), ""]
+        lines += [f"## {title}", "", f"This was measured on {table['measured']}. {table['text']}".strip(), ""]
+        lines += _tables(table)
     return "\n".join(lines)
 
 
-def _table(table: dict[str, Any]) -> list[str]:
+def _tables(table: dict[str, Any]) -> list[str]:
+    """Return the arms' own figures as a table, and what is compared with the base arm as a second one."""
+    arms, compared = ([row for row in table["rows"] if bool(row[2]) == second] for second in (False, True))
+    return [*_table(table, arms), "", *([*_table(table, compared), ""] if compared else [])]
+
+
+def _table(table: dict[str, Any], rows: list[list[Any]]) -> list[str]:
+    """Return a table of these rows, without the columns that are empty in them. A case is named in its first row."""
     columns = [Column(**column) for column in table["columns"]]
-    cased = any(case for case, *_ in table["rows"])
-    head = [*(["case"] if cased else []), "arm", *(column.head for column in columns)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for case, arm, how, values in table["rows"]:
+    body, before = [], ""
+    for case, arm, how, values in rows:
         cells = [_cell(column, how, values.get(column.figure)) for column in columns]
-        lines.append(f"| {' | '.join([*([case] if cased else []), arm, *cells])} |")
-    return lines
+        body.append(["" if case == before else case, arm, *cells])
+        before = case
+    head = ["case", "arm", *(column.head for column in columns)]
+    kept = [i for i, name in enumerate(head) if name == "arm" or any(row[i] for row in body)]
+    lines = [[line[i] for i in kept] for line in (head, *body)]
+    written = [f"| {' | '.join(line)} |" for line in lines]
+    return [written[0], "|---" * len(kept) + "|", *written[1:]]
 
 
 def _cell(column: Column, how: str, value: Any) -> str:
