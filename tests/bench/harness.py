@@ -214,17 +214,22 @@ def page(found: dict[str, Any], name: str) -> str:
 
 
 def _tables(table: dict[str, Any]) -> list[str]:
-    """Return the arms' own figures as a table, and what is compared with the base arm as a second one."""
+    """Return the arms' own figures as a table, and what is compared with the base arm as a second one, whose
+    intervals are those that count."""
     arms, compared = ([row for row in table["rows"] if bool(row[2]) == second] for second in (False, True))
-    return [*_table(table, arms), "", *([*_table(table, compared), ""] if compared else [])]
+    own = _table(table, arms, bounds=not compared)
+    return [*own, "", *([*_table(table, compared, bounds=True), ""] if compared else [])]
 
 
-def _table(table: dict[str, Any], rows: list[list[Any]]) -> list[str]:
-    """Return a table of these rows, without the columns that are empty in them. A case is named in its first row."""
+def _table(table: dict[str, Any], rows: list[list[Any]], *, bounds: bool) -> list[str]:
+    """Return a table of these rows, without the columns that are empty in them. A case is named in its first row.
+
+    bounds: whether to show intervals.
+    """
     columns = [Column(**column) for column in table["columns"]]
     body, before = [], ""
     for case, arm, how, values in rows:
-        cells = [_cell(column, how, values.get(column.figure)) for column in columns]
+        cells = [_cell(column, how, values.get(column.figure), bounds=bounds) for column in columns]
         body.append(["" if case == before else case, arm, *cells])
         before = case
     head = ["case", "arm", *(column.head for column in columns)]
@@ -234,11 +239,11 @@ def _table(table: dict[str, Any], rows: list[list[Any]]) -> list[str]:
     return [written[0], "|---" * len(kept) + "|", *written[1:]]
 
 
-def _cell(column: Column, how: str, value: Any) -> str:
+def _cell(column: Column, how: str, value: Any, *, bounds: bool) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     digits, factor = (3, 1.0) if how == "ratio" else (column.digits, column.factor)
-    return shown(Interval(*value), digits, factor, bounds=bool(column.compared))
+    return shown(Interval(*value), digits, factor, bounds=bounds and bool(column.compared))
 
 
 def shown(found: Interval, digits: int, factor: float = 1.0, *, bounds: bool = True) -> str:
