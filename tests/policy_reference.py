@@ -49,11 +49,12 @@ SECTIONS: dict[str, type[Section]] = {
 HEAD = """# Policy fields
 
 `python -m tests.policy_reference --write` makes this page from the schema. An `[[override]]` may set the fields marked
-with `*` for the requests or engines that it matches ([how](policy.md#who-gets-what)). EAT is the entropy after
-`</think>`, RPDI the reasoning path deviation index; the [glossary](../../proto/glossary.md) explains all terms.
-A capability that a control plane has beside the usual ones has its fields in `[extension.NAME]`.
+with `*` for the requests or engines that it matches ([how](policy.md#who-gets-what)). The default of a field shows its
+type: a number has a decimal point, an integer has none. EAT is the entropy after `</think>`, RPDI the reasoning path
+deviation index; the [glossary](../../proto/glossary.md) explains all terms. A capability that a control plane has beside
+the usual ones has its fields in `[extension.NAME]`.
 """
-COLUMNS = f"| field | type, default; range | what it does | when to change it |\n{'|---' * 4}|\n"
+COLUMNS = f"| field | default; range | what it does | when to change it |\n{'|---' * 4}|\n"
 # Texts of a field with more characters than this are not repeated for the same field of another section.
 LONG = 120
 BOUNDS = (("exclusiveMinimum", "above"), ("minimum", "from"), ("exclusiveMaximum", "below"), ("maximum", "to"))
@@ -78,19 +79,9 @@ def _row(section: str, field: str, of: dict[str, Any], first: dict[tuple[str, ..
     texts = of["description"], of["advice"]
     if len(" ".join(texts)) > LONG and first.setdefault((field, *texts), section) != section:
         texts = f"As `{first[field, *texts]}.{field}`.", ""
-    values = "; ".join(filter(None, (f"{_type(of)}, `{spelled(of['default'])}`", _range(of))))
+    values = "; ".join(filter(None, (f"`{spelled(of['default'])}`", _range(of))))
     cells = f"`{field}`{mark}", values, *texts
     return f"| {' | '.join(cells)} |\n"
-
-
-def _type(of: dict[str, Any]) -> str:
-    if of.get("type") == "array":
-        inner = of["items"]
-        return f"list of {_type(inner)}"
-    if "$ref" in of:
-        return "tables"
-    names = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text", "object": "labels"}
-    return names[of["type"]]
 
 
 def _range(of: dict[str, Any]) -> str:
