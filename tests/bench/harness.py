@@ -15,6 +15,7 @@ import json
 import math
 import operator
 import os
+import re
 import signal
 import statistics
 import sys
@@ -228,12 +229,15 @@ def _table(table: dict[str, Any], rows: list[list[Any]], *, bounds: bool) -> lis
     """
     columns = [Column(**column) for column in table["columns"]]
     body, before = [], ""
+    # What the arms are compared with is named in the heading, if it is the same in all rows.
+    bases = {"".join(re.findall(r" [/-] .+", arm)) for _, arm, how, _ in rows if how}
+    base = bases.pop() if len(bases) == 1 else ""
     for case, arm, how, values in rows:
         cells = [_cell(column, how, values.get(column.figure), bounds=bounds) for column in columns]
-        body.append(["" if case == before else case, arm, *cells])
+        body.append(["" if case == before else case, arm.removesuffix(base), *cells])
         before = case
-    head = ["case", "arm", *(column.head for column in columns)]
-    kept = [i for i, name in enumerate(head) if name == "arm" or any(row[i] for row in body)]
+    head = ["case", f"arm{base}", *(column.head for column in columns)]
+    kept = [i for i in range(len(head)) if i == 1 or any(row[i] for row in body)]
     lines = [[line[i] for i in kept] for line in (head, *body)]
     written = [f"| {' | '.join(line)} |" for line in lines]
     return [written[0], "|---" * len(kept) + "|", *written[1:]]

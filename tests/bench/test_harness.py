@@ -88,7 +88,8 @@ def test_a_table_and_a_goal_replace_their_own_and_leave_the_others(session: Sess
         "| speed | >= 0.9 | 0.500 | **no** |",
         "| share, % | < 60 | 50 | yes |",
         "| stock | 2.0 | 50 |",
-        "| governed / stock | 0.500 |",
+        "| arm / stock | speed |",
+        "| governed | 0.500 |",
         "| busy | stock | 3.0 |",
     ):
         assert line in text.splitlines()
