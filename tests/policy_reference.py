@@ -51,8 +51,8 @@ HEAD = """# Policy fields
 `python -m tests.policy_reference --write` makes this page from the schema. An `[[override]]` may set the fields marked
 with `*` for the requests or engines that it matches ([how](policy.md#who-gets-what)). The default of a field shows its
 type: a number has a decimal point, an integer has none. EAT is the entropy after `</think>`, RPDI the reasoning path
-deviation index; the [glossary](../../proto/glossary.md) explains all terms. A capability that a control plane has beside
-the usual ones has its fields in `[extension.NAME]`.
+deviation index ([glossary](../../proto/glossary.md)). A capability beside the usual ones has its fields in
+`[extension.NAME]`.
 """
 COLUMNS = f"| field | default; range | what it does | when to change it |\n{'|---' * 4}|\n"
 # Texts of a field with more characters than this are not repeated for the same field of another section.
