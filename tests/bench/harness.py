@@ -151,6 +151,10 @@ def _by_start(values: Mapping[tuple[int, int], float]) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- results
 
 
+# Terms that a page spells out if it has them.
+TERMS = {"EAT": "entropy after `</think>`", "RPDI": "reasoning path deviation index"}
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of a table. compared: "ratio" or "difference" to the base arm has a row of its own, and the column
@@ -197,10 +201,14 @@ def dumped(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any], name: str) -> str:
     """Return the page of stored results."""
+    stored = json.dumps(found)
+    terms = "".join(
+        f" {term} is the {meaning}." for term, meaning in TERMS.items() if re.search(rf"\b{term}\b", stored)
+    )
     made = (
         f"`python -m tests.bench.harness` makes this page from `{name}.json`; a [protocol](../README.md) explains it."
     )
-    lines = [f"# {found['title']}", "", made, ""]
+    lines = [f"# {found['title']}", "", made + terms, ""]
     if found["goals"]:
         lines += ["| goal | wanted | measured | met |", "|---|---|---|---|"]
         lines += [
