@@ -1,8 +1,6 @@
 """Seeds that failed once, each with the bug that it found. Every `make test` runs them.
 
-The run of a seed changes with the simulator. So each bug is among `mutants` too, and after a change of the simulator,
-the seed here becomes the first one that notices the mutant. Bugs that can be shown more directly also have a test of
-their own.
+The run of a seed changes with the simulator. So bugs that can be shown more directly also have a test of their own.
 """
 
 REGRESSIONS = {
