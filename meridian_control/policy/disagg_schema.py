@@ -9,7 +9,11 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.section import INT32_MAX, Section, advice
+from meridian_control.policy.section import (
+    Positive,
+    Section,
+    field,
+)
 
 # KV connectors of vLLM that carry a handover, by fabric.
 CONNECTORS = {"nixl": ("NixlConnector", "NixlPullConnector")}
@@ -36,46 +40,47 @@ class DisaggPolicy(Section):
     """Hands requests over at the end of their thinking to another engine, which answers them with the KV blocks of the
     engine that thought. Needs engines with a KV connector, and a relay in front of them."""
 
-    enabled: bool = Field(
+    enabled: bool = field(
         False,
         description="Decide handovers; false leaves each request on its engine.",
-        json_schema_extra=advice("Set it to true once a relay stands in front of the engines."),
+        advice="Set it to true once a relay stands in front of the engines.",
     )
-    shadow: bool = Field(
+    shadow: bool = field(
         True,
         description="Make and count decisions, but hand no request over.",
-        json_schema_extra=advice("Set it to false once `meridianctl shadow` shows that handovers would save time."),
+        advice="Set it to false once `meridianctl shadow` shows that handovers would save time.",
     )
-    fabric: Annotated[str, AfterValidator(_fabric)] = Field(
+    fabric: Annotated[str, AfterValidator(_fabric)] = field(
         "nixl",
         max_length=64,
         description="Transport of the KV blocks: an engine takes part only if its KV connector belongs to it.",
-        json_schema_extra=advice("Leave it; other transports cannot carry a handover.", range="`nixl`"),
+        advice="Leave it; other transports cannot carry a handover.",
+        range="`nixl`",
     )
-    offload_threshold_blocks: int = Field(
+    offload_threshold_blocks: Positive = field(
         4,
-        ge=1,
-        le=INT32_MAX,
         description="Smallest number of KV blocks that a request must hold to be handed over.",
-        json_schema_extra=advice("Raise it if short requests are handed over for little gain."),
+        advice="Raise it if short requests are handed over for little gain.",
     )
-    thinking_pool: Labels = Field(
+    thinking_pool: Labels = field(
         {},
         description="Labels of the engines that hand requests over; empty means every engine.",
-        json_schema_extra=advice("Set it to a label of the engines behind the relay.", range="up to 32 labels"),
+        advice="Set it to a label of the engines behind the relay.",
+        range="up to 32 labels",
     )
-    answering_pool: Labels = Field(
+    answering_pool: Labels = field(
         {},
         description="Labels of the engines that requests are handed over to; empty means every engine.",
-        json_schema_extra=advice("Set it to a label of the engines that shall only answer.", range="up to 32 labels"),
+        advice="Set it to a label of the engines that shall only answer.",
+        range="up to 32 labels",
     )
-    max_pool_kv_used: float = Field(
+    max_pool_kv_used: float = field(
         0.8,
         gt=0,
         le=1,
         description="Share of the KV cache in use, a fraction, above which an engine is full: a thinking engine then "
         "hands requests over, and an answering engine gets none.",
-        json_schema_extra=advice("Lower it if answering engines preempt requests."),
+        advice="Lower it if answering engines preempt requests.",
     )
 
     def thinks(self, labels: Mapping[str, str]) -> bool:

@@ -6,10 +6,15 @@ The module knows no engine and no request. Its values are immutable, so any thre
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.section import INT32_MAX, Section, advice
+from meridian_control.policy.section import (
+    Amount,
+    Count,
+    Section,
+    field,
+)
 
 MAX_BINS = 16
 # Signals whose distribution a policy may describe, each in the field `<signal>_reference`; all but EAT are read at
@@ -20,19 +25,16 @@ SIGNALS = ("eat", "rank", "margin", "rpdi")
 class EatBin(Section):
     """Requests of a calibration whose first EAT sample that a rule could read lies in one bin."""
 
-    max_nats: float = Field(
+    max_nats: Amount = field(
         0.0,
-        ge=0,
         description="Largest sample of the bin; above the previous bin's. Larger samples than the last bin's belong to "
         "the last bin.",
-        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+        advice="Leave it as `meridianctl calibrate` writes it.",
     )
-    requests: int = Field(
+    requests: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Requests of the calibration whose sample lies in the bin.",
-        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+        advice="Leave it as `meridianctl calibrate` writes it.",
     )
 
     @property
@@ -46,19 +48,16 @@ class SignalBin(Section):
     Ranks and RPDI have no unit; margins are in nats.
     """
 
-    max_value: float = Field(
+    max_value: Amount = field(
         0.0,
-        ge=0,
         description="Largest value of the bin; above the previous bin's. Larger values than the last bin's belong to "
         "the last bin.",
-        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+        advice="Leave it as `meridianctl calibrate` writes it.",
     )
-    requests: int = Field(
+    requests: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Requests of the calibration whose value lies in the bin.",
-        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+        advice="Leave it as `meridianctl calibrate` writes it.",
     )
 
 
@@ -77,13 +76,13 @@ def _ascending(bins: Bins) -> Bins:
 
 EatReference = Annotated[
     tuple[EatBin, ...],
-    Field(
+    field(
         strict=False,
         max_length=MAX_BINS,
         description="Distribution of EAT on the requests of the calibration: of each request, the first sample that a "
         "rule could read. If live requests leave it, the control plane puts the section into shadow; empty switches "
         "this off.",
-        json_schema_extra=advice("Remove it if you change the floor or the placement of probes by hand."),
+        advice="Remove it if you change the floor or the placement of probes by hand.",
     ),
     AfterValidator(_ascending),
 ]
@@ -92,14 +91,14 @@ SignalReference = Annotated[tuple[SignalBin, ...], AfterValidator(_ascending)]
 
 def signal_reference(signal: str) -> Any:
     """Return the field of a signal that rules read at sentence ends. signal: its name in a sentence."""
-    return Field(
+    return field(
         (),
         strict=False,
         max_length=MAX_BINS,
         description=f"Distribution of {signal} on the requests of the calibration: of each request, the value at the "
         "first sentence end from the floor on. If live requests leave it, the control plane puts the section into "
         "shadow; empty switches this off.",
-        json_schema_extra=advice("Remove it if you change the floor by hand."),
+        advice="Remove it if you change the floor by hand.",
     )
 
 

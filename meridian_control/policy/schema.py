@@ -11,135 +11,110 @@ from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.drift_schema import EatReference, SignalReference, signal_reference
 from meridian_control.policy.section import (
-    INT32_MAX,
     MAX_LEASE_MS,
     MIN_LEASE_MS,
+    Amount,
+    Count,
+    Positive,
     Section,
     SectionLease,
-    advice,
+    field,
 )
 
 
 class SchedulerPolicy(Section):
     """Decides which sequences join a step, and how much thinking a request may do."""
 
-    enabled: bool = Field(
+    enabled: bool = field(
         True,
         description="Order requests and share steps by phase; false keeps the engine's own order.",
-        json_schema_extra=advice("Set it to false to compare with the engine's own scheduling."),
+        advice="Set it to false to compare with the engine's own scheduling.",
     )
-    shadow: bool = Field(
+    shadow: bool = field(
         False,
         description="Make and count decisions, but do not apply them.",
-        json_schema_extra=advice(
-            "Set it to true to see in `meridianctl shadow` which requests caps and soft close would end."
-        ),
+        advice="Set it to true to see in `meridianctl shadow` which requests caps and soft close would end.",
     )
-    strategy: Literal["output_first", "deadline", "reasoning_first", "stock"] = Field(
+    strategy: Literal["output_first", "deadline", "reasoning_first", "stock"] = field(
         "output_first",
         description="The most urgent requests: answering ones (output_first), those nearest to missing their budget "
         "(deadline), or thinking ones, with answers paced at their budget (reasoning_first); stock keeps vLLM's order.",
-        json_schema_extra=advice(
-            "Keep output_first for chat. Choose deadline where both budgets are set, reasoning_first for batch work."
-        ),
+        advice="Keep output_first for chat. Choose deadline where both budgets are set, reasoning_first for batch "
+        "work.",
     )
-    think_tpot_budget_ms: float = Field(
+    think_tpot_budget_ms: Amount = field(
         0.0,
-        ge=0,
         description="Milliseconds for which a thinking sequence may go without a token while it is left out of steps; "
         "0 means four times the output budget.",
-        json_schema_extra=advice("Lower it if users watch the thinking; below a step's time no sequence is left out."),
+        advice="Lower it if users watch the thinking; below a step's time no sequence is left out.",
     )
-    output_tpot_budget_ms: float = Field(
+    output_tpot_budget_ms: Amount = field(
         0.0,
-        ge=0,
         description="Target for the step time in milliseconds while answers stream; thinking sequences are left out "
         "only if steps exceed it. 0 means 1.75 times the duration of a step of all running sequences, so that only "
         "prompts are held back, and these only on engines whose requests think.",
-        json_schema_extra=advice(
-            "Set it to the gap between answer tokens that you promise; a short gap costs throughput."
-        ),
+        advice="Set it to the gap between answer tokens that you promise; a short gap costs throughput.",
     )
-    think_batch_multiplier: float = Field(
+    think_batch_multiplier: float = field(
         2.5,
         gt=0,
         description="Thinking sequences per answering sequence that may join a step while answers stream and steps "
         "exceed the output budget.",
-        json_schema_extra=advice("Lower it to make steps shorter while answers stream."),
+        advice="Lower it to make steps shorter while answers stream.",
     )
-    min_prefill_tokens: int = Field(
+    min_prefill_tokens: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Prompt tokens that may join a step while answers stream even if the output budget leaves less "
         "room; 0 means twice the prompt tokens of recent steps.",
-        json_schema_extra=advice("Raise it if prompts wait too long while answers stream."),
+        advice="Raise it if prompts wait too long while answers stream.",
     )
-    long_think_tokens: int = Field(
+    long_think_tokens: Positive = field(
         8192,
-        ge=1,
-        le=INT32_MAX,
         description="Strategy reasoning_first: a request with at least this many thinking tokens is least urgent.",
-        json_schema_extra=advice("Set it near the 90th percentile of your requests' thinking tokens."),
+        advice="Set it near the 90th percentile of your requests' thinking tokens.",
     )
-    max_think_tokens: int = Field(
+    max_think_tokens: Positive = field(
         32768,
-        ge=1,
-        le=INT32_MAX,
         description="Hard cap on a request's thinking, in tokens, which the agent itself enforces.",
-        json_schema_extra=advice("Set it above the longest thinking that still leads to right answers."),
+        advice="Set it above the longest thinking that still leads to right answers.",
     )
-    soft_think_tokens: int = Field(
+    soft_think_tokens: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Soft close: from this many thinking tokens on, thinking ends at the first sentence end where the "
         "end marker's rank is at most soft_close_rank; 0 switches the rule off.",
-        json_schema_extra=advice("Set it below the cap, so that most long thinking ends with a sentence."),
+        advice="Set it below the cap, so that most long thinking ends with a sentence.",
     )
-    soft_close_rank: int = Field(
+    soft_close_rank: Positive = field(
         20,
-        ge=1,
-        le=INT32_MAX,
         description="Soft close: highest rank of the end marker at which thinking ends.",
-        json_schema_extra=advice("Raise it to end thinking sooner past soft_think_tokens."),
+        advice="Raise it to end thinking sooner past soft_think_tokens.",
     )
-    empty_answer_extension_tokens: int = Field(
+    empty_answer_extension_tokens: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; "
         "no rule ends the request's thinking while its answer would be empty. 0 switches the extension off.",
-        json_schema_extra=advice("Set it to a few hundred if capped requests return empty answers."),
+        advice="Set it to a few hundred if capped requests return empty answers.",
     )
-    answer_reserve_tokens: int = Field(
+    answer_reserve_tokens: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Answer reserve: thinking ends early enough that at least this many tokens of the request's "
         "max_tokens and of the model's context are left for the answer, but at most half of them, and none if the "
         "request goes on with the thinking of an earlier one; 0 reserves none.",
-        json_schema_extra=advice(
-            "Set it to the length of a long answer if requests reach max_tokens while they still think."
-        ),
+        advice="Set it to the length of a long answer if requests reach max_tokens while they still think.",
     )
-    calibrated_cap_tokens: int = Field(
+    calibrated_cap_tokens: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not "
         "known. `policy apply` and `rollout start` warn of caps, and of floors of budgets and pressure, below it.",
-        json_schema_extra=advice("Leave it as `meridianctl calibrate` writes it."),
+        advice="Leave it as `meridianctl calibrate` writes it.",
     )
     lease_ms: SectionLease = 0
     # This field comes after max_think_tokens because its validator reads max_think_tokens.
-    min_think_tokens: int = Field(
+    min_think_tokens: Count = field(
         512,
-        ge=0,
-        le=INT32_MAX,
         description="Thinking tokens before which no entropy rule ends thinking, and no budget or pressure either. The "
         "floor may not exceed the hard cap; if only a lower cap is set, the floor is lowered to the cap.",
-        json_schema_extra=advice("Take the floor from `meridianctl calibrate`."),
+        advice="Take the floor from `meridianctl calibrate`.",
     )
 
     @model_validator(mode="before")
@@ -163,177 +138,154 @@ class SchedulerPolicy(Section):
 class RankCondition(Section):
     """One condition of the rank rule (RCPD, arXiv 2508.17627); the condition is met if every bound is met."""
 
-    max_ranks: Annotated[tuple[Annotated[int, Field(ge=1, le=INT32_MAX)], ...], Field(min_length=1, max_length=8)] = (
-        Field(
-            (5,),
-            strict=False,
-            description="Highest allowed rank of the end marker at each of the newest sentence ends, newest first.",
-            json_schema_extra=advice(
-                "Published, for vocabularies of 150,000 tokens: [5]; [10, 50, 100, 1000]; [20, 20, 20]; six times 50."
-            ),
-        )
+    max_ranks: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=8)] = field(
+        (5,),
+        strict=False,
+        description="Highest allowed rank of the end marker at each of the newest sentence ends, newest first.",
+        advice="Published, for vocabularies of 150,000 tokens: [5]; [10, 50, 100, 1000]; [20, 20, 20]; six times 50.",
     )
 
 
 class EntropyPolicy(Section):
     """Decides when to end thinking that no longer helps. The section is in shadow until calibration for the model."""
 
-    enabled: bool = Field(
+    enabled: bool = field(
         True,
         description="Evaluate the EAT, rank, margin, RPDI and give-up rules; false switches all of them off.",
-        json_schema_extra=advice("Set it to false if you want no entropy rule, to save the cost of measuring."),
+        advice="Set it to false if you want no entropy rule, to save the cost of measuring.",
     )
-    shadow: bool = Field(
+    shadow: bool = field(
         True,
         description="Make and count decisions, but do not end thinking.",
-        json_schema_extra=advice("Set it to false once `meridianctl calibrate` recommends a rule."),
+        advice="Set it to false once `meridianctl calibrate` recommends a rule.",
     )
-    ema_alpha: float = Field(
+    ema_alpha: float = field(
         0.2,
         gt=0,
         le=1,
         description="Weight of the newest EAT sample in the moving mean and variance, a fraction.",
-        json_schema_extra=advice("Published values are 0.075 to 0.2; a smaller weight needs more samples."),
+        advice="Published values are 0.075 to 0.2; a smaller weight needs more samples.",
     )
-    eat_warmup_samples: int = Field(
+    eat_warmup_samples: int = field(
         20,
         ge=1,
         le=1000,
         description="EAT rule: samples before the rule may fire. The variance starts at 0 without bias correction, so "
         "it is meaningful only after about 4 / ema_alpha samples.",
-        json_schema_extra=advice("Keep it near 4 / ema_alpha."),
+        advice="Keep it near 4 / ema_alpha.",
     )
-    eat_ema_variance_threshold: float = Field(
+    eat_ema_variance_threshold: Amount = field(
         1e-4,
-        ge=0,
         description="EAT rule: the EMA variance, in nats squared, below which EAT counts as settled; the level "
         "threshold must be met too.",
-        json_schema_extra=advice("Take it from `meridianctl calibrate`; a published value fits only its own model."),
+        advice="Take it from `meridianctl calibrate`; a published value fits only its own model.",
     )
-    eat_level_threshold_nats: float = Field(
+    eat_level_threshold_nats: Amount = field(
         0.1,
-        ge=0,
         description="EAT rule: the EMA level, in nats, below which the answer counts as decided; the variance "
         "threshold must be met too.",
-        json_schema_extra=advice("Take it from `meridianctl calibrate`; a published value fits only its own model."),
+        advice="Take it from `meridianctl calibrate`; a published value fits only its own model.",
     )
-    eat_probe_interval_tokens: int = Field(
+    eat_probe_interval_tokens: Positive = field(
         64,
-        ge=1,
-        le=INT32_MAX,
         description="Thinking tokens between two EAT probes of a request.",
-        json_schema_extra=advice("Lower it to end thinking sooner; each probe costs the engine one or two tokens."),
+        advice="Lower it to end thinking sooner; each probe costs the engine one or two tokens.",
     )
-    eat_probe_placement: Literal["anywhere", "sentence", "paragraph"] = Field(
+    eat_probe_placement: Literal["anywhere", "sentence", "paragraph"] = field(
         "sentence",
         description="Place of a probe that is due: at once (anywhere), or when the next sentence or paragraph ends.",
-        json_schema_extra=advice(
-            "Choose paragraph for models that write paragraphs; anywhere measures EAT in the middle of a thought."
-        ),
+        advice="Choose paragraph for models that write paragraphs; anywhere measures EAT in the middle of a thought.",
     )
-    eat_probe_max_rank: int = Field(
+    eat_probe_max_rank: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Gate: a probe is requested only after a sentence end where the end marker's rank is at most this "
         "value, and is then placed at once; 0 switches the gate off.",
-        json_schema_extra=advice("Set it to save probes if the end marker's rank is large until thinking can end."),
+        advice="Set it to save probes if the end marker's rank is large until thinking can end.",
     )
-    eat_probe_max_margin_nats: float = Field(
+    eat_probe_max_margin_nats: Amount = field(
         0.0,
-        ge=0,
         description="Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is "
         "at most this value, and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates "
         "must be open.",
-        json_schema_extra=advice("Set it, above margin_threshold_nats, to save probes where thinking cannot end yet."),
+        advice="Set it, above margin_threshold_nats, to save probes where thinking cannot end yet.",
     )
-    eat_hold_ms: int = Field(
+    eat_hold_ms: int = field(
         50,
         ge=0,
         le=10_000,
         description="Milliseconds for which a probed request waits at most for the decision from its probe, or four "
         "steps if those take longer, so that thinking ends where EAT was measured; 0 lets the request think on. In "
         "shadow no request waits.",
-        json_schema_extra=advice(
-            "Raise it above the round trip of reports; set it to 0 if ending a few tokens late does no harm."
-        ),
+        advice="Raise it above the round trip of reports; set it to 0 if ending a few tokens late does no harm.",
     )
-    rank_conditions: tuple[RankCondition, ...] = Field(
+    rank_conditions: tuple[RankCondition, ...] = field(
         (),
         strict=False,
         max_length=16,
         description="Rank rule: thinking ends at a sentence end where any of these conditions is met.",
-        json_schema_extra=advice("Take the conditions from `meridianctl calibrate`."),
+        advice="Take the conditions from `meridianctl calibrate`.",
     )
-    margin_threshold_nats: float = Field(
+    margin_threshold_nats: Amount = field(
         0.0,
-        ge=0,
         description="Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability "
         "of the likeliest token minus that of the end marker, is at most this many nats; 0 switches the rule off.",
-        json_schema_extra=advice("Take it from `meridianctl calibrate`."),
+        advice="Take it from `meridianctl calibrate`.",
     )
-    rpdi_threshold: float = Field(
+    rpdi_threshold: Amount = field(
         2.0,
-        ge=0,
         description="RPDI rule: ratio of local to global mean token entropy above which thinking ends; 0 switches the "
         "rule off.",
-        json_schema_extra=advice("The published threshold is 2.0, with a window of 512 tokens."),
+        advice="The published threshold is 2.0, with a window of 512 tokens.",
     )
-    rpdi_window_tokens: int = Field(
+    rpdi_window_tokens: int = field(
         512,
         ge=1,
         le=65536,
         description="RPDI rule: number of newest thinking tokens that the local mean covers.",
-        json_schema_extra=advice("With a shorter window the rule fires sooner, and more often by chance."),
+        advice="With a shorter window the rule fires sooner, and more often by chance.",
     )
-    holdout_share: float = Field(
+    holdout_share: float = field(
         0.02,
         ge=0,
         le=0.5,
         description="Share of requests, a fraction, in the control group, which nothing in the policy shortens: "
         "neither entropy rules, soft close, loop rules, budgets and pressure nor a cap below the default. A hash of "
         "the request id chooses them. 0 switches the control group off, and no harm is measured.",
-        json_schema_extra=advice(
-            "Raise it to measure savings and harm sooner; set it to 0 if every request must be shortened."
-        ),
+        advice="Raise it to measure savings and harm sooner; set it to 0 if every request must be shortened.",
     )
-    max_loss: float = Field(
+    max_loss: float = field(
         0.01,
         gt=0,
         le=1,
         description="Largest share of requests, a fraction, whose answer one kind of shortening may change: the "
         "entropy rules, soft close, caps, loop rules, a budget or a pressure entry. If the control group shows more "
         "harm, the control plane withdraws this kind. 1 switches this off.",
-        json_schema_extra=advice(
-            "Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers."
-        ),
+        advice="Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers.",
     )
-    give_up_tokens: int = Field(
+    give_up_tokens: Count = field(
         0,
-        ge=0,
-        le=INT32_MAX,
         description="Give-up rule: thinking ends at the first EAT probe, from this many thinking tokens on, after "
         "which the EMA level is still at least give_up_eat_nats; 0 switches the rule off.",
-        json_schema_extra=advice("Take it from `meridianctl calibrate --labels`, which states what it may cost."),
+        advice="Take it from `meridianctl calibrate --labels`, which states what it may cost.",
     )
-    give_up_eat_nats: float = Field(
+    give_up_eat_nats: float = field(
         1.0,
         gt=0,
         description="Give-up rule: the EMA level, in nats, from which the answer counts as still undecided.",
-        json_schema_extra=advice("Take it from `meridianctl calibrate --labels`, together with give_up_tokens."),
+        advice="Take it from `meridianctl calibrate --labels`, together with give_up_tokens.",
     )
-    give_up_shadow: bool = Field(
+    give_up_shadow: bool = field(
         True,
         description="Only count the give-up rule's decisions, even while the section's other rules are in force.",
-        json_schema_extra=advice("Set it to false once `meridianctl calibrate` proves the rule's loss to be small."),
+        advice="Set it to false once `meridianctl calibrate` proves the rule's loss to be small.",
     )
-    confirm_sentence_ends: int = Field(
+    confirm_sentence_ends: int = field(
         1,
         ge=1,
         le=4,
         description="Number of sentence ends in a row at which the rank, margin or RPDI rule must be met before it "
         "ends thinking; for the EAT rule, number of probes in a row.",
-        json_schema_extra=advice("Choose 2 if a rule ends thinking because of a single odd sentence end."),
+        advice="Choose 2 if a rule ends thinking because of a single odd sentence end.",
     )
     eat_reference: EatReference = ()
     rank_reference: SignalReference = signal_reference("the end marker's rank")
@@ -345,23 +297,23 @@ class EntropyPolicy(Section):
 class KvMemoryPolicy(Section):
     """Decides which requests hold KV blocks when the KV cache runs short."""
 
-    enabled: bool = Field(
+    enabled: bool = field(
         True,
         description="Act on KV pressure; false leaves eviction and admission to the engine.",
-        json_schema_extra=advice("Set it to false to compare with the engine's own eviction."),
+        advice="Set it to false to compare with the engine's own eviction.",
     )
-    shadow: bool = Field(
+    shadow: bool = field(
         False,
         description="Make and count decisions, but do not apply them.",
-        json_schema_extra=advice("Set it to true to see decisions without their effect."),
+        advice="Set it to true to see decisions without their effect.",
     )
-    think_phase_memory_fraction: float = Field(
+    think_phase_memory_fraction: float = field(
         0.40,
         gt=0,
         le=1,
         description="Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above "
         "that share no new request is admitted.",
-        json_schema_extra=advice("Lower it if preempted answers wait long; 1.0 never holds a request back."),
+        advice="Lower it if preempted answers wait long; 1.0 never holds a request back.",
     )
     lease_ms: SectionLease = 0
 
@@ -369,7 +321,7 @@ class KvMemoryPolicy(Section):
 class TelemetryPolicy(Section):
     """Decides how often engines report, and how many requests the decision log keeps."""
 
-    report_interval_steps: int = Field(
+    report_interval_steps: int = field(
         0,
         ge=0,
         le=1000,
@@ -377,26 +329,24 @@ class TelemetryPolicy(Section):
         "24 steps; 8 if a rule in force, a budget, pressure or an extension may end thinking or change a cap; 1 if the "
         "strategy is deadline, if a rule reads ranks at sentence ends, or if probes without a hold may be less than 8 "
         "tokens apart.",
-        json_schema_extra=advice("Leave it at 0; raise it if the control plane has too little processor time."),
+        advice="Leave it at 0; raise it if the control plane has too little processor time.",
     )
-    decision_log_sample_ratio: float = Field(
+    decision_log_sample_ratio: float = field(
         1.0,
         ge=0,
         le=1,
         description="Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them.",
-        json_schema_extra=advice(
-            "Lower it if the log takes too much memory; `meridianctl explain` then knows fewer requests."
-        ),
+        advice="Lower it if the log takes too much memory; `meridianctl explain` then knows fewer requests.",
     )
 
 
 class FallbackPolicy(Section):
     """Decides what an engine does without a stream to the control plane."""
 
-    lease_ms: int = Field(
+    lease_ms: int = field(
         30_000,
         ge=MIN_LEASE_MS,
         le=MAX_LEASE_MS,
         description="Milliseconds for which decisions stay in force without a stream; caps stay in force for good.",
-        json_schema_extra=advice("Keep it above the time that a restart of the control plane takes."),
+        advice="Keep it above the time that a restart of the control plane takes.",
     )

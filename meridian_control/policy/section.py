@@ -1,21 +1,26 @@
-"""The parts that all sections of a policy share: the base class, the lease field, the globs over requests, and the
-extras of a field.
+"""The parts that all sections of a policy share: the base class, the lease field, the globs over requests, the
+kinds of numbers, and the function that makes a field.
 
 The module knows no field of its own. Its values are immutable, so any thread may use them.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 INT32_MAX = 2**31 - 1
 MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 
 
-def advice(text: str, **more: str) -> dict[str, JsonValue]:
-    """Return a field's extras for the reference: when to change it and, in `more`, its `range` if needed."""
-    return {"advice": text, **more}
+def field(default: Any = PydanticUndefined, *, advice: str, range: str = "", **more: Any) -> Any:
+    """Return a field with what the reference says of it.
+
+    advice: when to change the field. range: its values in words, if its limits do not say them. more: description and
+    limits, as in pydantic's Field.
+    """
+    extra: dict[str, JsonValue] = {"advice": advice, **({"range": range} if range else {})}
+    return Field(default, json_schema_extra=extra, **more)
 
 
 class Section(BaseModel):
@@ -33,14 +38,17 @@ def _lease(value: int) -> int:
 SectionLease = Annotated[
     int,
     AfterValidator(_lease),
-    Field(
+    field(
         description="Milliseconds for which this section's decisions, its caps included, stay in force without a "
         "stream, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.",
-        json_schema_extra=advice(
-            "Set it for an experiment that must end with the control plane.", range="0, or 100 to 86,400,000"
-        ),
+        advice="Set it for an experiment that must end with the control plane.",
+        range="0, or 100 to 86,400,000",
     ),
 ]
+# Numbers by their limits.
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Amount = Annotated[float, Field(ge=0)]
 Glob = Annotated[str, Field(max_length=256)]
 # The globs by which a part of a policy selects requests.
 ModelGlob = Annotated[Glob, Field(description="Glob over the model or LoRA adapter name; empty matches all.")]

@@ -10,13 +10,14 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.section import (
-    INT32_MAX,
+    Count,
     EffortGlob,
     ModelGlob,
+    Positive,
     Section,
     SloClassGlob,
     TenantGlob,
-    advice,
+    field,
 )
 
 # Largest number of tokens that a budget may have for a day, or in a burst.
@@ -42,36 +43,28 @@ def _name(value: str) -> str:
 Tokens = Annotated[int, Field(ge=0, le=MAX_BUDGET_TOKENS)]
 # The fields of a stage.
 SoftThinkTokens = Annotated[
-    int,
-    Field(
-        ge=1,
-        le=INT32_MAX,
+    Positive,
+    field(
         description="Stage soft_close: thinking tokens from which on soft close ends thinking, as "
         "scheduler.soft_think_tokens does.",
-        json_schema_extra=advice("Set it near the median of the thinking tokens of these requests."),
+        advice="Set it near the median of the thinking tokens of these requests.",
     ),
 ]
 MaxThinkTokens = Annotated[
-    int,
-    Field(
-        ge=1,
-        le=INT32_MAX,
+    Positive,
+    field(
         description="Stage lower_cap: hard cap on thinking, in tokens; soft close begins at half of it or earlier, but "
         "not below min_think_tokens.",
-        json_schema_extra=advice("Set it to the shortest thinking that is still of use."),
+        advice="Set it to the shortest thinking that is still of use.",
     ),
 ]
 MinThinkTokens = Annotated[
-    int,
-    Field(
-        ge=0,
-        le=INT32_MAX,
+    Count,
+    field(
         description="Floor of the entry: thinking tokens before which no stage ends thinking, and the cap of stage "
         "floor. It may not exceed max_think_tokens. 0 means that no cap falls below max_think_tokens, and that soft "
         "close begins no earlier than soft_think_tokens, or max_think_tokens if that is less.",
-        json_schema_extra=advice(
-            "Leave it at 0 unless the control group has shown that shorter thinking still gives right answers."
-        ),
+        advice="Leave it at 0 unless the control group has shown that shorter thinking still gives right answers.",
     ),
 ]
 
@@ -96,49 +89,44 @@ class BudgetPolicy(Section):
     """Limits the thinking tokens of all requests that match every glob, over all engines and replicas. No request is
     rejected: the less of the budget is left, the earlier thinking ends ([stages](../budgets/budgets.md))."""
 
-    name: Annotated[str, AfterValidator(_name)] = Field(
+    name: Annotated[str, AfterValidator(_name)] = field(
         "",
         validate_default=True,
         description="Name of the budget, unique in the policy; usage is kept under it, also when other fields change.",
-        json_schema_extra=advice(
-            "Choose another name to begin with a full budget.", range="1 to 64 letters, digits, `.`, `_`, `-`"
-        ),
+        advice="Choose another name to begin with a full budget.",
+        range="1 to 64 letters, digits, `.`, `_`, `-`",
     )
-    model: ModelGlob = Field("", json_schema_extra=advice("Set it if models have budgets of their own."))
-    tenant: TenantGlob = Field("", json_schema_extra=advice("Set it to the tenant who pays for the thinking."))
-    slo_class: SloClassGlob = Field(
-        "", json_schema_extra=advice("Set it to keep batch work from using up the thinking of interactive requests.")
+    model: ModelGlob = field("", advice="Set it if models have budgets of their own.")
+    tenant: TenantGlob = field("", advice="Set it to the tenant who pays for the thinking.")
+    slo_class: SloClassGlob = field(
+        "", advice="Set it to keep batch work from using up the thinking of interactive requests."
     )
-    effort: EffortGlob = Field("", json_schema_extra=advice("Set it to limit what requests of high effort may use."))
-    tokens_per_minute: Tokens = Field(
+    effort: EffortGlob = field("", advice="Set it to limit what requests of high effort may use.")
+    tokens_per_minute: Tokens = field(
         0,
         description="Thinking tokens that the budget regains in a minute, evenly; 0 sets no limit per minute.",
-        json_schema_extra=advice("Set it to the thinking that the fleet can afford while it is busy."),
+        advice="Set it to the thinking that the fleet can afford while it is busy.",
     )
-    burst_tokens: Tokens = Field(
+    burst_tokens: Tokens = field(
         0,
         description="Thinking tokens that the limit per minute may save up and spend at once; 0 means those of one "
         "minute.",
-        json_schema_extra=advice(
-            "Raise it if load comes in bursts that are longer than a minute. Keep it well above what the limit regains "
-            "in ten seconds, because usage differs from second to second."
-        ),
+        advice="Raise it if load comes in bursts that are longer than a minute. Keep it well above what the limit "
+        "regains in ten seconds, because usage differs from second to second.",
     )
-    tokens_per_day: Tokens = Field(
+    tokens_per_day: Tokens = field(
         0,
         description="Thinking tokens that the budget regains in 24 hours, evenly, and saves up at most; 0 sets no "
         "limit per day.",
-        json_schema_extra=advice("Set it to what the tenant pays for in a day."),
+        advice="Set it to what the tenant pays for in a day.",
     )
     soft_think_tokens: SoftThinkTokens = 4096
     max_think_tokens: MaxThinkTokens = 2048
     min_think_tokens: MinThinkTokens = 0
-    shadow: bool = Field(
+    shadow: bool = field(
         True,
         description="Count usage and show the stage, but shorten no thinking.",
-        json_schema_extra=advice(
-            "Set it to false once `meridianctl budgets` and `meridianctl shadow` show what you expect."
-        ),
+        advice="Set it to false once `meridianctl budgets` and `meridianctl shadow` show what you expect.",
     )
 
     @model_validator(mode="after")
@@ -158,72 +146,71 @@ class PressurePolicy(Section):
     """Shortens the thinking of all requests on an engine that match every glob while they miss a target there, and
     restores it once there is room ([levels](../pressure/pressure.md))."""
 
-    name: Annotated[str, AfterValidator(_name)] = Field(
+    name: Annotated[str, AfterValidator(_name)] = field(
         "",
         validate_default=True,
         description="Name of the entry, unique among the pressure entries; an engine keeps its level under it.",
-        json_schema_extra=advice("Name the group of requests.", range="1 to 64 letters, digits, `.`, `_`, `-`"),
+        advice="Name the group of requests.",
+        range="1 to 64 letters, digits, `.`, `_`, `-`",
     )
-    model: ModelGlob = Field("", json_schema_extra=advice("Set it if models have targets of their own."))
-    tenant: TenantGlob = Field("", json_schema_extra=advice("Set it if tenants have targets of their own."))
-    slo_class: SloClassGlob = Field("", json_schema_extra=advice("Set it to the class whose users wait for answers."))
-    effort: EffortGlob = Field("", json_schema_extra=advice("Set it to spare requests of high effort."))
-    output_itl_p99_ms: Milliseconds = Field(
+    model: ModelGlob = field("", advice="Set it if models have targets of their own.")
+    tenant: TenantGlob = field("", advice="Set it if tenants have targets of their own.")
+    slo_class: SloClassGlob = field("", advice="Set it to the class whose users wait for answers.")
+    effort: EffortGlob = field("", advice="Set it to spare requests of high effort.")
+    output_itl_p99_ms: Milliseconds = field(
         0.0,
         description="Target for the 99th percentile of output ITL in milliseconds; 0 sets none.",
-        json_schema_extra=advice("Set it to what readers notice, for example 100."),
+        advice="Set it to what readers notice, for example 100.",
     )
-    ttot_p99_ms: Milliseconds = Field(
+    ttot_p99_ms: Milliseconds = field(
         0.0,
         description="Target for the 99th percentile of TTOT in milliseconds; 0 sets none.",
-        json_schema_extra=advice("Set it if answers must follow the end of thinking at once, for example 250."),
+        advice="Set it if answers must follow the end of thinking at once, for example 250.",
     )
-    ttft_p99_ms: Milliseconds = Field(
+    ttft_p99_ms: Milliseconds = field(
         0.0,
         description="Target for the 99th percentile of TTFT in milliseconds, which contains queueing time; 0 sets "
         "none.",
-        json_schema_extra=advice("Set it if requests wait in the queue while the engine thinks."),
+        advice="Set it if requests wait in the queue while the engine thinks.",
     )
-    ttfvt_p99_ms: Milliseconds = Field(
+    ttfvt_p99_ms: Milliseconds = field(
         0.0,
         description="Target for the 99th percentile of TTFVT in milliseconds, which contains queue and thinking; 0 "
         "sets none.",
-        json_schema_extra=advice("Set it to how long users wait for an answer."),
+        advice="Set it to how long users wait for an answer.",
     )
-    queueing_p99_ms: Milliseconds = Field(
+    queueing_p99_ms: Milliseconds = field(
         0.0,
         description="Target for the 99th percentile of queueing time in milliseconds; 0 sets none.",
-        json_schema_extra=advice("Set it if requests wait for others to end, however long their prompts are."),
+        advice="Set it if requests wait for others to end, however long their prompts are.",
     )
-    preempted_answer_ratio: float = Field(
+    preempted_answer_ratio: float = field(
         0.0,
         ge=0,
         le=1,
         description="Target for the share of answers that the engine preempts; 0 sets none.",
-        json_schema_extra=advice("Set it if the KV cache runs short, for example 0.01."),
+        advice="Set it if the KV cache runs short, for example 0.01.",
     )
-    window_s: int = Field(
+    window_s: int = field(
         10,
         ge=1,
         le=600,
         description="Seconds over which an engine's values are measured before they are compared with the targets.",
-        json_schema_extra=advice("Raise it until an engine gives at least 100 answers in a window."),
+        advice="Raise it until an engine gives at least 100 answers in a window.",
     )
     soft_think_tokens: SoftThinkTokens = 4096
     max_think_tokens: MaxThinkTokens = 2048
     min_think_tokens: MinThinkTokens = 0
-    entropy_in_force: bool = Field(
+    entropy_in_force: bool = field(
         False,
         description="While the entry shortens a request, the section entropy is in force for the request, although the "
         "section is in shadow.",
-        json_schema_extra=advice("Set it to true to end converged thinking only while an engine is busy."),
+        advice="Set it to true to end converged thinking only while an engine is busy.",
     )
-    shadow: bool = Field(
+    shadow: bool = field(
         True,
         description="Measure and show the level, but shorten no thinking.",
-        json_schema_extra=advice(
-            "Set it to false once `meridianctl pressure` and `meridianctl shadow` show what you expect."
-        ),
+        advice="Set it to false once `meridianctl pressure` and `meridianctl shadow` show what you expect.",
     )
 
     @model_validator(mode="after")
