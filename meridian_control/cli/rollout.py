@@ -5,12 +5,12 @@ rollout plan. The module uses one thread and blocking calls.
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from google.protobuf import json_format
+from google.protobuf.message import Message
 from meridian.v1 import rollout_pb2
 from rich.console import Group
 from rich.table import Table
@@ -131,67 +131,45 @@ def rollout_list(
     show(found, output, shown)
 
 
-@rollout_app.command("pause")
-def rollout_pause(
-    context: typer.Context,
-    rollout: Active = 0,
-    *,
-    etag: Etag = "",
-    author: Author = "",
-    reason: Reason = "",
-    request_id: RequestId = "",
-    output: OutputOption = Output.table,
-) -> None:
-    """Stop the clock of the rollout's current step, and print the rollout.
+def _steering(name: str, method: str, request: type[Message], text: str) -> None:
+    """Add a command that changes a rollout by one call, and prints the rollout."""
 
-    The engines of the step keep the candidate policy, and the guardrails stay in force.
-    """
-    request = rollout_pb2.PauseRolloutRequest(
-        rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
-    )
-    _steer(context, lambda client: client.rollout.PauseRollout, request, output)
-
-
-@rollout_app.command("resume")
-def rollout_resume(
-    context: typer.Context,
-    rollout: Active = 0,
-    *,
-    etag: Etag = "",
-    author: Author = "",
-    reason: Reason = "",
-    request_id: RequestId = "",
-    output: OutputOption = Output.table,
-) -> None:
-    """Continue a paused or halted rollout, and print the rollout. After a halt the current step begins again."""
-    request = rollout_pb2.ResumeRolloutRequest(
-        rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
-    )
-    _steer(context, lambda client: client.rollout.ResumeRollout, request, output)
+    @rollout_app.command(name, help=text)
+    def steer(
+        context: typer.Context,
+        rollout: Active = 0,
+        *,
+        etag: Etag = "",
+        author: Author = "",
+        reason: Reason = "",
+        request_id: RequestId = "",
+        output: OutputOption = Output.table,
+    ) -> None:
+        asked = request(rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id)
+        with connect(context) as client:
+            answer = getattr(client.rollout, method)(asked, timeout=CALL_TIMEOUT_S)
+        _print(answer.rollout, output)
 
 
-@rollout_app.command("abort")
-def rollout_abort(
-    context: typer.Context,
-    rollout: Active = 0,
-    *,
-    etag: Etag = "",
-    author: Author = "",
-    reason: Reason = "",
-    request_id: RequestId = "",
-    output: OutputOption = Output.table,
-) -> None:
-    """End a rollout, put the policy from before the rollout in force as a new revision, and print the rollout."""
-    request = rollout_pb2.AbortRolloutRequest(
-        rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
-    )
-    _steer(context, lambda client: client.rollout.AbortRollout, request, output)
-
-
-def _steer(context: typer.Context, method: Callable[[Client], Any], request: Any, output: Output) -> None:
-    with connect(context) as client:
-        answer = method(client)(request, timeout=CALL_TIMEOUT_S)
-    _print(answer.rollout, output)
+_steering(
+    "pause",
+    "PauseRollout",
+    rollout_pb2.PauseRolloutRequest,
+    "Stop the clock of the rollout's current step, and print the rollout.\n\nThe engines of the step keep the "
+    "candidate policy, and the guardrails stay in force.",
+)
+_steering(
+    "resume",
+    "ResumeRollout",
+    rollout_pb2.ResumeRolloutRequest,
+    "Continue a paused or halted rollout, and print the rollout. After a halt the current step begins again.",
+)
+_steering(
+    "abort",
+    "AbortRollout",
+    rollout_pb2.AbortRolloutRequest,
+    "End a rollout, put the policy from before the rollout in force as a new revision, and print the rollout.",
+)
 
 
 def _rollout(client: Client, rollout_id: int) -> rollout_pb2.Rollout:

@@ -29,8 +29,9 @@ the call, and a RetryInfo says when a caller may retry.
 # ruff: noqa: N818 - each class is named after the condition that it reports, without the suffix Error
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import grpc
@@ -70,22 +71,15 @@ class MeridianError(Exception):
     code: ClassVar[str] = "internal"
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
-    def metadata(self) -> dict[str, str]:
-        """Return machine-readable facts for the ErrorInfo."""
-        return {}
+    # Machine-readable facts for the ErrorInfo; type and subject of the failed precondition, None for none; and the
+    # seconds after which to retry, None if a retry makes no sense.
+    metadata: Mapping[str, str] = MappingProxyType({})
+    precondition: tuple[str, str] | None = None
+    retry_after_s: float | None = None
 
     def violations(self) -> tuple[Violation, ...]:
         """Return the bad fields for the BadRequest."""
         return ()
-
-    def precondition(self) -> tuple[str, str] | None:
-        """Return the type and the subject of the failed precondition for the PreconditionFailure, None for no such
-        failure."""
-        return None
-
-    def retry_after_s(self) -> float | None:
-        """Return the seconds after which to retry, for the RetryInfo; None if a retry makes no sense."""
-        return None
 
 
 class Unauthenticated(MeridianError):
@@ -104,7 +98,8 @@ class HostOnly(PermissionDenied):
     """Callers need not authenticate, so that only callers on the control plane's own host may call `method`."""
 
     code = "host_only"
-    flags = ("--access", "--client-ca", "--insecure")
+    # The flags of meridian-control, each of which lets callers on other hosts call the method.
+    metadata = MappingProxyType({"flags": "--access --client-ca --insecure"})
 
     def __init__(self, method: str) -> None:
         super().__init__(
@@ -112,10 +107,6 @@ class HostOnly(PermissionDenied):
             "socket). Start meridian-control with --access FILE or --client-ca FILE, either with --tls-cert and "
             "--tls-key, or on a trusted network with --insecure, to allow it from other hosts"
         )
-
-    def metadata(self) -> dict[str, str]:
-        """Return the flags of meridian-control, each of which lets callers on other hosts call the method."""
-        return {"flags": " ".join(self.flags)}
 
 
 class TooMany(MeridianError):
@@ -126,10 +117,7 @@ class TooMany(MeridianError):
 
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
-        self.retry_s = retry_s
-
-    def retry_after_s(self) -> float:
-        return self.retry_s
+        self.retry_after_s = retry_s
 
 
 class MemoryExceeded(MeridianError):
@@ -182,17 +170,12 @@ class EtagMismatch(MeridianError):
 
     code = "etag_mismatch"
     status = grpc.StatusCode.ABORTED
+    precondition = "ETAG", "policy"
 
     def __init__(self, expected: str, actual: str, what: str = "the policy in force") -> None:
         super().__init__(f'etag is "{expected}", but {what} has the etag "{actual}"; read it again')
-        self.expected = expected
-        self.actual = actual
-
-    def metadata(self) -> dict[str, str]:
-        return {"expected": self.expected, "actual": self.actual}
-
-    def precondition(self) -> tuple[str, str]:
-        return "ETAG", "policy"
+        self.expected, self.actual = expected, actual
+        self.metadata = {"expected": expected, "actual": actual}
 
 
 class NotFound(MeridianError):
@@ -210,12 +193,8 @@ class StoredPolicyUnreadable(MeridianError):
         lines = "; ".join(map(str, error.violations()))
         super().__init__(f"stored policy revision {revision} does not fit this version's schema: {lines}")
         self.revision = revision
-
-    def metadata(self) -> dict[str, str]:
-        return {"revision": str(self.revision)}
-
-    def precondition(self) -> tuple[str, str]:
-        return "SCHEMA", f"policy revision {self.revision}"
+        self.metadata = {"revision": str(revision)}
+        self.precondition = "SCHEMA", f"policy revision {revision}"
 
 
 class RolloutActive(MeridianError):
@@ -227,9 +206,7 @@ class RolloutActive(MeridianError):
     def __init__(self, rollout_id: int) -> None:
         super().__init__(f"rollout {rollout_id} is active: abort it, or wait until it ends")
         self.rollout_id = rollout_id
-
-    def metadata(self) -> dict[str, str]:
-        return {"rollout_id": str(self.rollout_id)}
+        self.metadata = {"rollout_id": str(rollout_id)}
 
 
 class RolloutEnded(MeridianError):
@@ -241,17 +218,13 @@ class RolloutEnded(MeridianError):
     def __init__(self, rollout_id: int, state: str, what: str) -> None:
         super().__init__(f"rollout {rollout_id} is {state}: there is nothing to {what}")
         self.rollout_id = rollout_id
-
-    def metadata(self) -> dict[str, str]:
-        return {"rollout_id": str(self.rollout_id)}
+        self.metadata = {"rollout_id": str(rollout_id)}
 
 
 class StoreUnavailable(MeridianError):
     code = "store_unavailable"
     status = grpc.StatusCode.UNAVAILABLE
-
-    def retry_after_s(self) -> float:
-        return 1.0
+    retry_after_s = 1.0
 
 
 class NotLeading(MeridianError):
@@ -266,17 +239,13 @@ class ReplicaUnavailable(MeridianError):
 
     code = "replica_unavailable"
     status = grpc.StatusCode.UNAVAILABLE
+    retry_after_s = 1.0
 
     def __init__(self, replica_ids: Iterable[str], why: str = "") -> None:
         self.replica_ids = tuple(replica_ids)
+        self.metadata = {"replicas": " ".join(self.replica_ids)}
         names = ", ".join(self.replica_ids)
         super().__init__(f"replicas that the call needs did not answer: {names}{f' ({why})' if why else ''}")
-
-    def metadata(self) -> dict[str, str]:
-        return {"replicas": " ".join(self.replica_ids)}
-
-    def retry_after_s(self) -> float:
-        return 1.0
 
 
 class RecordingTooSlow(MeridianError):
@@ -295,15 +264,15 @@ class RecordingTooSlow(MeridianError):
 def to_status(error: MeridianError) -> status_pb2.Status:
     """Return the google.rpc.Status of an error, with an ErrorInfo and the details that apply to the error."""
     info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
-    info.metadata.update({key: _shorten(value) for key, value in error.metadata().items()})
+    info.metadata.update({key: _shorten(value) for key, value in error.metadata.items()})
     details: list[Message] = [info]
     if violations := error.violations():
         details.append(error_details_pb2.BadRequest(field_violations=_field_violations(violations)))
-    if precondition := error.precondition():
+    if precondition := error.precondition:
         failure = error_details_pb2.PreconditionFailure()
         failure.violations.add(type=precondition[0], subject=precondition[1], description=_shorten(str(error)))
         details.append(failure)
-    if (retry_s := error.retry_after_s()) is not None:
+    if (retry_s := error.retry_after_s) is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(math.ceil(retry_s * 1000))
         details.append(retry)

@@ -72,7 +72,7 @@ def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.Monkey
     limiter.place(Kind.CALL, "a").close()
     with pytest.raises(TooMany) as raised:
         limiter.place(Kind.CALL, "a")
-    assert raised.value.retry_after_s() == 1.0
+    assert raised.value.retry_after_s == 1.0
     for number in range(100):
         clock.now += 0.05
         limiter.place(Kind.CALL, f"b{number}").close()
