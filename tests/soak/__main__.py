@@ -1,6 +1,6 @@
 """Run a soak with random requests, faults and policies: `python -m tests.soak --seconds 1200 --seed 1`.
 
-The traces, the time series, their picture and all logs are written to --out; the last line printed is JSON. The exit
+The traces, the time series and all logs are written to --out; the last line printed is JSON. The exit
 status is 1 if a request failed or a check found a violation. A seed determines what is drawn, but not at which moment
 it happens, because real processes run on a real clock.
 """

@@ -76,7 +76,6 @@ class Faults:
         self._gap_s = min(max(seconds / GAPS, SHORTEST_GAP_S), LONGEST_GAP_S)
         self._longest_s = min(LONGEST_S, seconds / 6)
         self.counts: Counter[str] = Counter()
-        self.events: list[tuple[float, str]] = []
         self.untouched = 0
         self.complaints: list[str] = []
         self._network = asyncio.Lock()
@@ -104,7 +103,6 @@ class Faults:
         while not self._over.is_set():
             fault = self._rng.choice(faults)
             self.counts[fault.__name__] += 1
-            self.events.append((time.monotonic(), fault.__name__))
             await fault()
             await self._pause(self._rng.expovariate(1 / self._gap_s))
 

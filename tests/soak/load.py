@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.soak import picture
-
 # Intervals in seconds: frequent enough for slopes, and too rare to be a load.
-SAMPLE_S, RATE_S, SHOW_S = 1.0, 5.0, 30.0
+SAMPLE_S, SHOW_S = 1.0, 30.0
 START_S = 400.0
 # Seconds after the start of each process until its growth counts; a third of the run in short runs. Until then the
 # worker's memory for each number of rows, beside oneDNN's cache, grows in steps.
@@ -45,7 +43,7 @@ class Load:
     control: address at which the agent finds its control plane; empty for stock vLLM. env: further environment
     variables of the server. together: engine core and worker are one process.
 
-    `samples` and `rates` are the figures, by seconds since `begin`; all files are in `out`.
+    `samples` are the figures, by seconds since `begin`; all files are in `out`.
     """
 
     clients: Clients
@@ -55,7 +53,6 @@ class Load:
     ) -> None:
         self._out, self._seed = out, seed
         self.samples: list[watch.Sample] = []
-        self.rates: picture.Rates = []
         self.began = 0.0
         self._steps = 0
         # The front end, the engine core, and the worker if it is a process of its own.
@@ -91,23 +88,15 @@ class Load:
         cancelled."""
         roles = watch.roles(self.server.process.popen.pid)
         assert len(roles) == self._processes, f"vLLM's processes are {roles}"
-        rated, shown = (0.0, 0, 0), 0.0
+        shown = 0.0
         while True:
             now = time.monotonic() - self.began
             found = [watch.sample(now, role, pid) for role, pid in (roles | others()).items()]
             self.samples += [one for one in found if one is not None]
-            if now >= rated[0] + RATE_S:
-                rated = self._rate(now, rated)
             if now >= shown + SHOW_S:
                 shown = now
                 self._show(now, more())
             await asyncio.sleep(SAMPLE_S)
-
-    def _rate(self, now: float, before: tuple[float, int, int]) -> tuple[float, int, int]:
-        tally, (then, requests, tokens) = self.clients.tally, before
-        took = now - then
-        self.rates.append((now, (tally.requests - requests) / took, (tally.tokens - tokens) / took))
-        return now, tally.requests, tally.tokens
 
     def _show(self, now: float, more: str) -> None:
         tally, memory = self.clients.tally, {one.role: one.rss_mb for one in self.samples[-4:]}

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tests.processes import Control, free_port
-from tests.soak import picture, trace, watch
+from tests.soak import trace, watch
 from tests.soak.faults import Faults
 from tests.soak.load import Load
 from tests.soak.proxy import Proxy
@@ -118,8 +118,6 @@ class Soak:
     def _summary(self, lasted: float) -> dict[str, Any]:
         load, faults = self._load, self._faults
         tally, (kept, grown) = load.clients.tally, load.kept(self._seconds)
-        events = [(at - load.began, kind) for at, kind in faults.events]
-        picture.draw(load.samples, load.rates, events, self._out / "soak.png")
         audit = trace.audit(self._recording.paths)
         stalled = tally.longest_stall_s
         found = [*self._found, *tally.complaints, *faults.complaints, *audit.violations, *grown, *self._logged()]
