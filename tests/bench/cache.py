@@ -6,10 +6,10 @@ The protocol is in tests/bench/cache.md.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,7 @@ from tests.bench import harness, random_model, scheduling_runs
 from tests.bench.harness import Column
 from tests.bench.random_model import FIRST_WORD, LAST_WORD, TOOL_CALL
 from tests.bench.scheduling_runs import STOCK
-from tests.bench.streamed import BLOCK_TOKENS, Request, Setup, Timeline, engine
+from tests.bench.streamed import BLOCK_TOKENS, Request, Setup, StreamedEngine, Timeline
 
 if TYPE_CHECKING:
     import argparse
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
     from tests.bench.harness import Figures, Session
-    from tests.bench.streamed import StreamedEngine
 
 USERS, WARM_REQUESTS = 8, 8
-LRU, TIERS, NEVER_HIT = "LRU", "tiers", "never hit first"
+LRU, TIERS = "LRU", "tiers"
 CHATS, TOOLS = "multi-turn", "tool loop"
 # All arms keep vLLM's own dispatch order, so that only the reuse of cached blocks differs.
-POLICIES = {LRU: STOCK, TIERS: {**STOCK, "kv_memory": {"enabled": True}}, NEVER_HIT: STOCK}
-ENGINES = {None: (LRU, TIERS), "tests.bench.cache_never_hit.NeverHitFirst": (NEVER_HIT,)}
+POLICIES = {LRU: STOCK, TIERS: {**STOCK, "kv_memory": {"enabled": True}}}
 COLUMNS = (
     Column("hit_rate", "hit rate, %", 1, "difference", 100),
     Column("prefill_tokens", "prompt tokens computed", 0, "ratio"),
@@ -227,11 +225,9 @@ async def measure(session: Session) -> dict[str, Any]:
     model = random_model.make(session.folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     blocks = {share: round(share * reachable_blocks(USERS)) + 1 for share in (options.share, *options.other_shares)}
-    for share, scheduler in itertools.product(blocks, ENGINES):
+    for share, size in blocks.items():
         main = share == options.share
-        with engine(
-            Setup(model, blocks[share], scheduler=scheduler), session.folder / f"{scheduler or 'own'}-{share:g}"
-        ) as running:
+        with closing(StreamedEngine(Setup(model, size), session.folder / f"{share:g}")) as running:
             await scheduling_runs.warm(running, WARM_REQUESTS)
             for kind in KINDS if main else (CHATS,):
 
@@ -239,7 +235,7 @@ async def measure(session: Session) -> dict[str, Any]:
                     return await run_chats(running, arm, kind, tokenizer, seed)
 
                 case = kind if main else f"{kind}, {share:g} of the KV blocks"
-                await session.rounds(ENGINES[scheduler], run, options.repetitions if main else 1, case=case)
+                await session.rounds(list(POLICIES), run, options.repetitions if main else 1, case=case)
     text = f"{blocks[options.share]} KV blocks of {BLOCK_TOKENS} tokens; `--repetitions {options.repetitions}`."
     session.table("Arms", text, COLUMNS, LRU)
     gained = runs.difference(TIERS, LRU, "hit_rate", CHATS)
@@ -251,7 +247,7 @@ async def measure(session: Session) -> dict[str, Any]:
     names = ("hit_rate", "prefill_tokens", "ttft_p50_ms", "ttft_p95_ms")
     arms = {
         arm: {kind: {name: runs.median(arm, name, kind).rounded() for name in names} for kind in KINDS}
-        for arm in (LRU, NEVER_HIT, TIERS)
+        for arm in POLICIES
     }
     ratios = {"hit_rate": round(100 * gained.value, 2), "ttft_p50": ttft.rounded()}
     ratios |= {"tool_loop_hit_rate": round(100 * tools.value, 2)}

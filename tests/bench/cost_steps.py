@@ -7,7 +7,6 @@ of its own. The protocol is in tests/bench/cost.md.
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.bench.harness import BenchError, Column
-from tests.bench.machine import output_into
+from tests.bench.starting import starting
 from tests.demo.pace import STEP_MS
 from tests.engine import ENGINE_ARGS, prompt_ids
-from tests.processes import ENGINE_ENV, ROOT, Control
+from tests.processes import Control
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -165,8 +164,8 @@ class Steps:
         self._control = Control(folder)
         self.clock, self.noted = Clock(), list[list[Step]]()
         try:
-            with output_into(folder / "engine.log"):
-                self._llm = self._start(step_ms, args)
+            with starting(folder, self._control, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", STEP_MS: str(step_ms)}):
+                self._llm = self._start(args)
             self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
             self._agent = self._scheduler._agent
             instrument(self.clock, self._scheduler)
@@ -175,21 +174,9 @@ class Steps:
             self.close()
             raise
 
-    def _start(self, step_ms: float, own_args: Mapping[str, Any]) -> Any:
-        os.environ.update(ENGINE_ENV)
-        os.environ.update(
-            MERIDIAN_CONTROL=self._control.target,
-            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            # vLLM must not fork this process, because it has gRPC threads, which a fork does not survive.
-            VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
-            VLLM_LOGGING_LEVEL="WARNING",
-        )
-        os.environ[STEP_MS] = str(step_ms)
-        import torch
+    def _start(self, own_args: Mapping[str, Any]) -> Any:
         import vllm
 
-        torch.set_num_threads(1)
         args = {
             **ENGINE_ARGS,
             "max_num_seqs": max(SIZES),

@@ -5,19 +5,17 @@ The module owns both processes and the counts of each request. The module knows 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.harness import BenchError
-from tests.bench.machine import output_into
-from tests.processes import ENGINE_ENV, ROOT, Control
+from tests.bench.starting import starting
+from tests.processes import Control
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from meridian.v1 import fleet_pb2
@@ -82,16 +80,21 @@ class Batch:
 
 
 class Engine:
-    """A vLLM engine, whose core is a process of its own, and the meridian-control that governs it."""
+    """A vLLM engine, whose core is a process of its own, and the meridian-control that governs it. step_ms: least
+    duration of a step."""
 
     def __init__(self, task: Task, folder: Path, step_ms: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "meridian.db").unlink(missing_ok=True)
         self.task, self.control = task, Control(folder)
-        log = folder / "engine.log"
+        pace = {
+            "MERIDIAN_DEMO_STEP_MS": str(step_ms),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         try:
-            with output_into(log):
-                self._llm = self._start(step_ms)
+            with starting(folder, self.control, **pace):
+                self._llm = self._start()
             self.control.engine()
         except BaseException:
             self.close()
@@ -101,22 +104,9 @@ class Engine:
         self._template = tokenizer.apply_chat_template
         self._open, self._close, self._paragraph = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "\n\n"])
 
-    def _start(self, step_ms: float) -> Any:
-        os.environ.update(ENGINE_ENV)
-        os.environ.update(
-            MERIDIAN_CONTROL=self.control.target,
-            MERIDIAN_DEMO_STEP_MS=str(step_ms),
-            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
-            # vLLM must not fork this process, because it has gRPC threads, which a fork does not survive.
-            VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
-            VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_NO_USAGE_STATS="1",
-        )
-        import torch
+    def _start(self) -> Any:
         import vllm
 
-        torch.set_num_threads(1)
         return vllm.LLM(
             model=str(self.task.model),
             served_model_name=self.task.name,
@@ -252,13 +242,3 @@ def _budget_ends(completions: Sequence[Completion], budget: int) -> dict[str, in
 
 def _count(counts: Mapping[str, int], name: str) -> int:
     return counts.get(name, 0)
-
-
-@contextlib.contextmanager
-def engine(task: Task, folder: Path, step_ms: float) -> Iterator[Engine]:
-    """Yield an engine that is always stopped at the end. step_ms: least duration of a step."""
-    started = Engine(task, folder, step_ms)
-    try:
-        yield started
-    finally:
-        started.close()

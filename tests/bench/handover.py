@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import aiohttp
 import numpy as np
-import openai
 
 from tests.bench import harness, random_model, scheduling_load
 from tests.bench.harness import BenchError, Column
@@ -30,10 +29,12 @@ from tests.processes import Process, free_port, wait_for
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from tests.bench.harness import Figures, Session
     from tests.bench.streamed import Request
+
+    Send = Callable[[Request], Awaitable["Said"]]
 
 T = TypeVar("T")
 # Thinking tokens of a request, which its own cap ends, and the tokens of its answer.
@@ -64,64 +65,76 @@ POOLS = (
 
 
 class Said(NamedTuple):
-    """One streamed request: its text, its token ids if they were asked for, and the gap in seconds between the last
-    chunk of its thinking and the first of its answer."""
+    """One streamed request: its text, its token ids if they were asked for, the times of the last chunk of its thinking
+    and of each chunk of its answer, in seconds of one clock, and its output tokens, as vLLM's usage counts them."""
 
     text: str
     tokens: list[int]
-    gap_s: float
+    thought_s: float
+    answer_s: list[float]
+    output_tokens: int
+
+    @property
+    def gap_s(self) -> float:
+        """The seconds between thinking and answer."""
+        return self.answer_s[0] - self.thought_s
 
 
-async def ask(port: int, words: str, *, with_tokens: bool = False) -> Said:
-    """Send one request whose thinking its own cap ends."""
-    extra: dict[str, Any] = {
-        "vllm_xargs": {"meridian_max_think_tokens": THINKING},
+async def streamed(
+    session: aiohttp.ClientSession, port: int, path: str, **fields: Any
+) -> AsyncIterator[tuple[dict[str, Any], float]]:
+    """Send a request, and yield each chunk of its answer with the time at which it came. Raises RuntimeError if the
+    request fails."""
+    body = {"model": "maze", "stream": True, "temperature": 0.0, "ignore_eos": True, **fields}
+    async with session.post(f"http://127.0.0.1:{port}/v1/{path}", json=body) as reply:
+        if reply.status != 200:
+            raise RuntimeError(f"status {reply.status}: {await reply.text()}")
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise RuntimeError(f"a stream failed: {chunk['error']}")
+                yield chunk, time.perf_counter()
+
+
+async def ask(
+    session: aiohttp.ClientSession, port: int, words: str, think: int = THINKING, answer: int = ANSWER, **more: Any
+) -> Said:
+    """Send one request whose thinking its own cap ends. think, answer: tokens. more: further fields of the request."""
+    text, tokens, thought_s, answer_s, used = "", list[int](), 0.0, list[float](), 0
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": words}],
+        "stream_options": {"include_usage": True},
+        "max_tokens": think + 1 + answer,
+        "vllm_xargs": {"meridian_max_think_tokens": think},
         "chat_template_kwargs": {"open_think": True},
-        "ignore_eos": True,
-        **({"return_token_ids": True} if with_tokens else {}),
+        **more,
     }
-    text, tokens, thought_s, answered_s = "", list[int](), 0.0, 0.0
-    url = f"http://127.0.0.1:{port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
-        chunks = await client.chat.completions.create(
-            model="maze",
-            messages=[{"role": "user", "content": words}],
-            stream=True,
-            temperature=0.0,
-            max_tokens=THINKING + 1 + ANSWER,
-            extra_body=extra,
-        )
-        async for chunk in chunks:
-            now_s = time.perf_counter()
-            tokens += getattr(chunk, "prompt_token_ids", None) or []
-            for choice in chunk.choices:
-                tokens += getattr(choice, "token_ids", None) or []
-                if thought := getattr(choice.delta, "reasoning", None):
-                    text, thought_s = text + thought, now_s
-                if choice.delta.content:
-                    text += choice.delta.content
-                    answered_s = answered_s or now_s
-    return Said(text, tokens, answered_s - thought_s)
+    async for chunk, now_s in streamed(session, port, "chat/completions", **body):
+        tokens += chunk.get("prompt_token_ids") or []
+        for choice in chunk["choices"]:
+            tokens += choice.get("token_ids") or []
+            if thought := choice["delta"].get("reasoning"):
+                text, thought_s = text + thought, now_s
+            if said := choice["delta"].get("content"):
+                text += said
+                answer_s.append(now_s)
+        if usage := chunk.get("usage"):
+            used = usage["completion_tokens"]
+    return Said(text, tokens, thought_s, answer_s, used)
 
 
-async def recompute(port: int, tokens: list[int]) -> tuple[str, float]:
+async def recompute(session: aiohttp.ClientSession, port: int, tokens: list[int]) -> tuple[str, float]:
     """Return the answer to known tokens by an engine that has not seen them, and the seconds to its first token."""
-    url = f"http://127.0.0.1:{port}/v1"
     text, first_s, began_s = "", 0.0, time.perf_counter()
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
-        chunks = await client.completions.create(
-            model="maze",
-            prompt=tokens,
-            stream=True,
-            temperature=0.0,
-            max_tokens=ANSWER,
-            extra_body={"ignore_eos": True},
-        )
-        async for chunk in chunks:
-            if chunk.choices and chunk.choices[0].text:
-                first_s = first_s or time.perf_counter()
-                text += chunk.choices[0].text
+    async for chunk, now_s in streamed(session, port, "completions", prompt=tokens, max_tokens=ANSWER):
+        if chunk["choices"] and (said := chunk["choices"][0]["text"]):
+            text, first_s = text + said, first_s or now_s
     return text, first_s - began_s
+
+
+def client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None))
 
 
 class Gaps:
@@ -136,15 +149,16 @@ class Gaps:
         transfer measures one_engine, too, with the same prompt."""
         a, b = self._pools["A"].port, self._pools["B"].port
         words = " ".join(self._chance.choices(self._names, k=min(length, CONTEXT - 96)))
-        if arm == RECOMPUTE:
-            known = await ask(a, words, with_tokens=True)
-            text, gap_s = await recompute(b, known.tokens[:-ANSWER])
-            return {"gap_ms": gap_s * 1e3, "equal": float(known.text.endswith(text))}
-        if arm == TRANSFER:
-            found = await ask(self._pools.relay_port, words)
-            alone = await ask(a, words)
-            self._alone_s = alone.gap_s
-            return {"gap_ms": found.gap_s * 1e3, "equal": float(found.text == alone.text)}
+        async with client() as session:
+            if arm == RECOMPUTE:
+                known = await ask(session, a, words, return_token_ids=True)
+                text, gap_s = await recompute(session, b, known.tokens[:-ANSWER])
+                return {"gap_ms": gap_s * 1e3, "equal": float(known.text.endswith(text))}
+            if arm == TRANSFER:
+                found = await ask(session, self._pools.relay_port, words)
+                alone = await ask(session, a, words)
+                self._alone_s = alone.gap_s
+                return {"gap_ms": found.gap_s * 1e3, "equal": float(found.text == alone.text)}
         return {"gap_ms": self._alone_s * 1e3}
 
 
@@ -156,17 +170,6 @@ def words_of(folder: Path) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------- under load
-
-
-class Timing(NamedTuple):
-    """One request's times in seconds of one clock: the last chunk of its thinking, and each chunk of its answer.
-
-    tokens: output tokens, as vLLM's usage counts them.
-    """
-
-    thought_s: float
-    answer_s: list[float]
-    tokens: int
 
 
 def bind(pools: Pools) -> None:
@@ -182,57 +185,14 @@ def bind(pools: Pools) -> None:
                         os.sched_setaffinity(int(thread.name), own)
 
 
-class Client:
-    """Sends the requests to one relay. word: returns the word of a prompt for its token id."""
-
-    def __init__(self, session: aiohttp.ClientSession, port: int, word: Callable[[int], str]) -> None:
-        self._session, self._url, self._word = session, f"http://127.0.0.1:{port}/v1/chat/completions", word
-
-    async def ask(self, request: Request) -> Timing:
-        """Send one request and read its stream. Raises RuntimeError if the request fails."""
-        body = {
-            "model": "maze",
-            "messages": [{"role": "user", "content": " ".join(map(self._word, request.prompt[:-1]))}],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": 0.0,
-            "max_tokens": request.think_tokens + 1 + request.answer_tokens,
-            "vllm_xargs": {"meridian_max_think_tokens": request.think_tokens},
-            "chat_template_kwargs": {"open_think": True},
-            "ignore_eos": True,
-        }
-        timing = Timing(0.0, [], 0)
-        async with self._session.post(self._url, json=body) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"status {reply.status}: {await reply.text()}")
-            async for line in reply.content:
-                if line.startswith(b"data: {"):
-                    timing = read(timing, json.loads(line[6:]), time.perf_counter())
-        return timing
-
-
-def read(timing: Timing, chunk: dict[str, Any], now_s: float) -> Timing:
-    """Return the times with those of a chunk that has arrived now. Raises RuntimeError if the chunk is an error."""
-    if "error" in chunk:
-        raise RuntimeError(f"a stream failed: {chunk['error']}")
-    for choice in chunk["choices"]:
-        if choice["delta"].get("reasoning"):
-            timing = timing._replace(thought_s=now_s)
-        if choice["delta"].get("content"):
-            timing.answer_s.append(now_s)
-    if usage := chunk.get("usage"):
-        timing = timing._replace(tokens=usage["completion_tokens"])
-    return timing
-
-
-def figures(timings: Sequence[Timing], began_s: float, ended_s: float) -> Figures:
+def figures(answers: Sequence[Said], began_s: float, ended_s: float) -> Figures:
     """Return the figures of a run; its throughput is that of all its requests until the last one ends."""
-    gaps = np.concatenate([np.diff(timing.answer_s) for timing in timings]) * 1e3
-    first = [(timing.answer_s[0] - timing.thought_s) * 1e3 for timing in timings]
+    gaps = np.concatenate([np.diff(said.answer_s) for said in answers]) * 1e3
+    first = [said.gap_s * 1e3 for said in answers]
     return {
         "itl_p99": float(np.percentile(gaps, 99)),
         "ttot_p99": float(np.percentile(first, 99)),
-        "throughput": sum(timing.tokens for timing in timings) / (ended_s - began_s),
+        "throughput": sum(said.output_tokens for said in answers) / (ended_s - began_s),
     }
 
 
@@ -244,7 +204,7 @@ def drawn(answer_tokens: int, seed: int, count: int) -> list[Request]:
 
 
 class Comparison:
-    """Both arms on the same two engines, one after the other. word: as in Client."""
+    """Both arms on the same two engines, one after the other. word: returns the word of a prompt for its token id."""
 
     def __init__(self, pools: Pools, word: Callable[[int], str], counted: int) -> None:
         self._pools, self._word, self._counted = pools, word, counted
@@ -263,23 +223,30 @@ class Comparison:
     def stop(self) -> None:
         self._relay.stop()
 
-    async def _session(self, arm: str, run: Callable[[Client], Awaitable[T]]) -> T:
+    async def _session(self, arm: str, run: Callable[[Send], Awaitable[T]]) -> T:
+        """Return the result of `run` on idle engines under the arm's policy. `run` gets a function that sends a
+        request."""
         self._pools.until(lambda engine: engine.kv_used == 0 and engine.running == 0, "free blocks")
         self._pools.apply(POLICIES[arm])
         port = self._mixed_port if arm == MIXED else self._pools.relay_port
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as session:
-            return await run(Client(session, port, self._word))
+        async with client() as session:
+
+            def send(request: Request) -> Awaitable[Said]:
+                words = " ".join(map(self._word, request.prompt[:-1]))
+                return ask(session, port, words, request.think_tokens, request.answer_tokens)
+
+            return await run(send)
 
     async def capacity(self, answer_tokens: int, arm: str) -> float:
         """Return the requests a second of a closed loop in which every place of both engines is taken."""
 
-        async def closed(client: Client) -> float:
+        async def closed(send: Send) -> float:
             waiting = iter(drawn(answer_tokens, CAPACITY_SEED, 2 * PLACES * ROUNDS))
             ended: list[float] = []
 
             async def place() -> None:
                 for request in waiting:
-                    await client.ask(request)
+                    await send(request)
                     ended.append(time.perf_counter())
 
             await asyncio.gather(*(place() for _ in range(2 * PLACES)))
@@ -291,17 +258,17 @@ class Comparison:
     async def run(self, answer_tokens: int, arm: str, rate: float, seed: int) -> Figures:
         """Measure one open-loop run with Poisson arrivals. rate: requests a second."""
 
-        async def open_loop(client: Client) -> Figures:
+        async def open_loop(send: Send) -> Figures:
             requests = drawn(answer_tokens, seed, self._counted)
             due = np.cumsum(scheduling_load.gaps("poisson", rate, self._counted, seed))
             began_s = time.perf_counter()
 
-            async def arrive(request: Request, at_s: float) -> Timing:
+            async def arrive(request: Request, at_s: float) -> Said:
                 await asyncio.sleep(max(0.0, began_s + at_s - time.perf_counter()))
-                return await client.ask(request)
+                return await send(request)
 
-            timings = await asyncio.gather(*map(arrive, requests, due.tolist()))
-            return figures(timings, began_s, time.perf_counter())
+            answers = await asyncio.gather(*map(arrive, requests, due.tolist()))
+            return figures(answers, began_s, time.perf_counter())
 
         return await self._session(arm, open_loop)
 

@@ -6,13 +6,14 @@ The protocol is in tests/bench/pressure.md.
 from __future__ import annotations
 
 import tomllib
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.bench import harness
-from tests.bench.driver import PLACES, engine
+from tests.bench.driver import PLACES, Engine
 from tests.bench.harness import Column
 from tests.bench.scheduling_runs import STOCK as STOCK_POLICY
 from tests.bench.tasks import CALIBRATION_SEED, MAZE
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from tests.bench.driver import Completion, Engine, Sample
+    from tests.bench.driver import Completion, Sample
     from tests.bench.harness import Figures, Session
 
 LOADS = (0.8, 1.2, 1.6)
@@ -150,7 +151,7 @@ class Benchmark:
 
 async def measure(session: Session) -> dict[str, Any]:
     given, runs = session.options, session.runs
-    with engine(MAZE, session.folder / "engine", given.step_ms) as running:
+    with closing(Engine(MAZE, session.folder / "engine", given.step_ms)) as running:
         benchmark = Benchmark(session, running)
         benchmark.prepare()
         await benchmark.run()

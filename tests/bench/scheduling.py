@@ -6,13 +6,14 @@ The protocol is in tests/bench/scheduling.md.
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.bench import harness, random_model, scheduling_runs
 from tests.bench.harness import Column, Interval
 from tests.bench.scheduling_runs import QUIET, STOCK, Costs, Plan
-from tests.bench.streamed import PLACES, Setup, engine
+from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tests.bench.harness import Figures, Session
     from tests.bench.scheduling_load import Process
     from tests.bench.scheduling_runs import Capacity
-    from tests.bench.streamed import StreamedEngine
 
 STOCK_FCFS, STOCK_PRIORITY, PLAIN = "stock FCFS", "stock priority", "vLLM without the agent"
 STRATEGIES = ("reasoning_first", "output_first", "deadline")
@@ -113,14 +113,14 @@ class Benchmark:
 
     async def run(self) -> None:
         own, folder = self.options, self.session.folder
-        with engine(Setup(self.model, AMPLE_BLOCKS), folder / "ample") as running:
+        with closing(StreamedEngine(Setup(self.model, AMPLE_BLOCKS), folder / "ample")) as running:
             await self._measure(running)
             arms = {STOCK_FCFS: STOCK} | {name: strategy(name, self.costs) for name in STRATEGIES}
             frontier = {f"{DEFAULT} at {at:g}": explicit(self.costs, at) for at in FRONTIER}
             await self._runs(running, arms, pressure=False)
             await self._runs(running, frontier, pressure=False, processes=["poisson"], repetitions=1)
         blocks = math.ceil(PRESSURE * self.capacities["ample"].kv_peak_blocks) + 1
-        with engine(Setup(self.model, blocks), folder / "pressure") as running:
+        with closing(StreamedEngine(Setup(self.model, blocks), folder / "pressure")) as running:
             await scheduling_runs.warm(running, WARM_REQUESTS)
             self.capacities["pressure"] = await self._capacity(running)
             await self._runs(running, arms, pressure=True)
@@ -130,11 +130,13 @@ class Benchmark:
                 for part in OTHER_LOADS:
                     await self._runs(running, pair, pressure=True, processes=["poisson"], part=part)
         for pressure, size in (False, AMPLE_BLOCKS), (True, blocks):
-            with engine(Setup(self.model, size, policy="priority"), folder / f"priority-{size}") as running:
+            with closing(
+                StreamedEngine(Setup(self.model, size, policy="priority"), folder / f"priority-{size}")
+            ) as running:
                 await scheduling_runs.warm(running, WARM_REQUESTS)
                 await self._runs(running, {STOCK_PRIORITY: STOCK}, pressure=pressure)
         if not own.quick:
-            with engine(Setup(self.model, blocks, governed=False), folder / "plain") as running:
+            with closing(StreamedEngine(Setup(self.model, blocks, governed=False), folder / "plain")) as running:
                 await scheduling_runs.warm(running, WARM_REQUESTS)
                 await self._runs(running, {PLAIN: {}}, pressure=True, processes=["poisson"])
 

@@ -7,19 +7,16 @@ process is the client.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.harness import BenchError
-from tests.bench.machine import output_into
+from tests.bench.starting import starting
 from tests.engine import STRIPPED
-from tests.processes import ENGINE_ENV, ROOT, Control
+from tests.processes import Control
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from meridian.v1 import agent_pb2
@@ -105,7 +102,7 @@ class Meter:
 class Setup:
     """How the engine is started.
 
-    governed: with the agent and a control plane. scheduler: another scheduler class. writes_sentences: thinking has
+    governed: with the agent and a control plane. writes_sentences: thinking has
     sentences and ends by itself, in all arms; otherwise it is words only, and the request's own cap ends it, which only
     a governed engine obeys.
     """
@@ -114,7 +111,6 @@ class Setup:
     blocks: int
     policy: str = "fcfs"
     governed: bool = True
-    scheduler: str | None = None
     writes_sentences: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -128,7 +124,7 @@ class StreamedEngine:
         self.setup, self.meter = setup, Meter()
         self.control = Control(folder) if setup.governed else None
         try:
-            with output_into(folder / "engine.log"):
+            with starting(folder, self.control):
                 self._llm = self._start()
             if self.control is not None:
                 self.control.engine()
@@ -137,22 +133,9 @@ class StreamedEngine:
             raise
 
     def _start(self) -> Any:
-        os.environ.pop("MERIDIAN_CONTROL", None)
-        os.environ.update(ENGINE_ENV)
-        os.environ.update(
-            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            # vLLM must not fork this process, because it has gRPC threads, which a fork does not survive.
-            VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
-            VLLM_LOGGING_LEVEL="WARNING",
-            VLLM_NO_USAGE_STATS="1",
-        )
-        if self.control is not None:
-            os.environ["MERIDIAN_CONTROL"] = self.control.target
-        import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        torch.set_num_threads(1)
         arguments = AsyncEngineArgs(
             model=str(self.setup.model),
             served_model_name=MODEL_NAME,
@@ -164,18 +147,12 @@ class StreamedEngine:
             num_gpu_blocks_override=self.setup.blocks,
             reasoning_parser="qwen3",
             scheduling_policy=self.setup.policy,
-            scheduler_cls=self.setup.scheduler,
             disable_log_stats=True,
             seed=0,
             logits_processors=["tests.bench.thinking:Thinking"] if self.setup.writes_sentences else None,
             **self.setup.extra,
         )
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_of(self.meter)])
-
-    @property
-    def token_budget(self) -> int:
-        """Return the largest number of tokens that vLLM computes in a step."""
-        return int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def close(self) -> None:
         """Stop all processes."""
@@ -262,13 +239,3 @@ def _logger_of(meter: Meter) -> Any:
             pass
 
     return Logger
-
-
-@contextlib.contextmanager
-def engine(setup: Setup, folder: Path) -> Iterator[StreamedEngine]:
-    """Yield an engine that is always stopped at the end."""
-    started = StreamedEngine(setup, folder)
-    try:
-        yield started
-    finally:
-        started.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from tests.bench.arms import NATURAL as NATURAL_POLICY
 from tests.bench.arms import Arm
 from tests.bench.calibrate import calibrate
 from tests.bench.cuts import Reference, oracle
-from tests.bench.driver import engine
+from tests.bench.driver import Engine
 from tests.bench.harness import Column
 from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
 from tests.bench.third_task import answered, broken
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from tests.bench.calibrate import Calibrated
     from tests.bench.cuts import Cuts
-    from tests.bench.driver import Batch, Completion, Engine
+    from tests.bench.driver import Batch, Completion
     from tests.bench.harness import Interval, Session
     from tests.bench.tasks import Task
 
@@ -219,7 +220,7 @@ def probe_time_share(made: Measurement, policy: dict[str, Any], repetitions: int
 def first_task(session: Session) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run all arms on the maze, and measure there what probes cost; return the last line's part and the policy."""
     given, runs, folder = session.options, session.runs, session.folder / MAZE.name
-    with engine(MAZE, folder, given.step_ms) as running:
+    with closing(Engine(MAZE, folder, given.step_ms)) as running:
         made = Measurement(session, running, folder)
         made.run_natural()
         calibrated = None if given.policy else made.calibrate()
@@ -249,7 +250,7 @@ def second_task(session: Session, policy: dict[str, Any]) -> dict[str, Any]:
     task: Task = replace(CHAIN, model=given.second_model or CHAIN.model)
     folder = session.folder / task.name
     keys = {"natural": NATURAL, "recommended": RECOMMENDED, "recommended_with_answer_prefix": PREFIXED}
-    with engine(task, folder, given.step_ms) as running:
+    with closing(Engine(task, folder, given.step_ms)) as running:
         made = Measurement(session, running, folder)
         made.run_natural()
         made.run(Arm(RECOMMENDED, policy, None, "the maze's policy, unchanged"))
@@ -270,7 +271,7 @@ def third_task(session: Session, foreign: dict[str, Any]) -> dict[str, Any]:
     """Run the third task, whose trial answers are wrong until its thinking ends, so that no rule may be recommended;
     loop breaker and answer reserve must still work. foreign: a policy made for another task."""
     folder = session.folder / RUNNING.name
-    with engine(RUNNING, folder, session.options.step_ms) as running:
+    with closing(Engine(RUNNING, folder, session.options.step_ms)) as running:
         made = Measurement(session, running, folder)
         made.run_natural()
         calibrated = made.calibrate()
