@@ -8,6 +8,7 @@ only how many probes there are. Runs on the engine-core thread, before vLLM sche
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2
@@ -96,7 +97,9 @@ class QueueOrder:
         if not (tracker.preempted and self._is_fcfs):
             return
         answers = self.preempted_answers()
-        if answers and scheduler.waiting and scheduler.waiting[0] not in answers:
+        # A request that was preempted later stands before them, and may stand between them.
+        first = list(islice(scheduler.waiting, len(answers)))
+        if any(request not in answers for request in first):
             answers = [r for r in answers if r in scheduler.waiting]
             scheduler.waiting.remove_requests(answers)
             for request in reversed(answers):

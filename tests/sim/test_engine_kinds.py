@@ -124,6 +124,23 @@ def test_a_hold_on_admission_keeps_nobody_out_unless_a_preempted_answer_waits(
     assert len(engine.finished) == 5
 
 
+def test_preempted_answers_wait_before_thinking_that_was_preempted_between_them(made: Callable[..., Engine]) -> None:
+    engine = made(Shape(blocks=200, places=8, batch_tokens=128))
+    for name in ("first", "second"):
+        answer(engine, name)
+    add(engine, "thinks", [TEXT[0], START], THINKS)
+    step(engine, 4)
+    scheduler = engine.scheduler
+    for name in ("second", "thinks", "first"):
+        scheduler.running.remove(scheduler.requests[name])
+        scheduler._preempt_request(scheduler.requests[name], 0.0)
+    assert [request.request_id for request in scheduler.waiting] == ["first", "thinks", "second"]
+    engine.agent.queues.obey(scheduler, agent_pb2.DispatchPlan())
+    assert [request.request_id for request in scheduler.waiting][2] == "thinks"
+    step(engine, 100)
+    assert len(engine.finished) == 3
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 def test_a_share_leaves_nobody_out_while_no_answer_streams(made: Callable[..., Engine], is_async: bool) -> None:
     """An answer that waits for a place gets none the sooner for it."""
