@@ -203,8 +203,6 @@ class World:
     def open(self) -> None:
         """Open a request on some engine; it depends only on the workload's seed."""
         work, (start, end, _, text) = self.work, words()
-        # Drawn from a copy of the generator, so that existing seeds keep their runs wherever nothing loops.
-        aside = random.Random(work.getstate()[1][0])
         plant = work.choice(self.plants)
         self.opened += 1
         prompt = [work.choice(text) for _ in range(work.choice((1, 6, 20, 40)))]
@@ -227,8 +225,8 @@ class World:
             restless=work.random() < 0.3,
             max_tokens=min(work.choice((1, 10, 60, 100)), self.options.longest),
             priority=work.choice((0, 0, 5)),
-            loop=aside.choice((1, 2, 7, 16)) if self.loops and aside.random() < 0.3 else 0,
-            counts=aside.random() < 0.5,
+            loop=work.choice((1, 2, 7, 16)) if self.loops and work.random() < 0.3 else 0,
+            counts=work.random() < 0.5,
         )
         name = f"r{self.opened}"
         plant.open(name, prompt, script, own)
