@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -19,9 +20,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from tests.sim import lines, worker
+from tests.sim.faults import FAULTS
 from tests.sim.inject import ENGINE, LINK, WORKER, all_lines
-from tests.sim.smaller import smaller
-from tests.sim.world import Failure, run
+from tests.sim.world import Failure, Options, run
 
 BATCH = 50
 SHOWN_FAILURES, SHOWN_LINES = 3, 40
@@ -39,6 +40,32 @@ def failing(seeds: range, at_most_s: float) -> tuple[int, list[int]]:
         except Failure:
             failed.append(seed)
     return done, failed
+
+
+def _fails(seed: int, options: Options) -> Failure | None:
+    try:
+        run(seed, options)
+    except Failure as failure:
+        return failure
+    return None
+
+
+def smaller(seed: int) -> tuple[Options, Failure]:
+    """Return the options of the smallest failing run found, and its failure with its trace. The seed must fail."""
+    options = Options(trace=True)
+    failure = _fails(seed, options)
+    assert failure is not None, f"seed {seed} does not fail"
+    for name in sorted(FAULTS):
+        fewer = replace(options, without=options.without | {name})
+        if found := _fails(seed, fewer):
+            options, failure = fewer, found
+    ticks = failure.tick
+    while ticks > 1:
+        shorter = replace(options, ticks=ticks // 2)
+        if not (found := _fails(seed, shorter)):
+            break
+        options, failure, ticks = shorter, found, ticks // 2
+    return options, failure
 
 
 def show(seed: int) -> None:
