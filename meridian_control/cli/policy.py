@@ -105,8 +105,7 @@ def policy_apply(
             request_id=request_id,
         )
         answer = client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S)
-    _print_answer(answer.revision, answer.changes if diff else None, f"{file}: valid, nothing changed")
-    print_warnings(answer.warnings)
+    _print_answer(answer, diff, f"{file}: valid, nothing changed")
 
 
 @policy_app.command("rollback")
@@ -132,8 +131,7 @@ def policy_rollback(
             request_id=request_id,
         )
         answer = client.policy.RollbackPolicy(request, timeout=CALL_TIMEOUT_S)
-    _print_answer(answer.revision, answer.changes if diff else None, f"revision {revision}: valid, nothing changed")
-    print_warnings(answer.warnings)
+    _print_answer(answer, diff, f"revision {revision}: valid, nothing changed")
 
 
 @policy_app.command("validate")
@@ -264,11 +262,14 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 
 def _print_answer(
-    revision: policy_pb2.PolicyRevision, changes: Sequence[policy_pb2.PolicyChange] | None, if_checked: str
+    answer: policy_pb2.UpdatePolicyResponse | policy_pb2.RollbackPolicyResponse, changes: bool, if_checked: str
 ) -> None:
-    if changes is not None:
-        console().print(change_table(changes, ("before", "after")))
-    say(f"revision {revision.revision} etag {revision.etag}" if revision.revision else if_checked)
+    """Print what a call has changed, or would change. changes: print each field that changes."""
+    if changes:
+        console().print(change_table(answer.changes, ("before", "after")))
+    stored = answer.revision
+    say(f"revision {stored.revision} etag {stored.etag}" if stored.revision else if_checked)
+    print_warnings(answer.warnings)
 
 
 def print_warnings(warnings: Iterable[str]) -> None:

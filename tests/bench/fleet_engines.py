@@ -23,6 +23,7 @@ from meridian_agent.core.step_record import Outcome
 from meridian_agent.link.control_stream import BACKOFF_S, CHANNEL_OPTIONS, PATIENCE_S
 from tests.bench.fleet_tape import ENGINE
 from tests.fakes.agent import hello
+from tests.fakes.traces import add_probe
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -36,7 +37,7 @@ METHOD = "/meridian.v1.AgentService/Connect"
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
 # Tag of ConnectRequest.step.
 STEP_TAG = b"\x1a"
-EAT_NATS, PROBE_TOKENS = (0.3, 2.0), 3
+EAT_NATS = 0.3, 2.0
 
 
 class StreamEndedError(Exception):
@@ -157,25 +158,13 @@ class Decisions:
             thinks = report.phases[slot] == Phase.THINK
             self._tell(decision_id, Outcome.APPLIED if thinks else Outcome.REFUSED)
             if thinks:
-                _add_probe(added.probes, decision_id, slot, report.thinks[slot], rng.uniform(*EAT_NATS))
+                add_probe(added.probes, slot, report.thinks[slot], rng.uniform(*EAT_NATS), 1, decision_id)
         self._probes = []
         for decision_id, outcome, think_tokens in self._outcomes:
             added.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens)
         self.told += len(self._outcomes)
         self._outcomes = []
         return added
-
-
-def _add_probe(
-    columns: agent_pb2.ProbeColumns, decision_id: int, slot: int, think_tokens: int, eat_nats: float
-) -> None:
-    columns.decision_id.append(decision_id)
-    columns.slot.append(slot)
-    columns.think_tokens.append(think_tokens)
-    columns.eat_nats.append(eat_nats)
-    columns.cost_tokens.append(PROBE_TOKENS)
-    columns.same_answer.append(1)
-    columns.empty_answer.append(False)
 
 
 @dataclass

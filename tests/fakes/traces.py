@@ -178,7 +178,7 @@ def records(
         for when, slot, tokens, request in [d for d in due if d[0] <= step]:
             due.remove((when, slot, tokens, request))
             if slot in live and live[slot][0] is request:
-                _add_probe(report.probes, slot, tokens, *request.probes[tokens])
+                add_probe(report.probes, slot, tokens, *request.probes[tokens])
         for slot in [s for s, (request, at, _) in live.items() if at == len(request.rows)]:
             report.closed.add(slot=slot, reason=live.pop(slot)[0].finish)
             free.append(slot)
@@ -201,8 +201,10 @@ def _add_margin(columns: agent_pb2.TokenColumns, row: int, margin_nats: float) -
     columns.end_logprob_nats[row] = -0.25 - margin_nats
 
 
-def _add_probe(columns: agent_pb2.ProbeColumns, slot: int, tokens: int, eat: float, same: int) -> None:
-    columns.decision_id.append(1)
+def add_probe(  # noqa: PLR0917
+    columns: agent_pb2.ProbeColumns, slot: int, tokens: int, eat: float, same: int, decision_id: int = 1
+) -> None:
+    columns.decision_id.append(decision_id)
     columns.slot.append(slot)
     columns.think_tokens.append(tokens)
     columns.eat_nats.append(eat)
