@@ -83,6 +83,7 @@ EatReference = Annotated[
         "rule could read. If live requests leave it, the control plane puts the section into shadow; empty switches "
         "this off.",
         advice="Remove it if you change the floor or the placement of probes by hand.",
+        new=True,
     ),
     AfterValidator(_ascending),
 ]
@@ -99,6 +100,7 @@ def signal_reference(signal: str) -> Any:
         "first sentence end from the floor on. If live requests leave it, the control plane puts the section into "
         "shadow; empty switches this off.",
         advice="Remove it if you change the floor by hand.",
+        new=True,
     )
 
 

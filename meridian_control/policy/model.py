@@ -51,6 +51,12 @@ def _override(section: type[Section], *names: str) -> type[Section]:
     return create_model(f"{section.__name__.removesuffix('Policy')}Override", __base__=Section, **fields)
 
 
+def _new_fields(section: type[Section]) -> tuple[str, ...]:
+    """Return the fields of a section, or of an entry, that are marked as new."""
+    extras = {name: info.json_schema_extra for name, info in section.model_fields.items()}
+    return tuple(name for name, extra in extras.items() if isinstance(extra, dict) and extra.get("new"))
+
+
 PER_REQUEST = {
     "scheduler": (
         "min_think_tokens",
@@ -84,27 +90,14 @@ PER_REQUEST = {
 }
 # The fields that an override may set: those decided per request, and those of whole engines.
 IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
-# Sections, and fields of sections and of their entries, that one of the two previous versions does not know: 0.1.0 and
-# 0.2.0.
+# Sections that one of the two previous versions, 0.1.0 and 0.2.0, does not know; and by name, the new fields of the
+# others and of entries.
 NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension")
 NEW_FIELDS = {
-    "scheduler": ("answer_reserve_tokens", "calibrated_cap_tokens"),
-    "entropy": (
-        "confirm_sentence_ends",
-        "eat_probe_max_margin_nats",
-        "eat_reference",
-        "give_up_eat_nats",
-        "give_up_shadow",
-        "give_up_tokens",
-        "holdout_share",
-        "margin_reference",
-        "margin_threshold_nats",
-        "max_loss",
-        "rank_reference",
-        "rpdi_reference",
-    ),
-    "budget": ("min_think_tokens",),
-    "pressure": ("entropy_in_force", "min_think_tokens", "queueing_p99_ms"),
+    "scheduler": _new_fields(SchedulerPolicy),
+    "entropy": _new_fields(EntropyPolicy),
+    "budget": _new_fields(BudgetPolicy),
+    "pressure": _new_fields(PressurePolicy),
 }
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])

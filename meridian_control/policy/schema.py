@@ -101,12 +101,14 @@ class SchedulerPolicy(Section):
         "max_tokens and of the model's context are left for the answer, but at most half of them, and none if the "
         "request goes on with the thinking of an earlier one; 0 reserves none.",
         advice="Set it to the length of a long answer if requests reach max_tokens while they still think.",
+        new=True,
     )
     calibrated_cap_tokens: Count = field(
         0,
         description="Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not "
         "known. `policy apply` and `rollout start` warn of caps, and of floors of budgets and pressure, below it.",
         advice="Leave it as `meridianctl calibrate` writes it.",
+        new=True,
     )
     lease_ms: SectionLease = 0
     # This field comes after max_think_tokens because its validator reads max_think_tokens.
@@ -208,6 +210,7 @@ class EntropyPolicy(Section):
         "at most this value, and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates "
         "must be open.",
         advice="Set it, above margin_threshold_nats, to save probes where thinking cannot end yet.",
+        new=True,
     )
     eat_hold_ms: int = field(
         50,
@@ -230,6 +233,7 @@ class EntropyPolicy(Section):
         description="Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability "
         "of the likeliest token minus that of the end marker, is at most this many nats; 0 switches the rule off.",
         advice="Take it from `meridianctl calibrate`.",
+        new=True,
     )
     rpdi_threshold: Amount = field(
         2.0,
@@ -252,6 +256,7 @@ class EntropyPolicy(Section):
         "neither entropy rules, soft close, loop rules, budgets and pressure nor a cap below the default. A hash of "
         "the request id chooses them. 0 switches the control group off, and no harm is measured.",
         advice="Raise it to measure savings and harm sooner; set it to 0 if every request must be shortened.",
+        new=True,
     )
     max_loss: float = field(
         0.01,
@@ -261,23 +266,27 @@ class EntropyPolicy(Section):
         "entropy rules, soft close, caps, loop rules, a budget or a pressure entry. If the control group shows more "
         "harm, the control plane withdraws this kind. 1 switches this off.",
         advice="Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers.",
+        new=True,
     )
     give_up_tokens: Count = field(
         0,
         description="Give-up rule: thinking ends at the first EAT probe, from this many thinking tokens on, after "
         "which the EMA level is still at least give_up_eat_nats; 0 switches the rule off.",
         advice="Take it from `meridianctl calibrate --labels`, which states what it may cost.",
+        new=True,
     )
     give_up_eat_nats: float = field(
         1.0,
         gt=0,
         description="Give-up rule: the EMA level, in nats, from which the answer counts as still undecided.",
         advice="Take it from `meridianctl calibrate --labels`, together with give_up_tokens.",
+        new=True,
     )
     give_up_shadow: bool = field(
         True,
         description="Only count the give-up rule's decisions, even while the section's other rules are in force.",
         advice="Set it to false once `meridianctl calibrate` proves the rule's loss to be small.",
+        new=True,
     )
     confirm_sentence_ends: int = field(
         1,
@@ -286,6 +295,7 @@ class EntropyPolicy(Section):
         description="Number of sentence ends in a row at which the rank, margin or RPDI rule must be met before it "
         "ends thinking; for the EAT rule, number of probes in a row.",
         advice="Choose 2 if a rule ends thinking because of a single odd sentence end.",
+        new=True,
     )
     eat_reference: EatReference = ()
     rank_reference: SignalReference = signal_reference("the end marker's rank")

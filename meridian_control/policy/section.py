@@ -13,13 +13,13 @@ INT32_MAX = 2**31 - 1
 MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 
 
-def field(default: Any = PydanticUndefined, *, advice: str, range: str = "", **more: Any) -> Any:
+def field(default: Any = PydanticUndefined, *, advice: str, range: str = "", new: bool = False, **more: Any) -> Any:
     """Return a field with what the reference says of it.
 
-    advice: when to change the field. range: its values in words, if its limits do not say them. more: description and
-    limits, as in pydantic's Field.
+    advice: when to change the field. range: its values in words, if its limits do not say them. new: one of the two
+    previous versions does not know the field. more: description and limits, as in pydantic's Field.
     """
-    extra: dict[str, JsonValue] = {"advice": advice, **({"range": range} if range else {})}
+    extra: dict[str, JsonValue] = {"advice": advice, "new": new, **({"range": range} if range else {})}
     return Field(default, json_schema_extra=extra, **more)
 
 

@@ -65,6 +65,7 @@ MinThinkTokens = Annotated[
         "floor. It may not exceed max_think_tokens. 0 means that no cap falls below max_think_tokens, and that soft "
         "close begins no earlier than soft_think_tokens, or max_think_tokens if that is less.",
         advice="Leave it at 0 unless the control group has shown that shorter thinking still gives right answers.",
+        new=True,
     ),
 ]
 
@@ -183,6 +184,7 @@ class PressurePolicy(Section):
         0.0,
         description="Target for the 99th percentile of queueing time in milliseconds; 0 sets none.",
         advice="Set it if requests wait for others to end, however long their prompts are.",
+        new=True,
     )
     preempted_answer_ratio: float = field(
         0.0,
@@ -206,6 +208,7 @@ class PressurePolicy(Section):
         description="While the entry shortens a request, the section entropy is in force for the request, although the "
         "section is in shadow.",
         advice="Set it to true to end converged thinking only while an engine is busy.",
+        new=True,
     )
     shadow: bool = field(
         True,
