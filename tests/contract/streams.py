@@ -83,20 +83,25 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         self.reading = asyncio.Event()
         self.welcomes = True
         self.reads_byte_columns = False
-        self._newest: asyncio.Task[Any] | None = None
+        # The tasks of the newest stream: the one that answers, and the one that reads.
+        self._newest: list[asyncio.Task[Any]] = []
 
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[agent_pb2.ConnectResponse]:
         self.received.append(await anext(request_iterator))
-        # gRPC may tell late that a client has ended its stream, which must not take what the next stream is to be said.
-        if self._newest is not None:
-            self._newest.cancel()
-        self._newest = asyncio.current_task()
+        # gRPC may end a stream late on this side. The old stream must neither take what the next stream is to be said
+        # nor add what it still brings to the messages of the next stream.
+        for task in self._newest:
+            task.cancel()
+        answering = asyncio.current_task()
+        assert answering is not None
+        self._newest = [answering]
         if self.welcomes:
             welcome = agent_pb2.Welcome(session_id="s", reads_byte_columns=self.reads_byte_columns)
             yield agent_pb2.ConnectResponse(welcome=welcome)
         reader = asyncio.create_task(self._read(request_iterator))
+        self._newest = [answering, reader]
         try:
             while True:
                 yield await self.say.get()

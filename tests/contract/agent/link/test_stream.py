@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import Any
 
 import grpc
@@ -93,21 +94,23 @@ async def test_each_stream_gets_the_columns_that_its_control_plane_reads(scripte
     servicer, target = scripted
     servicer.reading.set()
 
-    def newest() -> agent_pb2.TokenColumns | None:
-        """Return the columns of the newest report with a row, if the newest stream has sent one."""
-        begun = max((n for n, kind in enumerate(servicer.kinds()) if kind == "hello"), default=0)
+    def newest(engine_id: str) -> agent_pb2.TokenColumns | None:
+        """Return the columns of the newest report with a row, if this engine's stream has sent one. Reports that the
+        stream before it still brings do not count."""
+        begun = max((n for n, kind in enumerate(servicer.kinds()) if kind == "hello"), default=None)
+        if begun is None or servicer.received[begun].hello.engine_id != engine_id:
+            return None
         rows = [m.step.tokens for m in servicer.received[begun:] if row_count(m.step.tokens)]
         return rows[-1] if rows else None
 
-    for reads in (True, False):
+    for engine_id, reads in (("new", True), ("old", False)):
         servicer.reads_byte_columns = reads
-        with LinkedEngine([target]) as engine:
+        with LinkedEngine([target], engine_id) as engine:
             engine.open("a")
-            tokens = await engine.steps_until(newest)
+            tokens = await engine.steps_until(partial(newest, engine_id))
         assert (bool(tokens.byte_columns), bool(tokens.slot)) == (reads, not reads)
         slots, phases, *_ = columns_of(tokens)[0].tolist()
         assert (set(slots), set(phases)) == ({0}, {THINK})
-        servicer.received.clear()
 
 
 async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: tuple[Scripted, str]) -> None:
