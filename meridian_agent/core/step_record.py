@@ -63,14 +63,22 @@ NOT_KNOWN = "it is not known whether the request thinks: the markers are not kno
 
 
 class Outcome(IntEnum):
-    """The values of meridian.v1.Outcome."""
+    """The values of meridian.v1.Outcome. Each decision gets exactly one of them."""
 
+    # The agent has carried the decision out: a forced end is written, a plan or a change of a cap is in force, a tier
+    # has acted on the freed blocks, a probe is measured, a request has left for another engine.
     APPLIED = agent_pb2.OUTCOME_APPLIED
+    # The moment came in which the agent would have acted, but the decision is in shadow.
     SHADOWED = agent_pb2.OUTCOME_SHADOWED
+    # A newer decision about the same thing has taken the decision's place, or another end of thinking came before it.
     SUPERSEDED = agent_pb2.OUTCOME_SUPERSEDED
+    # The model ended its thinking, or the whole request, before the decision was to act.
     ENDED_NATURALLY = agent_pb2.OUTCOME_ENDED_NATURALLY
+    # The request was aborted or had ended, or its slot belongs to a later request by now.
     REQUEST_GONE = agent_pb2.OUTCOME_REQUEST_GONE
+    # The engine cannot carry the decision out; the outcome's detail says why.
     REFUSED = agent_pb2.OUTCOME_REFUSED
+    # A freeze began or a lease ran out before the decision had acted.
     AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
 
 
