@@ -274,7 +274,7 @@ class Agent:
         self.directives.active_plan()
         # The next step takes a full look.
         self.calm.end()
-        self.lease.attention = True
+        self.lease.call_for_attention()
         begun = self.tracker.begun
         if self.lease.connected and not (self._outbox.follows and (begun is None or begun.is_empty)):
             self._publish(scheduler)
@@ -374,7 +374,7 @@ class Agent:
                     self.directives.freeze()
             self.calm.took(message)
         if inbox.messages:
-            self.lease.attention = True
+            self.lease.call_for_attention()
 
     def _take_all(self, scheduler: Any) -> None:
         self.take_arrived(scheduler)

@@ -63,7 +63,8 @@ class CalmSteps:
         self.number, self.due, self._reranked = 0, {}, False
         lease = self._lease
         if lease.attention:
-            lease.attention, self._until_s = False, 0.0
+            lease.give_attention()
+            self._until_s = 0.0
         elif lease.connected is not self._connected or now_s >= self._until_s:
             self._until_s = 0.0
         return self._until_s == 0.0
@@ -90,9 +91,9 @@ class CalmSteps:
         lease's clock. The caller then takes the decisions in."""
         if not self._steady(now_s):
             return False
-        self._lease.attention = False
+        self._lease.give_attention()
         if self._mailbox.arrived:
-            self._lease.attention = True
+            self._lease.call_for_attention()
         return not self._lease.attention
 
     def hold(self, now_s: float) -> bool:

@@ -76,7 +76,7 @@ class Inbox:
         self.messages.clear()
         self._in = self._out
         self.messages.append(None)
-        self._lease.attention = True
+        self._lease.call_for_attention()
 
     def put(self, directives: agent_pb2.Directives) -> None:
         """Add a message, in parts if it is large. A message without a decision is only noted as answered, unless
@@ -86,7 +86,7 @@ class Inbox:
             self._in += sum(map(decisions_in, parts))
             # All parts at once, because `is_over` looks for the next one.
             self.messages.extend(parts)
-            self._lease.attention = True
+            self._lease.call_for_attention()
         else:
             self.answered_step = directives.step
 

@@ -42,8 +42,8 @@ class Lease:
         self.clock = clock
         # A stream is up, so records can be sent. Set on the link's thread.
         self.connected = False
-        # Something waits for the engine in the inbox or the mailbox. Set after it was put there, and cleared on the
-        # engine's thread before it looks.
+        # Whether something waits for the engine in the inbox or the mailbox. Several threads read it; it changes in
+        # `call_for_attention` and `give_attention` only.
         self.attention = False
         # No request is live, so no step will follow that could report outcomes. Set on the engine's thread.
         self.idle = True
@@ -81,6 +81,16 @@ class Lease:
     def falls_idle(self) -> None:
         """Begin an idle time, because no request is live any more."""
         self.idle = True
+
+    def call_for_attention(self) -> None:
+        """Let the engine look into the inbox and the mailbox before its next step. Any thread calls this, after it has
+        put something there, so that no look can miss it."""
+        self.attention = True
+
+    def give_attention(self) -> None:
+        """Note that the engine's thread is about to look into the inbox or the mailbox. It calls this before it looks,
+        so that what arrives during the look calls for another one."""
+        self.attention = False
 
     def asks(self, now: float) -> None:
         """Note that a report waits for its answer since `now`, unless an older report does."""

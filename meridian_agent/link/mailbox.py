@@ -109,7 +109,7 @@ class Mailbox:
                 self.confirm(arrived)
             else:
                 self._waiting.append(arrived)
-                self._lease.attention = True
+                self._lease.call_for_attention()
 
     def deliver(self, directives: agent_pb2.Directives, ring: RecordRing) -> None:
         """Put directives into the inbox; if the engine is idle, report their outcomes on `ring`."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link.inbox import PART_DECISIONS, Inbox
+from meridian_agent.link.lease import Lease
 
 
 def test_a_message_is_over_with_its_last_part() -> None:
     """A request that is held for the answer to a report waits until all decisions of the answer are taken out."""
-    inbox = Inbox(SimpleNamespace(attention=False))  # type: ignore[arg-type]
+    inbox = Inbox(Lease(lambda: 0.0))
     caps = [agent_pb2.ThinkCap(decision_id=number + 1) for number in range(3 * PART_DECISIONS)]
     inbox.put(agent_pb2.Directives(step=7, caps=caps))
     inbox.put(agent_pb2.Directives(step=8, caps=caps[:1]))

@@ -203,7 +203,7 @@ def test_steps_of_text_notice_silence_too() -> None:
     made = connected("a")
     record = made.engine.run({"a": TEXT})
     # The engine has taken in all messages.
-    made.link.lease.attention = False
+    made.link.lease.give_attention()
 
     def text(at_s: float) -> bool:
         gauges = 0, 0, 0, 0, 0, 0
