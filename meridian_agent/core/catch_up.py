@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import Markers, PhaseState, TokenEvent, Work, begin_after, begin_unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from meridian_agent.vllm_types import Request
 
 # Tokens of a new prompt to read at once; if the last marker is further from the prompt's end, the coming steps read on.
 NEW_TOKENS = 65_536
@@ -27,7 +29,7 @@ STEP_TOKENS, REQUEST_TOKENS = 8192, 512
 class RequestReading:
     """The reading of one request: its prompt backwards until a marker is found, then its generated tokens forwards."""
 
-    ref: Any
+    ref: Request
     markers: Markers
     supports_think_disable: bool
     state: PhaseState | None = None
@@ -59,7 +61,7 @@ class RequestReading:
             self.at = 0
 
 
-def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -> PhaseState | None:
+def state_of_new(request: Request, markers: Markers, supports_think_disable: bool) -> PhaseState | None:
     """Return the state in which its prompt leaves a new request; None if the search takes too long for one step."""
     return RequestReading(request, markers, supports_think_disable).read(Work(NEW_TOKENS))
 
@@ -67,25 +69,25 @@ def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -
 class CatchUp:
     """The requests that are still to be read, oldest first."""
 
-    def __init__(self, requests: Iterable[Any] = ()) -> None:
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._waiting = deque(requests)
         self._reading: RequestReading | None = None
 
     def __bool__(self) -> bool:
         return self._reading is not None or bool(self._waiting)
 
-    def extend(self, requests: Iterable[Any]) -> None:
+    def extend(self, requests: Iterable[Request]) -> None:
         """Add requests after all others."""
         self._waiting.extend(requests)
 
-    def put_back(self, requests: list[Any]) -> None:
+    def put_back(self, requests: list[Request]) -> None:
         """Add requests before all others, because they have to be read again later."""
         self._waiting.extendleft(reversed(requests))
 
-    def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Any, PhaseState]]:
+    def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Request, PhaseState]]:
         """Do the reading of one step; return the requests that have been read to their newest token, each with its
         state."""
-        found, work = [], Work(STEP_TOKENS)
+        read, work = [], Work(STEP_TOKENS)
         while work.left > 0 and self:
             reading = self._reading
             # If the markers have changed, the request is read again from the beginning.
@@ -97,7 +99,7 @@ class CatchUp:
                 continue
             before = work.left
             if (state := reading.read(work)) is not None:
-                found.append((reading.ref, state))
+                read.append((reading.ref, state))
                 self._reading = None
                 work.left = min(work.left, before - REQUEST_TOKENS)
-        return found
+        return read

@@ -264,9 +264,9 @@ class Directives:
             cap = live.cap if live.cap and not (live.cap.shadow or live.cap.reported) else None
             counts = cap is not None and (limit.by_reserve or cap.max_think_tokens == limit.tokens)
             self._tracker.run.leave(live)
-            made = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
-            live.begin_forced_end(made)
-            live.rewrite_forced_end(*self._written(live, state, made))
+            by_limit = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
+            live.begin_forced_end(by_limit)
+            live.rewrite_forced_end(*self._written(live, state, by_limit))
         elif not _begun(live):
             if self._waits(live, ending, rows):
                 live.delay_forced_end()

@@ -17,6 +17,7 @@ from meridian_agent.core.sentences import CERTAIN, newest_end
 if TYPE_CHECKING:
     from meridian_agent.core.request_info import RequestInfo
     from meridian_agent.core.sentences import SentenceTable
+    from meridian_agent.vllm_types import Request
 
 # Ranks of requests without a decided rank; the control plane's ranks use the same scale (lower is more urgent). If
 # phases are not known, all requests have the same rank, so vLLM's own order applies.
@@ -85,7 +86,7 @@ class LiveRequest:
     # Phase and token counts without the counted steps of the run; `state` includes these steps. A run changes no phase.
     own_state: PhaseState
     opened_step: int
-    ref: Any
+    ref: Request
     # Cap and answer reserve (0 for none) from the settings; they apply until the first cap is decided for the request.
     default_cap: int | None = None
     default_reserve: int = 0

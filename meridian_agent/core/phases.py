@@ -207,9 +207,9 @@ class Markers:
             if not self.by_last.keys().isdisjoint(part):
                 work.left -= WALK_TOKENS * len(part)
                 for position in [i for i in range(stop - 1, begin - 1, -1) if part[i - begin] in self.by_last]:
-                    found, _ = self.match(list(tokens[max(0, position + 1 - self.longest) : position + 1]))
-                    if found is not TokenEvent.TEXT:
-                        return found, position + 1
+                    event, _ = self.match(list(tokens[max(0, position + 1 - self.longest) : position + 1]))
+                    if event is not TokenEvent.TEXT:
+                        return event, position + 1
                     work.left -= LOOK_TOKENS
                     if work.left <= 0:
                         return TokenEvent.TEXT, position
@@ -285,10 +285,10 @@ class PhaseState:
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
         """Advance by one token; return the phase that the token belongs to, and its row flags."""
         if markers.longest == 1:
-            found = markers.by_last.get(token)
-            if found is None:
+            completed = markers.by_last.get(token)
+            if completed is None:
                 return self._text()
-            return self._marker(found[0][1], (token,))
+            return self._marker(completed[0][1], (token,))
         self.tail.append(token)
         if len(self.tail) > markers.longest:
             del self.tail[0]

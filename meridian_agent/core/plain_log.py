@@ -34,8 +34,8 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(_escape, text) if UNPRINTABLE.search(text) else text
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape", "surrogatepass").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape", "surrogatepass").decode()
 
 
 def install() -> None:

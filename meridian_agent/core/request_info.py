@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import TokenEvent
 from meridian_agent.core.plain_log import printable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meridian_agent.core.phases import Markers
+    from meridian_agent.vllm_types import Request, SamplingParams, Scheduler
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -99,7 +100,7 @@ class Overrides(NamedTuple):
 NOTHING_SET = Overrides("", "", "", None, None, MAX_TOKENS, "")
 
 
-def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> RequestInfo:
+def info_of(request: Request, model: str, markers: Markers, scheduler: Scheduler) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
     adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
@@ -131,18 +132,18 @@ def _is_remote_decode(kv_transfer_params: object) -> bool:
     return isinstance(kv_transfer_params, dict) and kv_transfer_params.get("do_remote_decode") is True
 
 
-def _extra(request: Any, name: str) -> object:
+def _extra(request: Request, name: str) -> object:
     params = request.sampling_params
     return (params.extra_args or {}).get(name, "") if params is not None else ""
 
 
-def template_settings(request: Any) -> str:
+def template_settings(request: Request) -> str:
     """Return the settings with which the model's own chat template rendered a request; empty if they are not known."""
     value = _extra(request, TEMPLATE)
     return value if isinstance(value, str) and value != UNKNOWN_TEMPLATE and len(value) <= MAX_TEMPLATE else ""
 
 
-def handed_over_ref(request: Any) -> str:
+def handed_over_ref(request: Request) -> str:
     """Return the reference of the decision that a request continues, from its `vllm_xargs`; empty for every other
     request."""
     value = _extra(request, HAND_OVER)
@@ -165,7 +166,7 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
     return Overrides(tenant, slo_class, effort, floor, cap, repeated, "; ".join(complaints))
 
 
-def budget_of(params: Any, prompt: Sequence[int], markers: Markers) -> int | None:
+def budget_of(params: SamplingParams, prompt: Sequence[int], markers: Markers) -> int | None:
     """Return vLLM's own thinking_token_budget of a request as a cap on generated tokens; None if the request has none.
 
     vLLM counts the prompt's tokens after the start marker as thinking, such as the newline of a chat template; the

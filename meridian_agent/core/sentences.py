@@ -390,13 +390,13 @@ def _word(piece: str) -> Symbol:  # noqa: PLR0911
 
 def symbols_of(text: str) -> tuple[Symbol, ...]:
     """Return what the machine of characters reads in a text."""
-    found = list[Symbol]()
+    symbols = list[Symbol]()
     for piece in PIECES.findall(text):
         if piece[0].isalpha():
-            found.append(_word(piece))
+            symbols.append(_word(piece))
         elif (symbol := S.NUMBER if piece[0].isdecimal() else _character(piece[0])) is not None:
-            found.append(symbol)
-    return tuple(found)
+            symbols.append(symbol)
+    return tuple(symbols)
 
 
 # ------------------------------------------------------------------------------------------------------- vocabularies
@@ -528,8 +528,8 @@ def table_of(texts: Iterable[TokenText]) -> SentenceTable:
     classes = dict[_Function, int]()
     class_of = [classes.setdefault(_function(kind), len(classes)) for kind in numbers]
     of_kind = bytes(function.may_end for function in classes)
-    made = array("H", (class_of[kind] for kind in kinds))
-    return _numbered(list(classes), made, bytes(of_kind[number] for number in made[:-1]))
+    class_ids = array("H", (class_of[kind] for kind in kinds))
+    return _numbered(list(classes), class_ids, bytes(of_kind[number] for number in class_ids[:-1]))
 
 
 class _Function(NamedTuple):

@@ -60,10 +60,10 @@ class WorkerRequestEncoder:
         known_end, version, _, known_flags = self._request
         flags = b"" if self.flags and not probes else None
         if excluded_ids is not self._sent or (flags is not None and not self._sent_flags):
-            told = flags if flags is None or self._sent_flags else self.flags
+            sent = flags if flags is None or self._sent_flags else self.flags
             self._sent, self._sent_flags = excluded_ids, self._sent_flags or flags is not None
             self._request = end_token_id, version + 1, None, flags
-            return end_token_id, version + 1, tuple(excluded_ids), told
+            return end_token_id, version + 1, tuple(excluded_ids), sent
         if end_token_id != known_end or flags != known_flags:
             self._request = end_token_id, version, None, flags
         return self._request

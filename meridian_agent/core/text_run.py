@@ -358,10 +358,10 @@ class TextRun:
         self.text_states = States(None, self._states, lambda states: states[rows])
         return [tokens[row] for row in self.rows]
 
-    def lengths_for(self, told: SignalBytes | None) -> Sequence[int]:
-        """Return the lengths of the newest step for its record. told: the worker's signals; if they have a row for each
+    def lengths_for(self, signals: SignalBytes | None) -> Sequence[int]:
+        """Return the lengths of the newest step for its record. signals: the worker's; if they have a row for each
         draft token, too, the record needs lengths even if each member has one token."""
-        return self.lengths or ([1] * self.members if isinstance(told, tuple) else ())
+        return self.lengths or ([1] * self.members if isinstance(signals, tuple) else ())
 
     def counted(self, row: int) -> int:
         """Return the number of tokens that are counted for a member in this row, from a beginning that is the same as
@@ -377,8 +377,8 @@ class TextRun:
             if think_tokens - at >= tokens:
                 break
             length = 1 if several is None else several.lengths[row]
-            if several is not None and length > 1 and (found := self._flagged(several).get(row)) is not None:
-                return at - found[0], found[1]
+            if several is not None and length > 1 and (place := self._flagged(several).get(row)) is not None:
+                return at - place[0], place[1]
             at -= length
         return None
 

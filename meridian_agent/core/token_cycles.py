@@ -90,7 +90,7 @@ class TokenTail:
         first = end - min(size, (MAX_PERIOD + SUFFIX_TOKENS) * _SIZE)
         if size < MIN_TOKENS * _SIZE or self._text.rfind(suffix, first, end - _SIZE) < 0:
             return None
-        text, found, covered = bytes(self._text[-size:]), None, 0
+        text, surest, covered = bytes(self._text[-size:]), None, 0
         # Bounds, in bytes, of the text in which an earlier occurrence is searched.
         first = max(0, size - (MAX_PERIOD + SUFFIX_TOKENS) * _SIZE)
         stop = size - _SIZE
@@ -106,9 +106,9 @@ class TokenTail:
             # a period that reaches further back is longer than the covered text less this period.
             stop = min(stop, size - covered + distance - _SIZE)
             cycle = TokenCycle(distance // _SIZE, covered // _SIZE)
-            if found is None or weight(cycle) > weight(found):
-                found = cycle
-        return found
+            if surest is None or weight(cycle) > weight(surest):
+                surest = cycle
+        return surest
 
 
 def weight(cycle: TokenCycle) -> float:
@@ -197,8 +197,8 @@ class LoopSearch:
         self._tails: dict[int, tuple[str, TokenTail]] = {}
 
     def search(self, looks: Iterable[Look]) -> list[tuple[int, int, int]]:
-        """Take these looks. Return slot, period and tokens of each cycle that was found."""
-        found = list[tuple[int, int, int]]()
+        """Take these looks. Return slot, period and tokens of each cycle that was loops."""
+        loops = list[tuple[int, int, int]]()
         for slot, request_id, text_run, tokens, total, repeating in looks:
             repeating.discard(slot)
             known, tail = self._tails.get(slot, ("", None))
@@ -210,6 +210,6 @@ class LoopSearch:
                 continue
             tail.take(tokens, total)
             if (cycle := tail.cycle(text_run)) is not None:
-                found.append((slot, *cycle))
+                loops.append((slot, *cycle))
                 repeating.add(slot)
-        return found
+        return loops

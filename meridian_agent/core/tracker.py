@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.sentences import SentenceTable
     from meridian_agent.core.step_signals import SignalBytes
+    from meridian_agent.vllm_types import Request
 
 # Number of slots that rest after a close before they are used again. A report cannot merge a step that opens a slot
 # with the step that closed it, so an early use would cut one report into two.
@@ -109,7 +110,7 @@ class Tracker:
         """Whether no slot is free for another request."""
         return not self._free and self._next_slot >= MAX_SLOTS
 
-    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> LiveRequest:
+    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Request) -> LiveRequest:
         """Start tracking a request that was just admitted to the engine."""
         return self.enter(info, begin(self.markers, prompt, self.supports_think_disable), step, ref)
 
@@ -118,7 +119,7 @@ class Tracker:
         info: RequestInfo,
         state: PhaseState,
         step: int,
-        ref: Any,
+        ref: Request,
         preempted: bool = False,
         *,
         queued_s: float | None = None,
@@ -284,14 +285,14 @@ class Tracker:
         self._tokens, self._several = [], None
         return list(range(len(request_ids)))
 
-    def count(self, others: Sequence[int], told: SignalBytes | None = None) -> None:
-        """Count the noted step for the members of the run. others: the rows that are looked at one by one. told:
+    def count(self, others: Sequence[int], signals: SignalBytes | None = None) -> None:
+        """Count the noted step for the members of the run. others: the rows that are looked at one by one. signals:
         signals of the step's rows."""
         run, record = self.run, self.record
         # A request that joins the run with its tokens of this step is a member from then on.
         text = run.count(self._tokens, self._several) if self._tokens else ()
         if run.members:
-            record.text, record.lengths = text, run.lengths_for(told)
+            record.text, record.lengths = text, run.lengths_for(signals)
             record.sentences, record.states = run.sentences, run.text_states
             record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
             if others:

@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 
     from meridian_agent.engine.capabilities import EngineFacts
     from meridian_agent.link.control_stream import ControlStream
+    from meridian_agent.vllm_types import (
+        EngineCoreOutputs,
+        GrammarOutput,
+        ModelRunnerOutput,
+        Request,
+        Scheduler,
+        SchedulerOutput,
+    )
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -49,7 +57,7 @@ SENTENCE_TOKENS = 512
 class Agent:
     """The agent of one engine; only the engine-core thread uses it."""
 
-    def __init__(self, scheduler: Any, markers: Markers, link: ControlStream, facts: EngineFacts) -> None:
+    def __init__(self, scheduler: Scheduler, markers: Markers, link: ControlStream, facts: EngineFacts) -> None:
         self.link, self.lease, self.mailbox, self.facts = link, link.lease, link.mailbox, facts
         self._outbox = link.outbox
         self.is_async = scheduler_api.is_async(scheduler)
@@ -122,31 +130,31 @@ class Agent:
             self._adoption.extend(live.ref for live in self.tracker.by_id.values())
         self.link.outbox.resync()
 
-    def take_arrived(self, scheduler: Any) -> None:
+    def take_arrived(self, scheduler: Scheduler) -> None:
         """Put arrived settings and freezes in force and confirm them; drop decisions whose lease has run out."""
         if (held := self.lease.held) is not None and held is not self._obeyed:
             # Settings that were confirmed while the engine was idle come before settings that have arrived since.
             self.put_in_force(*held)
         # The lease is not read again, because the link's thread may put newer settings into it meanwhile.
         self._obeyed = held
-        taken = self.mailbox.take() if self.mailbox.arrived else ()
-        for one in taken:
+        arrived = self.mailbox.take() if self.mailbox.arrived else ()
+        for one in arrived:
             if one.settings is not None:
                 self.put_in_force(one.settings, one.markers)
         lapsed, frozen = self.link.lapsed(), self.lease.frozen()
-        was_frozen = self._freeze_confirmed or any(one.status.freeze_status.frozen for one in taken)
+        was_frozen = self._freeze_confirmed or any(one.status.freeze_status.frozen for one in arrived)
         self._freeze_confirmed = False
         if was_frozen and not (frozen or self.frozen):
             # A freeze began and ended between two steps, and the control plane has discarded its decisions.
             self._suspend(scheduler, lapsed, True)
-        if taken or lapsed != self._lapsed or frozen != self.frozen:
+        if arrived or lapsed != self._lapsed or frozen != self.frozen:
             self._suspend(scheduler, lapsed, frozen)
-        for one in taken:
+        for one in arrived:
             self.mailbox.confirm(one)
             if one.settings is not None:
                 self._obeyed = self.lease.held
 
-    def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
+    def _suspend(self, scheduler: Scheduler, lapsed: int, frozen: bool) -> None:
         """Drop the decisions that a freeze or the end of a lease puts out of force.
 
         A freeze puts a request's own cap out of force, too, so that the agent can have no part in a problem.
@@ -170,16 +178,16 @@ class Agent:
     # ------------------------------------------------------------------------------------------------ request events
 
     @hook(agent_pb2.FAULT_CAUSE_OPENED)
-    def admit(self, request: Any) -> None:
+    def admit(self, request: Request) -> None:
         """Look at a request before vLLM accepts it."""
         self.hand_over.admit(request, self.block_size)
 
     @hook(agent_pb2.FAULT_CAUSE_OPENED)
-    def opened(self, scheduler: Any, request: Any) -> None:
+    def opened(self, scheduler: Scheduler, added: Request) -> None:
         """Track a request that was added to the engine, if it generates text."""
         self.calm.end()
         # A streaming session adds all its inputs under one id, and vLLM keeps only the session's request, if any.
-        request = scheduler.requests.get(request.request_id)
+        request = scheduler.requests.get(added.request_id)
         if request is None or request.sampling_params is None:
             return
         if request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
@@ -197,17 +205,17 @@ class Agent:
             return
         self._adoption.extend([request])
 
-    def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
+    def adopt(self, requests: Iterable[Request], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
         self._adoption = CatchUp(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
         self.accounts.prefills.extend([0] * steps_under_way)
 
-    def _adopt_some(self, scheduler: Any) -> None:
+    def _adopt_some(self, scheduler: Scheduler) -> None:
         """Do the reading of one step. While the engine has more live requests than a control plane takes in, the newest
         ones wait here; hardly one of them runs before it has a slot."""
         if self.tracker.is_full:
             return
-        without_slot: list[Any] = []
+        without_slot: list[Request] = []
         for request, state in self._adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
@@ -223,7 +231,7 @@ class Agent:
                 self.tracker.reorder = True
         self._adoption.put_back(without_slot)
 
-    def _sentence(self, request: Any, state: PhaseState) -> int:
+    def _sentence(self, request: Request, state: PhaseState) -> int:
         """Return the sentence table's state after the thinking of a request that the agent has not seen from its first
         token on."""
         if state.phase is not Phase.THINK or not state.text_run:
@@ -242,7 +250,7 @@ class Agent:
             self.probing.ended(request_id)
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
-    def ended_between_steps(self, scheduler: Any) -> None:
+    def ended_between_steps(self, scheduler: Scheduler) -> None:
         """Publish the end of the last live request at once: in a program that calls vLLM's engine in its own process,
         no step follows until the next request comes."""
         if not (self.lease.idle or self.tracker.by_id or self._adoption):
@@ -251,13 +259,13 @@ class Agent:
             self._publish(scheduler)
             self._outbox.ring.wake()
 
-    def _fall_idle(self, scheduler: Any) -> None:
+    def _fall_idle(self, scheduler: Scheduler) -> None:
         """Let the link's thread answer messages, because no request is live any more."""
         self.mailbox.fall_idle(partial(self._take_all, scheduler))
         self.directives.active_plan()
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
-    def rest(self, scheduler: Any) -> None:
+    def rest(self, scheduler: Scheduler) -> None:
         """Publish what no step has published, because the engine makes none although requests are live: vLLM is paused,
         or a program does not call its engine. Called on the link's thread, while no step can begin.
 
@@ -266,9 +274,9 @@ class Agent:
         """
         if self.lease.idle:
             return
-        if taken := self.mailbox.take():
-            self._freeze_confirmed |= any(one.status.freeze_status.frozen for one in taken)
-            for one in taken:
+        if arrived := self.mailbox.take():
+            self._freeze_confirmed |= any(one.status.freeze_status.frozen for one in arrived)
+            for one in arrived:
                 self.mailbox.confirm(one)
         self._take_inbox(math.inf)
         self.directives.active_plan()
@@ -279,19 +287,19 @@ class Agent:
         if self.lease.connected and not (self._outbox.follows and (begun is None or begun.is_empty)):
             self._publish(scheduler)
 
-    def _publish(self, scheduler: Any) -> None:
+    def _publish(self, scheduler: Scheduler) -> None:
         """Queue the record of what has happened since the newest step."""
         self.accounts.state = self.lease.say_state()
         self.accounts.complete_between_steps(scheduler)
         self.accounts.send()
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
-    def preempting(self, request: Any) -> None:
+    def preempting(self, request: Request) -> None:
         """Give a request its own priority back, because it is about to be preempted."""
         self.queues.preempting(request)
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
-    def preempted(self, scheduler: Any, request: Any) -> None:
+    def preempted(self, scheduler: Scheduler, request: Request) -> None:
         self.calm.end()
         live = self.tracker.by_id.get(request.request_id)
         if live is None:
@@ -306,7 +314,7 @@ class Agent:
                 reuse_answers_last(scheduler, self.tracker.preempted)
 
     @hook(agent_pb2.FAULT_CAUSE_FREEING)
-    def freeing(self, scheduler: Any, request: Any) -> None:
+    def freeing(self, scheduler: Scheduler, request: Request) -> None:
         """Unhash or note the KV blocks of a request before they go back to the pool."""
         if request.request_id in self.probing.placed:
             self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
@@ -316,7 +324,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------------ each step
 
     @hook(agent_pb2.FAULT_CAUSE_BEFORE_SCHEDULE)
-    def before_schedule(self, scheduler: Any) -> list[Limit]:
+    def before_schedule(self, scheduler: Scheduler) -> list[Limit]:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         calm = self.calm
         self.accounts.began_s = began_s = self.lease.clock()
@@ -354,15 +362,15 @@ class Agent:
 
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
         """Apply the decisions in the inbox, up to the message with which at least `limit` decisions are reached."""
-        inbox, taken = self.link.inbox, 0
+        inbox, decisions = self.link.inbox, 0
         # After the end of a lease decisions stay in the inbox; only the mark of a new stream is taken out.
-        while inbox.messages and taken < limit and (not self._lapsed or inbox.new_stream_waits()):
+        while inbox.messages and decisions < limit and (not self._lapsed or inbox.new_stream_waits()):
             try:
                 message, size = inbox.take()
             except IndexError:
                 # The link's thread has just cleared the inbox for a new stream.
                 return
-            taken += size
+            decisions += size
             if message is None:
                 self.directives.new_stream()
                 self.probing.new_stream()
@@ -376,12 +384,12 @@ class Agent:
         if inbox.messages:
             self.lease.call_for_attention()
 
-    def _take_all(self, scheduler: Any) -> None:
+    def _take_all(self, scheduler: Scheduler) -> None:
         self.take_arrived(scheduler)
         self._take_inbox(math.inf)
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
-    def after_schedule(self, scheduler: Any, output: Any) -> None:
+    def after_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Tell the workers what to measure; under asynchronous scheduling, let vLLM wait for tokens that a forced end
         depends on."""
         scheduled, tracker, run = output.num_scheduled_tokens, self.tracker, self.tracker.run
@@ -415,7 +423,9 @@ class Agent:
         self.calm.scheduled(len(scheduled))
 
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
-    def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
+    def bitmask(
+        self, scheduler: Scheduler, output: SchedulerOutput, base: GrammarOutput | None
+    ) -> GrammarOutput | None:
         """Return the step's token masks, with the forced ends of this step.
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
@@ -434,20 +444,22 @@ class Agent:
         return self.masks.with_ends(output, base)
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
-    def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
+    def after_update(
+        self, scheduler: Scheduler, runner_output: ModelRunnerOutput, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
         if self.probing.computed and self.probing.collect_rows(runner_output):
             self.calm.end()
         if self.accounts.take_text(scheduler, runner_output, outputs):
             return
-        told = self.measuring.hear(runner_output)
+        signals = self.measuring.hear(runner_output)
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
             self.probing.rows_possible = rows_possible
             self.calm.end()
-        self._adoption.extend(self.accounts.take(runner_output, outputs, told, scheduler.finished_req_ids))
+        self._adoption.extend(self.accounts.take(runner_output, outputs, signals, scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self._fall_idle(scheduler)
-        record = self.accounts.complete(scheduler, told)
+        record = self.accounts.complete(scheduler, signals)
         if not runner_output.req_ids and self.link.outbox.says_nothing_new(record, is_live):
             return
         self.accounts.send()

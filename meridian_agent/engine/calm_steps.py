@@ -6,7 +6,7 @@ newest full look left behind, and so knows whether another look would change not
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_agent.vllm_adapter import scheduler_api
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.engine.queue_order import Limit, QueueOrder
     from meridian_agent.link.control_stream import ControlStream
+    from meridian_agent.vllm_types import Scheduler
 
 
 class CalmSteps:
@@ -106,7 +107,7 @@ class CalmSteps:
             number != 0 and number == self._run.number and lease.connected is self._connected and now_s < self._until_s
         )
 
-    def go_on(self, scheduler: Any) -> bool:
+    def go_on(self, scheduler: Scheduler) -> bool:
         """Order the queues if ranks have changed, place the probes that have come due since the newest look, and keep
         the places that probes need. Return False, and the step needs a full look, if one of them cannot be a row of its
         request, if probes are placed together in this step, or if the places that were kept for probes are free
@@ -129,7 +130,7 @@ class CalmSteps:
             self._probing.keep_places(scheduler)
         return not self.limits or self._probing.reserved(scheduler) == self._reserved
 
-    def end_full_look(self, scheduler: Any, plan: DispatchPlan | None, limits: list[Limit]) -> None:
+    def end_full_look(self, scheduler: Scheduler, plan: DispatchPlan | None, limits: list[Limit]) -> None:
         """Find out whether calm steps follow. plan: the plan that the engine obeys. limits:
         the scheduler's limits that the full look lowers."""
         run, lease = self._run, self._lease
@@ -176,7 +177,7 @@ class CalmSteps:
         self.awaited, self.needs_places = awaited, self._probing.needs_places
         return True
 
-    def _limits_stay(self, scheduler: Any) -> bool:
+    def _limits_stay(self, scheduler: Scheduler) -> bool:
         """Return whether the limits are the same in the coming steps, or no request waits on which they would act. The
         limit that holds back admission depends on requests that wait with KV blocks."""
         return not (self._directives.hold_admission and scheduler_api.anything_waits(scheduler))
@@ -186,7 +187,7 @@ class CalmSteps:
         if requests != self._run.members:
             self.number = 0
 
-    def find_due(self, scheduler: Any) -> None:
+    def find_due(self, scheduler: Scheduler) -> None:
         """Find out which of the awaited probes belong behind the newest tokens of the run's members."""
         if self.awaited and self.number == self._run.number:
             self.due = self._run.at_ends(self.awaited)

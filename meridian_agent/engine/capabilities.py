@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meridian_agent.engine.later_turns import LaterTurns
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
     from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
+    from meridian_agent.vllm_types import ModelRunnerOutput, Scheduler
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -67,7 +68,7 @@ class Measuring:
         # Whether the worker can compute a probe as a row of its request.
         self.probe_rows = False
 
-    def hear(self, runner_output: Any) -> Any:
+    def hear(self, runner_output: ModelRunnerOutput) -> Any:
         """Return the signals of a step's rows, None if there are none, and take in what else the worker says.
         runner_output: vLLM's ModelRunnerOutput."""
         signals = getattr(runner_output, RESULT, None)
@@ -90,16 +91,16 @@ class Measuring:
             logger.info("meridian: this engine measures entropy again")
         self._restart()
 
-    def _hear_backend(self, told: tuple[str, str, bool]) -> None:
+    def _hear_backend(self, named: tuple[str, str, bool]) -> None:
         """Note the worker's entropy backend; if the last Hello named another one, begin a stream with a new Hello."""
-        *backend, self.probe_rows = told
+        *backend, self.probe_rows = named
         known, self.backend = self.backend, (backend[0], backend[1])
         if backend[0] != known[0]:
             logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
             self._restart()
 
 
-def capabilities(scheduler: Any, entropy: bool, facts: EngineFacts) -> agent_pb2.Capabilities:
+def capabilities(scheduler: Scheduler, entropy: bool, facts: EngineFacts) -> agent_pb2.Capabilities:
     """Return the capabilities of this engine. entropy: whether the worker measures entropy."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1

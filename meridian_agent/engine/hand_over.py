@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.request_info import RequestInfo
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
+    from meridian_agent.vllm_types import Request, Scheduler
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -52,7 +53,7 @@ class HandOverRunner:
             self._tracker.record.handed_over.append(live.slot)
         self._decided.close(live, finish_reason, blocks)
 
-    def admit(self, request: Any, block_size: int) -> None:
+    def admit(self, request: Request, block_size: int) -> None:
         """Look at a request before vLLM does: let this engine compute the KV that it cannot read."""
         if reason := hand_over.drop_unfit_blocks(request, self._able_to_answer, block_size):
             logger.warning("meridian: request %s is computed anew: %s", request.request_id, reason)
@@ -61,7 +62,7 @@ class HandOverRunner:
         if info.handed_over_ref:
             self.computed[info.request_id] = 0
 
-    def scheduled(self, tokens: Mapping[str, int], scheduler: Any) -> None:
+    def scheduled(self, tokens: Mapping[str, int], scheduler: Scheduler) -> None:
         """Count the tokens of a step, and forget requests that have left before their first token. tokens: number of
         scheduled tokens by request id. scheduler: vLLM's, which has the engine's requests."""
         self.computed = {r: n + tokens.get(r, 0) for r, n in self.computed.items() if r in scheduler.requests}

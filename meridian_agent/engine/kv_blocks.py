@@ -7,7 +7,7 @@ reclaimed blocks. Runs on the engine-core thread, while vLLM frees or preempts a
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import Outcome, Tier
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.engine.later_turns import LaterTurns
+    from meridian_agent.vllm_types import Block, BlockPool, Request, Scheduler
 
 
 # The agent searches the freed blocks of a request with at most this many output tokens, because a longer search would
@@ -32,7 +33,7 @@ class KvBlocks:
         self._directives, self._later_turns = directives, later_turns
         self.reclaimed = 0
 
-    def freeing(self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str]) -> None:
+    def freeing(self, scheduler: Scheduler, request: Request, live: LiveRequest, probes: Iterable[str]) -> None:
         """Unhash the blocks of a finished request that no later prompt can hit, if its tier says so; note the blocks of
         a preempted answer. probes: the ids of the request's own probes that vLLM has not freed yet."""
         if not request.is_finished():
@@ -48,7 +49,7 @@ class KvBlocks:
         self._directives.report(decision_id, outcome, detail=detail)
 
     def _reclaim(
-        self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str], shadow: bool
+        self, scheduler: Scheduler, request: Request, live: LiveRequest, probes: Iterable[str], shadow: bool
     ) -> tuple[Outcome, str]:
         if refusal := self._refusal(scheduler, request, live):
             return Outcome.REFUSED, refusal
@@ -62,7 +63,7 @@ class KvBlocks:
         self.reclaimed += count
         return Outcome.APPLIED, f"{count} blocks"
 
-    def _refusal(self, scheduler: Any, request: Any, live: LiveRequest) -> str:
+    def _refusal(self, scheduler: Scheduler, request: Request, live: LiveRequest) -> str:
         if request.num_output_tokens > LONGEST_TOKENS:
             return f"an output of over {LONGEST_TOKENS} tokens"
         if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
@@ -72,7 +73,7 @@ class KvBlocks:
         structured = request.structured_output_request is not None
         return self._later_turns.refusal(live, request.output_token_ids, structured=structured)
 
-    def evict(self, scheduler: Any, request: Any, reachable_tokens: int, probes: Iterable[str] = ()) -> int:
+    def evict(self, scheduler: Scheduler, request: Request, reachable_tokens: int, probes: Iterable[str] = ()) -> int:
         """Unhash, in each KV cache group, the blocks after this many tokens that no other request shares; return the
         number of blocks. probes: the request's own probes, which do not count as other requests."""
         manager = scheduler.kv_cache_manager
@@ -81,8 +82,10 @@ class KvBlocks:
         probed = Counter(b for probe in probes for ids in manager.get_block_ids(probe) for b in ids)
         ids_of_groups = manager.get_block_ids(request.request_id)
         for ids, group in zip(ids_of_groups, manager.coordinator.single_type_managers, strict=True):
-            found = unreachable_blocks(ids, reachable_tokens, group.block_size, lambda b: pool[b].ref_cnt - probed[b])
-            blocks.update(b for b in found if pool[b].block_hash is not None)
+            unreachable = unreachable_blocks(
+                ids, reachable_tokens, group.block_size, lambda b: pool[b].ref_cnt - probed[b]
+            )
+            blocks.update(b for b in unreachable if pool[b].block_hash is not None)
         manager.evict_blocks(blocks)
         return len(blocks)
 
@@ -100,7 +103,7 @@ def unreachable_blocks(
     return {b for b in block_ids[kept:] if reference_count(b) == 1}
 
 
-def reuse_answers_last(scheduler: Any, preempted: Iterable[LiveRequest]) -> None:
+def reuse_answers_last(scheduler: Scheduler, preempted: Iterable[LiveRequest]) -> None:
     """Put the blocks of preempted answers last in the order of reuse again, because the blocks of a preempted thinking
     request have just gone behind them."""
     pool = scheduler.kv_cache_manager.block_pool
@@ -109,7 +112,7 @@ def reuse_answers_last(scheduler: Any, preempted: Iterable[LiveRequest]) -> None
         _free_anew(pool, kept)
 
 
-def _free_anew(pool: Any, blocks: list[Any]) -> None:
+def _free_anew(pool: BlockPool, blocks: list[Block]) -> None:
     """Put free blocks last in the order of reuse, with the first of these blocks at the very end.
 
     An exception between the two calls would leave blocks that no request owns and that are never free again. The two
@@ -119,7 +122,7 @@ def _free_anew(pool: Any, blocks: list[Any]) -> None:
     pool.touch(blocks) or pool.free_blocks(blocks[::-1])
 
 
-def _remember(scheduler: Any, request: Any, live: LiveRequest) -> None:
+def _remember(scheduler: Scheduler, request: Request, live: LiveRequest) -> None:
     """Note the blocks of a preempted answer with their hashes; a block belongs to the answer for as long as its hash is
     the same."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks

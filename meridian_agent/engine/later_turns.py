@@ -46,10 +46,10 @@ class Kind(NamedTuple):
 
 class LaterTurns:
     """What is known of the later turns of one engine's requests. read: finds out how the model's own template treats
-    thinking under some settings. told: called when `note` has changed."""
+    thinking under some settings. note_changed: called when `note` has changed."""
 
-    def __init__(self, read: Callable[[str], Template], told: Callable[[], None]) -> None:
-        self._read, self._told = read, told
+    def __init__(self, read: Callable[[str], Template], note_changed: Callable[[], None]) -> None:
+        self._read, self._note_changed = read, note_changed
         # By the template's settings as JSON text; and the settings that wait to be rendered, or are.
         self._templates: dict[str, Template] = {}
         self._asked = set[str]()
@@ -100,7 +100,7 @@ class LaterTurns:
         self._repeating[kind] = None
         name = info.request_id
         logger.warning("meridian: the prompt of request %r shows that %s", name, self.note)
-        self._told()
+        self._note_changed()
 
     def _read_waiting(self) -> None:
         while True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meridian.v1 import agent_pb2
 
@@ -45,6 +45,13 @@ from meridian_agent.vllm_adapter.version import unfit_limit, vllm_version
 
 if TYPE_CHECKING:
     from meridian_agent.core.guard import Guard
+    from meridian_agent.vllm_types import Scheduler
+
+    class NamedScheduler(Scheduler, Protocol):
+        """A scheduler that has the agent in front, and so the engine's name."""
+
+        engine_name: EngineName | None
+
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -52,7 +59,7 @@ logger = logging.getLogger("vllm.meridian")
 class Lifecycle:
     """Builds the agents of one engine core, from the environment and the engine's own configuration."""
 
-    def __init__(self, scheduler: Any, guard: Guard) -> None:
+    def __init__(self, scheduler: NamedScheduler, guard: Guard) -> None:
         self._scheduler, self._guard = scheduler, guard
         # The optional facts that are missing.
         self._start = StartFacts()
@@ -75,7 +82,7 @@ class Lifecycle:
         self._chat_template: str | None = None
         self._rendered_with = NO_MARKERS
         # Why the markers are not known, as the newest Hello says; empty if they are known.
-        self._told_unknown = ""
+        self._unknown_in_hello = ""
         self._facts = EngineFacts(
             self._model, NO_SENTENCES, False, self._later_turns, guard.note, ("none", ""), self.limits
         )
@@ -100,7 +107,7 @@ class Lifecycle:
         self._rendered_with = self._markers
         self._chat_template = tokenizer.chat_template_of(config)
         self._later_turns.read_anew()
-        self._told_unknown = self._markers.unknown
+        self._unknown_in_hello = self._markers.unknown
         self._log_markers()
         no_probes = find("hiding probes", self._hide_probes, "they cannot be hidden from vLLM")
         if no_probes:
@@ -174,15 +181,15 @@ class Lifecycle:
             return
         try:
             check(settings)
-            found = self.prepare(settings)
+            markers = self.prepare(settings)
         except BadSettings as error:
             logger.warning("meridian: the settings in %s are ignored: %s", self._state.path, error)
             return
         except Exception:
             logger.exception("meridian: the settings in %s are ignored after an error of the agent", self._state.path)
             return
-        agent.put_in_force(settings, found)
-        self.link.lease.hold(settings, found)
+        agent.put_in_force(settings, markers)
+        self.link.lease.hold(settings, markers)
         logger.info("meridian: starting from revision %d of %s", settings.revision, self._state.path)
 
     @hook(agent_pb2.FAULT_CAUSE_AGAIN)
@@ -230,8 +237,8 @@ class Lifecycle:
         """Keep settings that have come into force; if the markers have become known or are no longer known, begin a new
         stream whose Hello says so. Called on the engine's thread and on the link's."""
         self._state.keep(settings)
-        if self.unknown_markers != self._told_unknown:
-            self._told_unknown = self.unknown_markers
+        if self.unknown_markers != self._unknown_in_hello:
+            self._unknown_in_hello = self.unknown_markers
             self._log_markers()
             self.link.restart("the thinking markers have become known or unknown")
 
@@ -257,7 +264,7 @@ class Lifecycle:
         """Return the first message of a stream. An agent whose rest is over counts as on, because it comes back at the
         engine's next step."""
         config, lease, guard = self._scheduler.vllm_config, self.link.lease, self._guard
-        self._told_unknown = self.unknown_markers
+        self._unknown_in_hello = self.unknown_markers
         rest_s = guard.rest_s()
         backend, note = self._backend()
         hello = agent_pb2.Hello(
@@ -275,7 +282,7 @@ class Lifecycle:
             refused=self.link.refused,
             faults=guard.faults,
             last_fault=guard.last_fault,
-            unknown_markers=clean(self._told_unknown, MAX_FAULT),
+            unknown_markers=clean(self._unknown_in_hello, MAX_FAULT),
             entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
             entropy_note=note,
             engine_limits=self.limits.message(),
@@ -293,11 +300,11 @@ class Lifecycle:
         the settings."""
         if self._guard.rest_s():
             raise BadSettings(f"the agent is off: {self._guard.fault}")
-        found = self._resolve(settings)
-        if found.known and self.unknown_markers:
-            self._rendered_with = found
+        markers = self._resolve(settings)
+        if markers.known and self.unknown_markers:
+            self._rendered_with = markers
             self._later_turns.read_anew()
-        return found
+        return markers
 
     def _resolve(self, settings: agent_pb2.Settings) -> Markers:
         """Return the thinking markers under these settings. Raises BadSettings only for something that the settings

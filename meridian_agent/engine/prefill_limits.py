@@ -9,12 +9,14 @@ thread, before vLLM schedules.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from meridian_agent.vllm_adapter import scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from meridian_agent.vllm_types import Scheduler
 
 # The result of `scheduler_api.wanted_tokens`: tokens of all requests but the prompts in pieces, and tokens of each
 # piece.
@@ -37,7 +39,7 @@ def piece_limit(pieces: Sequence[int], spare: int) -> int | None:
     return share
 
 
-def leave_room(scheduler: Any, wanted: Wanted, probes: Sequence[int], may_cut: bool) -> bool:
+def leave_room(scheduler: Scheduler, wanted: Wanted, probes: Sequence[int], may_cut: bool) -> bool:
     """Return whether probes of these sizes find room in the coming step, with smaller pieces of prompts if needed.
     may_cut: prompts may be cut anywhere."""
     budget, (others, pieces) = int(scheduler.max_num_scheduled_tokens), wanted
@@ -49,7 +51,7 @@ def leave_room(scheduler: Any, wanted: Wanted, probes: Sequence[int], may_cut: b
     return may_cut and limit >= least(scheduler, probes) and scheduler_api.may_cut_prompts(scheduler)
 
 
-def limit_for(scheduler: Any, wanted: Wanted, budget: int, probes: Sequence[int]) -> int | None:
+def limit_for(scheduler: Scheduler, wanted: Wanted, budget: int, probes: Sequence[int]) -> int | None:
     """Return the tokens that each prompt in pieces may take of a step of `budget` tokens; None if no limit is
     needed."""
     others, pieces = wanted
@@ -59,7 +61,7 @@ def limit_for(scheduler: Any, wanted: Wanted, budget: int, probes: Sequence[int]
     return piece_limit(pieces, budget - others - sum(probes))
 
 
-def least(scheduler: Any, probes: Sequence[int]) -> int:
+def least(scheduler: Scheduler, probes: Sequence[int]) -> int:
     """Return the smallest limit that cuts only prompts, because vLLM applies its threshold also to probes and to a
     token with its draft tokens."""
     return int(max(1 + scheduler.num_spec_tokens, *probes))

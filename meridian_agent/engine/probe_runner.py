@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_agent.core import probe_admission
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE, Phase
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
     from meridian_agent.core.step_signals import StepSignals
     from meridian_agent.core.tracker import Tracker
+    from meridian_agent.vllm_types import EngineCoreOutputs, ModelRunnerOutput, Scheduler, SchedulerOutput
 
 
 class ProbeRunner:
@@ -64,7 +65,7 @@ class ProbeRunner:
         self._number = 0
         self._keep_places_until = 0
 
-    def place(self, scheduler: Any, observes: bool) -> list[int]:
+    def place(self, scheduler: Scheduler, observes: bool) -> list[int]:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
         one costs. observes: the workers measure entropy."""
         placed, markers, probes = list[int](), self._tracker.markers, self._directives.probes
@@ -110,7 +111,7 @@ class ProbeRunner:
             self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
 
-    def reach(self, scheduler: Any, past: Mapping[LiveRequest, int]) -> bool:
+    def reach(self, scheduler: Scheduler, past: Mapping[LiveRequest, int]) -> bool:
         """Let the probes of these requests, which have reached their places, wait for others. past: number of tokens
         after each place. Return False if they must be placed now."""
         if scheduler.num_spec_tokens:
@@ -118,15 +119,15 @@ class ProbeRunner:
         self._begin_to_collect(scheduler)
         return self._directives.probes.reach(past)
 
-    def _begin_to_collect(self, scheduler: Any) -> None:
+    def _begin_to_collect(self, scheduler: Scheduler) -> None:
         if not self._directives.probes.reached:
             self._collect_at = scheduler.current_step + probe_admission.COLLECT_STEPS
 
-    def collects(self, scheduler: Any) -> bool:
+    def collects(self, scheduler: Scheduler) -> bool:
         """Return whether the probes that have reached their places are to be placed in the coming step."""
         return bool(self._directives.probes.reached) and scheduler.current_step >= self._collect_at
 
-    def _would_cut_seeded(self, scheduler: Any, probes: int) -> bool:
+    def _would_cut_seeded(self, scheduler: Scheduler, probes: int) -> bool:
         """Return whether this many probes may take tokens that a prompt needs which must not be cut."""
         markers = self._tracker.markers
         most = self._block_size + markers.longest + len(markers.answer_prefix)
@@ -135,7 +136,7 @@ class ProbeRunner:
         all_decode = self._tracker.run.members == len(scheduler.running)
         return scheduler_api.would_cut_seeded(scheduler, min(shares, probes * most), all_decode=all_decode)
 
-    def place_rows(self, scheduler: Any, parents: Mapping[LiveRequest, int]) -> bool:
+    def place_rows(self, scheduler: Scheduler, parents: Mapping[LiveRequest, int]) -> bool:
         """Place the probes of these requests, which belong behind the newest tokens, as rows of the requests. Return
         False at the first one that cannot be a row; it and those after it go on waiting."""
         if self._would_cut_seeded(scheduler, len(parents)):
@@ -147,7 +148,7 @@ class ProbeRunner:
                 return False
         return True
 
-    def _asked_here(self, scheduler: Any) -> list[tuple[Asked, int | None]]:
+    def _asked_here(self, scheduler: Scheduler) -> list[tuple[Asked, int | None]]:
         """Take the probes whose place in the text has come, each with the number of tokens after that place, and those
         of requests that do not think any more; the others go on waiting."""
         here, markers, probes = list[tuple["Asked", int | None]](), self._tracker.markers, self._directives.probes
@@ -191,7 +192,7 @@ class ProbeRunner:
         near = run.flagged_rows()
         return {live for live in waiting if live.run_row not in near and live.think_tokens - live.passed[0] > most}
 
-    def _place_row(self, scheduler: Any, asked: Asked, past: int | None) -> bool:
+    def _place_row(self, scheduler: Scheduler, asked: Asked, past: int | None) -> bool:
         """Compute a probe as a row of its request in the coming step; return False if that cannot be. A request that
         waits for the decision gets no token in the step of its probe, so its probe is a request of its own."""
         decision_id, live, flags, hold_ms = asked
@@ -220,15 +221,15 @@ class ProbeRunner:
         probes = self._directives.probes
         return not self.rows_possible or bool(probes.reached) or any(hold_ms for *_, hold_ms in probes)
 
-    def keep_places(self, scheduler: Any) -> None:
+    def keep_places(self, scheduler: Scheduler) -> None:
         """Keep running places free for the next steps, if a probe waits that will be a request of its own."""
         if self.needs_places:
             self._keep_places(scheduler)
 
-    def _keep_places(self, scheduler: Any) -> None:
+    def _keep_places(self, scheduler: Scheduler) -> None:
         self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
 
-    def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
+    def _enter(self, scheduler: Scheduler, placed: probe_admission.Placed, hold_ms: int) -> None:
         self._number += 1
         live, known = placed.parent, placed.shared_tokens + 1
         live.note_probe(placed.think_tokens)
@@ -242,7 +243,7 @@ class ProbeRunner:
         scheduler.waiting.remove_requests([probe])
         scheduler.waiting.prepend_request(probe)
 
-    def _room(self, scheduler: Any, beside: list[int]) -> probe_admission.Room:
+    def _room(self, scheduler: Scheduler, beside: list[int]) -> probe_admission.Room:
         """Return the room that is left beside the probes of this step. beside: tokens that each of these probes
         costs."""
         limit = min(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
@@ -256,7 +257,7 @@ class ProbeRunner:
             sum(beside),
         )
 
-    def reserved(self, scheduler: Any) -> int:
+    def reserved(self, scheduler: Scheduler) -> int:
         """Return the number of running places to leave free in the coming step."""
         if scheduler.current_step >= self._keep_places_until:
             return 0
@@ -273,7 +274,7 @@ class ProbeRunner:
         """Return the ids of the probes of this request that the current step computes."""
         return [name for name, placed in self.placed.items() if placed.parent is parent and placed.cost_tokens]
 
-    def hold(self, scheduler: Any, answered_step: int) -> None:
+    def hold(self, scheduler: Scheduler, answered_step: int) -> None:
         """Leave held requests out of the coming step, until the report with the probe's result is answered or the hold
         and HOLD_STEPS steps are over."""
         now = time.monotonic()
@@ -286,7 +287,7 @@ class ProbeRunner:
             else:
                 skip_step(scheduler, live)
 
-    def scheduled(self, scheduler: Any, tokens: dict[str, int]) -> None:
+    def scheduled(self, scheduler: Scheduler, tokens: dict[str, int]) -> None:
         """Note the probes that the step computes, and withdraw placed probes that vLLM left out of it. tokens: the
         step's tokens by request id."""
         for request_id, placed in list(self.placed.items()):
@@ -295,7 +296,7 @@ class ProbeRunner:
             elif not placed.cost_tokens:
                 self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
-    def take_rows(self, scheduler: Any, output: Any) -> None:
+    def take_rows(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Take the probes that are rows of the scheduled step out of vLLM's books, and tell the worker of them."""
         rows, self.rows = self.rows, {}
         # The worker's results come in the order in which vLLM has scheduled the requests.
@@ -314,7 +315,7 @@ class ProbeRunner:
         """Return the number of tokens that the scheduled step computes for probes that are rows."""
         return sum(placed.cost_tokens for placed in self.computed)
 
-    def collect_rows(self, runner_output: Any) -> bool:
+    def collect_rows(self, runner_output: ModelRunnerOutput) -> bool:
         """Collect the results of the probes that were rows of the step. Return whether probes wait again, because the
         sentences go on at whose supposed ends they were computed."""
         computed, self.computed = self.computed, []
@@ -332,7 +333,7 @@ class ProbeRunner:
                 self._measured(placed, answer, eat_nats)
         return wait_again
 
-    def _goes_on(self, live: LiveRequest, runner_output: Any) -> bool:
+    def _goes_on(self, live: LiveRequest, runner_output: ModelRunnerOutput) -> bool:
         """Return whether the step's token shows that the sentence goes on which the request's token before it seemed to
         end. The tracker has not counted the step yet."""
         row = runner_output.req_id_to_index.get(live.info.request_id)
@@ -348,7 +349,7 @@ class ProbeRunner:
         elif placed.decision_id:
             self._directives.probes.put_back((placed.decision_id, placed.parent, placed.flags, 0))
 
-    def collect(self, group: Any, signals: StepSignals | None, index: dict[str, int]) -> None:
+    def collect(self, group: EngineCoreOutputs, signals: StepSignals | None, index: dict[str, int]) -> None:
         """Collect the results of probes, and remove the probes from the output for the clients."""
         for out in group.outputs:
             placed = self.placed.pop(out.request_id, None)
@@ -400,7 +401,7 @@ class ProbeRunner:
         for placed in (*self.placed.values(), *self.rows.values(), *self.computed):
             placed.decision_id = 0
 
-    def end(self, scheduler: Any) -> None:
+    def end(self, scheduler: Scheduler) -> None:
         """Withdraw all probes and release all held requests."""
         self.held.clear()
         self._keep_places_until = 0
@@ -413,7 +414,7 @@ class ProbeRunner:
             self.ended_early = True
             self._directives.report(placed.decision_id, Outcome.REQUEST_GONE)
 
-    def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
+    def _withdraw(self, scheduler: Scheduler, request_id: str, outcome: Outcome, detail: str) -> None:
         """Take a probe out of the engine and report the outcome of its decision."""
         placed = self.placed.pop(request_id)
         stock_restore.take_out(scheduler, request_id)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.directives import DispatchPlan
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
+    from meridian_agent.vllm_types import Request, Scheduler
 
 # Number of requests at the end of a sorted list that the agent looks at, to find out whether the list is still sorted.
 MAX_APPENDED = 8
@@ -45,7 +46,7 @@ class Limit(NamedTuple):
 class QueueOrder:
     """The queues of one engine, and the traces that plans have left in them."""
 
-    def __init__(self, tracker: Tracker, scheduler: Any) -> None:
+    def __init__(self, tracker: Tracker, scheduler: Scheduler) -> None:
         self._tracker = tracker
         self._is_fcfs = scheduler_api.fcfs(scheduler)
         self._can_cut = not scheduler_api.uncuttable(scheduler)
@@ -60,7 +61,7 @@ class QueueOrder:
         # Whether a prompt in pieces was last in the running list after the newest sort.
         self.prompts_last = False
 
-    def obey(self, scheduler: Any, plan: DispatchPlan) -> None:
+    def obey(self, scheduler: Scheduler, plan: DispatchPlan) -> None:
         """Order the queues, and leave out the sequences for which the plan's shares have no place."""
         self._order(scheduler)
         if plan.think_per_step is not None and self._streams(scheduler, Phase.OUTPUT):
@@ -68,19 +69,19 @@ class QueueOrder:
         elif plan.output_per_step is not None and self._streams(scheduler, Phase.THINK):
             self._leave_out(scheduler, Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps)
 
-    def undo(self, scheduler: Any) -> None:
+    def undo(self, scheduler: Scheduler) -> None:
         """Undo the order that plans have made."""
         self._tail = ""
         if self.ordered:
             stock_restore.order(scheduler)
             self.ordered = False
 
-    def preempting(self, request: Any) -> None:
+    def preempting(self, request: Request) -> None:
         """Give a request its own priority back, because only that counts in the waiting queue."""
         if not self._is_fcfs:
             request.priority = math.floor(request.priority)
 
-    def _order(self, scheduler: Any) -> None:
+    def _order(self, scheduler: Scheduler) -> None:
         """Sort the running list by rank, prompts last, because vLLM preempts from the end; put preempted answers first
         in the waiting queue.
 
@@ -105,7 +106,7 @@ class QueueOrder:
             for request in reversed(answers):
                 scheduler.waiting.prepend_request(request)
 
-    def _stays_sorted(self, running: list[Any]) -> bool:
+    def _stays_sorted(self, running: list[Request]) -> bool:
         """Return whether the requests behind the one that was last after the newest sort belong there. vLLM appends the
         requests that it admits, and no rank has changed since."""
         if running[-1].request_id == self._tail:
@@ -121,7 +122,7 @@ class QueueOrder:
             rank_after = live.effective_rank
         return False
 
-    def _sort(self, running: list[Any]) -> None:
+    def _sort(self, running: list[Request]) -> None:
         by_id, unknown = self._tracker.by_id, PHASE_RANK[Phase.PROMPT]
         # vLLM gives out the step's tokens in this order, so a long prompt would leave none for the requests behind it.
         ranks = [
@@ -139,13 +140,13 @@ class QueueOrder:
                 if (live := by_id.get(request.request_id)) is not None and abs(own) < PRIORITY_BOUND:
                     request.priority = own + min(live.effective_rank, MAX_RANK) / RANK_SCALE
 
-    def _streams(self, scheduler: Any, phase: Phase) -> bool:
+    def _streams(self, scheduler: Scheduler, phase: Phase) -> bool:
         """Return whether a running request whose prompt is complete is in this phase. Requests that wait for a place,
         also after a preemption, do not count, because no limit on the others helps them."""
         known = self._tracker.answering if phase is Phase.OUTPUT else self._tracker.thinking
         return bool(known) and any(self._decoding(scheduler, phase))
 
-    def _decoding(self, scheduler: Any, phase: Phase) -> Iterator[LiveRequest]:
+    def _decoding(self, scheduler: Scheduler, phase: Phase) -> Iterator[LiveRequest]:
         """Yield the running requests in this phase whose prompts are complete."""
         by_id = self._tracker.by_id
         running = (by_id.get(request.request_id) for request in scheduler.running if not request.is_prefill_chunk)
@@ -154,10 +155,10 @@ class QueueOrder:
     def preempted_answers(self) -> list[Any]:
         """Return the preempted answers that wait. A request that runs again leaves `tracker.preempted` only with its
         next token, which may take several steps."""
-        found = [live.ref for live in self._tracker.preempted if live.phase is Phase.OUTPUT]
-        return [request for request in found if request_api.waits_preempted(request)]
+        answers = [live.ref for live in self._tracker.preempted if live.phase is Phase.OUTPUT]
+        return [request for request in answers if request_api.waits_preempted(request)]
 
-    def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
+    def _leave_out(self, scheduler: Scheduler, phase: Phase, per_step: int, max_skip_steps: int) -> None:
         step, sequences = scheduler.current_step + 1, list(self._decoding(scheduler, phase))
         skipped = left_out(sequences, per_step, max_skip_steps)
         if skipped and not scheduler_api.adapters_fit(scheduler):
@@ -173,7 +174,7 @@ class QueueOrder:
     # ---------------------------------------------------------------------------------- the scheduler's own limits
 
     def limits(
-        self, scheduler: Any, plan: DispatchPlan | None, hold: bool, reserved: int, probes: Sequence[int]
+        self, scheduler: Scheduler, plan: DispatchPlan | None, hold: bool, reserved: int, probes: Sequence[int]
     ) -> list[Limit]:
         """Return the scheduler's limits that this step lowers.
 
@@ -194,7 +195,7 @@ class QueueOrder:
                 limits += [Limit(*limit) for limit in scheduler_api.piece_limits(scheduler, piece)]
         return limits
 
-    def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
+    def _admission_limit(self, scheduler: Scheduler, hold: bool, reserved: int, placed: int) -> int | None:
         """Return the number of running requests to allow, None for vLLM's own limit. While admission is on hold, until
         the next token of a preempted answer, vLLM may admit only probes, preempted answers, and requests that hold
         their KV blocks already."""
@@ -209,7 +210,7 @@ class QueueOrder:
             limit = min(limit, len(scheduler.running) + ahead + len(self.preempted_answers()) + placed)
         return limit if limit < stock else None
 
-    def _token_limit(self, scheduler: Any, plan: DispatchPlan | None, probing: int) -> int | None:
+    def _token_limit(self, scheduler: Scheduler, plan: DispatchPlan | None, probing: int) -> int | None:
         """Return the number of tokens to allow in the step, so that prompts take no more of it than the plan says while
         answers stream; None for vLLM's own limit. probing: tokens of probes."""
         if plan is None or plan.prefill_tokens_per_step is None or not self._can_cut:
@@ -242,6 +243,6 @@ def left_out(sequences: list[LiveRequest], per_step: int | None, max_skip_steps:
     return [live for live in by_wait[per_step:] if live.skipped_steps < max_skip_steps]
 
 
-def skip_step(scheduler: Any, live: LiveRequest) -> None:
+def skip_step(scheduler: Scheduler, live: LiveRequest) -> None:
     """Leave a running request out of the coming step; a longer delay that vLLM itself has set stays."""
     live.ref.next_decode_eligible_step = max(live.ref.next_decode_eligible_step, scheduler.current_step + 2)

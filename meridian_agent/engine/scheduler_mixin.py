@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
     from meridian_agent.engine.agent import Agent
     from meridian_agent.link.engine_name import EngineName
+    from meridian_agent.vllm_types import (
+        ModelRunnerOutput,
+        Request,
+        Scheduler,
+        SchedulerOutput,
+    )
+else:
+    Scheduler = object
 
 
 @functools.cache
@@ -38,8 +46,8 @@ def governed(chosen: type) -> type:
     return type(f"Governed{chosen.__name__}", (GovernedScheduler, chosen), {"__module__": __name__})
 
 
-class GovernedScheduler:
-    """Mixin over a vLLM scheduler class (see `governed`)."""
+class GovernedScheduler(Scheduler):
+    """Mixin over a vLLM scheduler class (see `governed`), which makes it a whole scheduler."""
 
     # The agent; None while it is off.
     _agent: Agent | None = None
@@ -86,10 +94,10 @@ class GovernedScheduler:
         self._guard.starting = False
         return agent
 
-    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+    def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if self._agent is not None:
             self._guard.run(self._agent.admit, request)
-        super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        super().add_request(request, *args, **kwargs)  # type: ignore[safe-super]
         if self._agent is not None:
             with self._between_steps:
                 self._guard.run(self._agent.opened, self, request)
@@ -98,7 +106,7 @@ class GovernedScheduler:
         if self._agent is not None and not isinstance(request_ids, (str, NoneType)):
             # A generator could be read once only.
             request_ids = list(request_ids)
-        done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[misc]
+        done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[safe-super]
         if self._agent is not None:
             with self._between_steps:
                 self._guard.run(self._agent.finished, done, request_ids)
@@ -137,21 +145,25 @@ class GovernedScheduler:
                 self._settle_fault(scheduled=output)
         return output
 
-    def get_grammar_bitmask(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         base = super().get_grammar_bitmask(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._agent is None or self._guard.fault:
             return base
         merged = self._guard.run(self._agent.bitmask, self, scheduler_output, base)
         return base if self._guard.fault else merged
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
         self._inside = True
         outputs = self._update(scheduler_output, model_runner_output, *args, **kwargs)
         self._inside = False
         self._stepping -= 1
         return outputs
 
-    def _update(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _update(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
         began = time.perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
         self._under_way -= 1
@@ -163,13 +175,13 @@ class GovernedScheduler:
                 self._settle_fault(outputs.values())
         return outputs
 
-    def _handle_stopped_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _handle_stopped_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         ended = super()._handle_stopped_request(request, *args, **kwargs)  # type: ignore[misc]
         if not ended and self._agent is not None:
             self._guard.run(self._agent.accounts.answered_input, request)
         return ended
 
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             self._guard.run(self._agent.preempting, request)
         result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -178,7 +190,7 @@ class GovernedScheduler:
                 self._guard.run(self._agent.preempted, self, request)
         return result
 
-    def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             with self._between_steps:
                 self._guard.run(self._agent.freeing, self, request)

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from meridian_agent.link.lease import Lease
     from meridian_agent.link.outbox import Outbox
     from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
+    from meridian_agent.vllm_types import (
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        ModelRunnerOutput,
+        Request,
+        Scheduler,
+        SchedulerOutput,
+    )
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -77,13 +85,13 @@ class StepAccounting:
         self.state = 0
         self.began_s = self._updated_s = 0.0
         # Streaming sessions that have answered an input in the step whose outputs vLLM is processing.
-        self._answered_input: list[Any] = []
+        self._answered_input: list[Request] = []
         # Prompt tokens of scheduled steps without output so far, oldest first.
         self.prefills: deque[int] = deque(maxlen=8)
         # Whether the log has already told of an answer with an end marker.
         self._told_of_stray_end = self._told_of_refused_end = False
 
-    def scheduled(self, output: Any) -> None:
+    def scheduled(self, output: SchedulerOutput) -> None:
         """Count the prompt tokens of a step that was just scheduled, and note the requests that it is the first step
         of. output: the SchedulerOutput of the step."""
         self.count_prompts(output)
@@ -93,7 +101,7 @@ class StepAccounting:
             if live is not None and (waited_s := live.leave_queue(self.began_s)) is not None:
                 self._tracker.record.joined.append((live.slot, waited_s * 1e3))
 
-    def count_prompts(self, output: Any) -> None:
+    def count_prompts(self, output: SchedulerOutput) -> None:
         """Count the prompt tokens of a step that was just scheduled. output: the SchedulerOutput of the step."""
         tokens, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens
@@ -108,7 +116,9 @@ class StepAccounting:
         """Whether the output of all steps before the one that was scheduled last has been processed."""
         return not self._is_async or len(self.prefills) <= 1
 
-    def take_text(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> bool:
+    def take_text(
+        self, scheduler: Scheduler, runner_output: ModelRunnerOutput, outputs: dict[int, EngineCoreOutputs]
+    ) -> bool:
         """Process a step that brought each request of the step before text and nothing else, and queue its record.
         Return False, and nothing has happened, for any other step. outputs: the outputs that vLLM is about to send to
         the clients."""
@@ -116,10 +126,10 @@ class StepAccounting:
         for group in outputs.values():
             answered += len(group.outputs)
             stats = group.scheduler_stats or stats
-        told = getattr(runner_output, RESULT, None)
+        signals = getattr(runner_output, RESULT, None)
         if scheduler.finished_req_ids or self._answered_input or self._probing.placed or answered != len(request_ids):
             return False
-        if isinstance(told, str) or getattr(runner_output, BACKEND, None) is not None:
+        if isinstance(signals, str) or getattr(runner_output, BACKEND, None) is not None:
             return False
         tracker = self._tracker
         run = tracker.run
@@ -131,8 +141,8 @@ class StepAccounting:
         now_s = self._lease.clock()
         self._phase_numbers.add_to(stats, now_s)
         self._calm.find_due(scheduler)
-        lengths = run.lengths_for(told) if run.tokens_per_step > 1 else ()
-        columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, told, lengths
+        lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
+        columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
         gauges = self._gauges(scheduler)
         if tracker.begun is None:
             number = tracker.number(scheduler.current_step)
@@ -144,29 +154,28 @@ class StepAccounting:
         self.send()
         return True
 
-    def _gauges(self, scheduler: Any) -> tuple[float, int, int, int, int]:
+    def _gauges(self, scheduler: Scheduler) -> tuple[float, int, int, int, int]:
         """Return a record's fields from `kv_used` to `state`."""
         prefill = self.prefills.popleft() if self.prefills else 0
         return scheduler.kv_cache_manager.usage, *scheduler.get_request_counts(), prefill, self.state
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
-    def answered_input(self, request: Any) -> None:
+    def answered_input(self, request: Request) -> None:
         """Note that a streaming session has answered an input. Each input counts as a request of its own, because it
         has its own thinking and answer, and because nobody waits while the session waits for its next input."""
         self._answered_input.append(request)
 
-    def complete(self, scheduler: Any, told: SignalBytes | None) -> StepRecord:
-        """Complete the record of a step, whose outputs are processed, and return it. told: signals of the step's
-        rows."""
+    def complete(self, scheduler: Scheduler, signals: SignalBytes | None) -> StepRecord:
+        """Complete the record of a step, whose outputs are processed, and return it. signals: of the step's rows."""
         record = self._tracker.record
         if record.text:
             self._calm.find_due(scheduler)
-        record.told, record.step = told, scheduler.current_step
+        record.told, record.step = signals, scheduler.current_step
         record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
         record.step_time_ms = self._step_time_ms(self._lease.clock())
         return record
 
-    def complete_between_steps(self, scheduler: Any) -> None:
+    def complete_between_steps(self, scheduler: Scheduler) -> None:
         """Complete the record of what has happened since the newest step. A step may be under way, whose own record
         follows."""
         record = self._tracker.record
@@ -189,11 +198,15 @@ class StepAccounting:
         return (now_s - began_s) * 1e3
 
     def take(
-        self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, finished: AbstractSet[str]
+        self,
+        runner_output: ModelRunnerOutput,
+        outputs: dict[int, EngineCoreOutputs],
+        encoded: SignalBytes | None,
+        finished: AbstractSet[str],
     ) -> list[Any]:
         """Process any other step, and return the streaming sessions whose next input has begun.
 
-        runner_output: the ModelRunnerOutput. outputs: the outputs that vLLM is about to send to the clients. told:
+        runner_output: the ModelRunnerOutput. outputs: the outputs that vLLM is about to send to the clients. encoded:
         signals of the step's rows. finished: ids of requests and probes that may have ended in the step.
         """
         sessions, self._answered_input = self._answered_input, []
@@ -201,12 +214,12 @@ class StepAccounting:
             finished = finished | {session.request_id for session in sessions}
         own = self._without_probes(runner_output.req_ids)
         others, theirs = self._others(runner_output, outputs, own, finished)
-        self._tracker.count(others, told)
+        self._tracker.count(others, encoded)
         if others or len(own) < len(runner_output.req_ids):
             index, signals = runner_output.req_id_to_index, None
             # Only the signals of probes are read here, and only with draft tokens a request's row is not its place.
-            if told is not None and (self._probing.placed or isinstance(told, tuple)):
-                signals = StepSignals.decode(told)
+            if encoded is not None and (self._probing.placed or isinstance(encoded, tuple)):
+                signals = StepSignals.decode(encoded)
             if self._probing.placed or self._probing.ended_early:
                 for group in outputs.values():
                     self._probing.collect(group, signals, index)
@@ -230,8 +243,8 @@ class StepAccounting:
 
     def _others(
         self,
-        runner_output: Any,
-        outputs: dict[int, Any],
+        runner_output: ModelRunnerOutput,
+        outputs: dict[int, EngineCoreOutputs],
         own: list[str],
         finished: AbstractSet[str],
     ) -> tuple[list[int], list[Any]]:
@@ -248,7 +261,9 @@ class StepAccounting:
             return self._tracker.note_nothing(own), every
         return others, theirs
 
-    def _one(self, live: LiveRequest, out: Any, index: dict[str, int], signals: StepSignals | None) -> None:
+    def _one(
+        self, live: LiveRequest, out: EngineCoreOutput, index: dict[str, int], signals: StepSignals | None
+    ) -> None:
         if out.new_token_ids:
             # Under asynchronous scheduling, the token of the step before the preemption may arrive after the
             # preemption.

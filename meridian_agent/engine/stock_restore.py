@@ -17,11 +17,13 @@ from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from meridian_agent.vllm_types import Scheduler
+
 logger = logging.getLogger("vllm.meridian")
 
 
 def as_stock(
-    scheduler: Any, ordered: bool, changes: Iterable[Callable[[], object]], outputs: Iterable[Any] = ()
+    scheduler: Scheduler, ordered: bool, changes: Iterable[Callable[[], object]], outputs: Iterable[Any] = ()
 ) -> bool:
     """Undo all changes that a hook may have left behind; a part that fails does not stop the others. Return whether all
     parts succeeded.
@@ -43,20 +45,20 @@ def as_stock(
     return done
 
 
-def take_out_probes(scheduler: Any) -> None:
+def take_out_probes(scheduler: Scheduler) -> None:
     """Take all probes out of the engine."""
     for request_id in [r for r in scheduler.requests if r.startswith(PREFIX)]:
         take_out(scheduler, request_id)
 
 
-def take_out(scheduler: Any, request_id: str) -> None:
+def take_out(scheduler: Scheduler, request_id: str) -> None:
     """Take a probe out of the engine, without telling a client that a request ended."""
     scheduler.finish_requests(request_id, request_api.aborted_status())
-    for told in (getattr(scheduler, "finished_req_ids_dict", None) or {}).values():
-        told.discard(request_id)
+    for ids in (getattr(scheduler, "finished_req_ids_dict", None) or {}).values():
+        ids.discard(request_id)
 
 
-def bring_back(scheduler: Any) -> None:
+def bring_back(scheduler: Scheduler) -> None:
     """Put requests back into the waiting queue that a hook had taken out and not put back."""
     queues = [getattr(scheduler, name, ()) for name in scheduler_api.QUEUES]
     known = {request.request_id for queue in (scheduler.running, *queues) for request in queue}
@@ -65,7 +67,7 @@ def bring_back(scheduler: Any) -> None:
         scheduler.waiting.prepend_request(request)
 
 
-def order(scheduler: Any) -> None:
+def order(scheduler: Scheduler) -> None:
     """Give requests their own priorities back, and sort the running list by arrival."""
     for request in scheduler.running:
         request.priority = math.floor(request.priority)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
+    from meridian_agent.vllm_types import GrammarOutput, SchedulerOutput
 
 
 class TokenMasks:
@@ -48,7 +49,7 @@ class TokenMasks:
                 # The request gets a new list, because vLLM shares its list between many requests.
                 live.ref.spec_token_ids = []
 
-    def with_ends(self, output: Any, base: Any) -> Any:
+    def with_ends(self, output: SchedulerOutput, base: GrammarOutput | None) -> GrammarOutput | None:
         """Return the step's token masks with a forced token for every request whose thinking ends now.
 
         output: the SchedulerOutput of the step; the output of all steps before it has been processed. base: vLLM's own
@@ -102,22 +103,24 @@ class TokenMasks:
         near = limit is not None and most >= limit.tokens - may_lengthen(self._tracker.markers, limit)
         return live.ending is not None or near
 
-    def _drafted_to_think(self, output: Any) -> list[LiveRequest]:
+    def _drafted_to_think(self, output: SchedulerOutput) -> list[LiveRequest]:
         """Return the requests that do not think now but may begin to think within their draft tokens, where a limit may
         be reached."""
-        found, drafted = list["LiveRequest"](), output.scheduled_spec_decode_tokens
+        may_think, drafted = list["LiveRequest"](), output.scheduled_spec_decode_tokens
         starts_and_ends = self._tracker.markers.by_last.keys()
         if starts_and_ends.isdisjoint(chain.from_iterable(drafted.values())):
-            return found
+            return may_think
         for request_id, drafts in drafted.items():
             live = self._tracker.by_id.get(request_id)
             if live is None or not is_limited(live) or live.phase is Phase.THINK:
                 continue
             if not starts_and_ends.isdisjoint(drafts):
-                found.append(live)
-        return found
+                may_think.append(live)
+        return may_think
 
-    def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]]) -> Any:
+    def _merge(
+        self, output: SchedulerOutput, base: GrammarOutput | None, forced: dict[str, dict[int, int]]
+    ) -> GrammarOutput:
         """Return `base` with rows for the forced requests; a request has one row and another row for each of its draft
         tokens."""
         own = list(base.structured_output_request_ids) if base is not None else []
@@ -134,7 +137,8 @@ class TokenMasks:
                 mask[at + row] = 0
                 mask[at + row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
             at += count
-        return scheduler_api.grammar_output([*own, *added], mask, base)
+        masks: GrammarOutput = scheduler_api.grammar_output([*own, *added], mask, base)
+        return masks
 
 
 def _under_way(live: LiveRequest) -> int:
@@ -143,17 +147,16 @@ def _under_way(live: LiveRequest) -> int:
     return max(0, int(live.ref.num_output_placeholders) - 1)
 
 
-def _own_rows(output: Any, base: Any, request_id: str) -> Any:
+def _own_rows(output: SchedulerOutput, base: GrammarOutput | None, request_id: str) -> Any:
     """Return the rows of vLLM's own masks from the first one of a request on; None if the request has none."""
-    own = base.structured_output_request_ids if base is not None else ()
-    if request_id not in own:
+    if base is None or request_id not in (own := base.structured_output_request_ids):
         return None
     drafts = output.scheduled_spec_decode_tokens
     first = sum(1 + len(drafts.get(before, ())) for before in own[: own.index(request_id)])
     return base.grammar_bitmask[first:]
 
 
-def _is_constrained(output: Any, base: Any, request_id: str, first: int) -> bool:
+def _is_constrained(output: SchedulerOutput, base: GrammarOutput | None, request_id: str, first: int) -> bool:
     """Return whether a grammar constrains the first row to force. For vLLM such a row belongs to the answer, where a
     grammar that allows the marker, as in a text of JSON, would take it as content. A later row may be constrained only
     because a draft token before it, which the forced token replaces, ends thinking."""
@@ -161,7 +164,13 @@ def _is_constrained(output: Any, base: Any, request_id: str, first: int) -> bool
     return rows is not None and bool((rows[first] != -1).any())
 
 
-def _grammar_allows(output: Any, base: Any, live: LiveRequest, tokens: dict[int, int], drafts: Sequence[int]) -> bool:
+def _grammar_allows(
+    output: SchedulerOutput,
+    base: GrammarOutput | None,
+    live: LiveRequest,
+    tokens: dict[int, int],
+    drafts: Sequence[int],
+) -> bool:
     """Return whether a request's grammar allows the tokens to force in its rows, because vLLM ends a request with an
     error on a token that its grammar rejects. An end that has not begun must be allowed as a whole."""
     rows = _own_rows(output, base, live.info.request_id)

@@ -370,7 +370,7 @@ class ControlStream:
         in_force = self.lease.revision
         logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, in_force, error)
         noted = [(revision, (text, self.lease.clock())) for revision, text in remembered.items()]
-        earlier = [(revision, told) for revision, told in self._refused.items() if revision not in remembered]
+        earlier = [(revision, refusal) for revision, refusal in self._refused.items() if revision not in remembered]
         self._refused = dict([*earlier, *noted][-REFUSED:])
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=in_force, error=clean(error, MAX_FAULT))
         self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
@@ -403,8 +403,8 @@ def _refused_bytes(error: grpc.RpcError, largest: int) -> int | None:
     too_much, text = grpc.StatusCode.RESOURCE_EXHAUSTED, _status(error)
     if not isinstance(error, grpc.Call) or error.code() is not too_much or not TOO_LARGE.search(text):
         return None
-    told = re.search(r"\((\d+) vs\. \d+\)", text)
-    return int(told[1]) if told else largest
+    sizes = re.search(r"\((\d+) vs\. \d+\)", text)
+    return int(sizes[1]) if sizes else largest
 
 
 def _status(error: grpc.RpcError) -> str:

@@ -39,5 +39,5 @@ def is_true(name: str, otherwise: bool, meaning: str) -> bool:
 
 def home_folder() -> Path | None:
     """Return the user's home folder, None if there is none: the user is unknown and HOME is unset."""
-    found = os.path.expanduser("~")
-    return Path(found) if os.path.isabs(found) else None
+    home = os.path.expanduser("~")
+    return Path(home) if os.path.isabs(home) else None

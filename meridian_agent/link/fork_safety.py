@@ -35,8 +35,8 @@ NUDGE = "/grpc.health.v1.Health/Check"
 
 def _of_grpc(name: str) -> Callable[..., Any]:
     """Return a private function of gRPC, or one that does nothing if this version of gRPC has none of that name."""
-    found: Callable[..., Any] = getattr(importlib.import_module("grpc._cython.cygrpc"), name, lambda *_: None)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module("grpc._cython.cygrpc"), name, lambda *_: None)
+    return function
 
 
 # Whether gRPC's Python part stops its threads around a fork.
@@ -105,5 +105,5 @@ class Forks:
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (found := method()) is not None:
-        found()
+    if (bound := method()) is not None:
+        bound()

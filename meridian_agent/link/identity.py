@@ -86,16 +86,16 @@ def identity_of_engine(vllm_version: str, name: str) -> dict[str, Any]:
 
 def _labels() -> dict[str, str]:
     # Bytes that are not UTF-8 would not fit into a message.
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for part in filter(None, map(str.strip, clean(read("MERIDIAN_LABELS"), MAX_LABELS).split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
         if not separator or not key:
             complain("MERIDIAN_LABELS", part, "no label key=value; it is left out")
             continue
-        if found.get(key, value) != value:
-            complain("MERIDIAN_LABELS", part, f"the label has the value {found[key]!a} too; the last one counts")
-        found[key] = value
-    return found
+        if labels.get(key, value) != value:
+            complain("MERIDIAN_LABELS", part, f"the label has the value {labels[key]!a} too; the last one counts")
+        labels[key] = value
+    return labels
 
 
 def _url() -> str:

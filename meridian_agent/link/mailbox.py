@@ -63,10 +63,10 @@ class Mailbox:
 
     def take(self) -> list[Arrived]:
         """Take out the settings and freezes that wait, oldest first."""
-        taken = []
+        arrived = []
         while self._waiting:
-            taken.append(self._waiting.popleft())
-        return taken
+            arrived.append(self._waiting.popleft())
+        return arrived
 
     def step_aside(self) -> None:
         """Leave every message to the link's thread, because the engine calls no hook of the agent any more."""

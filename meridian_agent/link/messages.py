@@ -170,15 +170,15 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
 def _byte_columns(records: Sequence[StepRecord]) -> bytes:
     """Return the token rows of the records as TokenColumns.byte_columns has them."""
     # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
-    told = [record for record in records if record.slots]
-    table = np.empty((7, sum([len(record.slots) for record in told])), "<u4")
+    with_rows = [record for record in records if record.slots]
+    table = np.empty((7, sum([len(record.slots) for record in with_rows])), "<u4")
     measured, end = table[4:].view("<f4"), 0
-    columns = [r.slots for r in told], [r.phases for r in told], [r.row_flags() for r in told]
+    columns = [r.slots for r in with_rows], [r.phases for r in with_rows], [r.row_flags() for r in with_rows]
     for row, parts in enumerate(columns):
         # NumPy reads an array of numbers faster than a list.
         table[row] = array("I", [*chain.from_iterable(parts)])
     table[3], measured[:] = 0, np.nan
-    for record in told:
+    for record in with_rows:
         begin, end = end, end + len(record.slots)
         if record.told is None:
             continue

@@ -113,14 +113,14 @@ class Unreported:
     def tell(self, step: int) -> list[tuple[Group, int]]:
         """Return the tokens of ended requests for the snapshot before the record of this step. The control plane
         answers a snapshot at once if it says unreported tokens; any other need not be awaited."""
-        told = list(self._ended.items())
-        for group, tokens in told:
+        ended = list(self._ended.items())
+        for group, tokens in ended:
             _add(self._said, group, tokens)
         self._ended.clear()
         if self._awaited_step is None:
-            says = told or any(live.untold_think_tokens for live in self.live.values())
+            says = ended or any(live.untold_think_tokens for live in self.live.values())
             self._awaited_step, self._awaited_session_id = step if says else 0, self.session_id
-        return told
+        return ended
 
     # ----------------------------------------------------------------------------------------- the link's own thread
 

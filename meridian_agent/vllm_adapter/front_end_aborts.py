@@ -82,8 +82,8 @@ def _wrap_balancer(client: Any) -> None:
 
 def _places(request_ids: list[str], engines: dict[str, Any]) -> dict[str, Any]:
     """Return the engine of each mark among these ids. engines: the engine of each request."""
-    found = {name: engines.get(name[_MARK_CHARS:]) for name in request_ids if name[:_MARK_CHARS] in _MARKS.values()}
-    return {mark: engine for mark, engine in found.items() if engine is not None}
+    places = {name: engines.get(name[_MARK_CHARS:]) for name in request_ids if name[:_MARK_CHARS] in _MARKS.values()}
+    return {mark: engine for mark, engine in places.items() if engine is not None}
 
 
 def _marking(mark: Callable[[], None]) -> None:

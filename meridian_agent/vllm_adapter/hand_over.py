@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from meridian_agent.core.guard import Guard
+    from meridian_agent.vllm_types import Request, Scheduler
 
 # Beginning of the `stop_reason` of a request that goes on on another engine; JSON follows.
 SIGN = "meridian-handover:"
@@ -45,7 +46,7 @@ class Continuation(NamedTuple):
     own: Any
 
 
-def abilities(scheduler: Any, guard: Guard) -> dict[str, Any]:
+def abilities(scheduler: Scheduler, guard: Guard) -> dict[str, Any]:
     """Return what the engine can do with handovers, as fields of EngineFacts. guard: trips if a request that was
     stopped cannot be described."""
     lacks = required_api.missing(required_api.Imported(), required_api.HAND_OVER) if scheduler.connector else []
@@ -58,7 +59,7 @@ def abilities(scheduler: Any, guard: Guard) -> dict[str, Any]:
     }
 
 
-def no_hand_over(scheduler: Any) -> str:
+def no_hand_over(scheduler: Scheduler) -> str:
     """Return the reason why this engine cannot hand requests over; empty if it can."""
     if reason := _no_reading(scheduler, "is_kv_producer", "kv_producer"):
         return reason
@@ -70,7 +71,7 @@ def no_hand_over(scheduler: Any) -> str:
     return ""
 
 
-def no_answer_handed_over(scheduler: Any) -> str:
+def no_answer_handed_over(scheduler: Scheduler) -> str:
     """Return the reason why this engine cannot answer requests that other engines hand over; empty if it can."""
     if reason := _no_reading(scheduler, "is_kv_consumer", "kv_consumer"):
         return reason
@@ -83,7 +84,7 @@ def no_answer_handed_over(scheduler: Any) -> str:
     return ""
 
 
-def _no_reading(scheduler: Any, able: str, role: str) -> str:
+def _no_reading(scheduler: Scheduler, able: str, role: str) -> str:
     if scheduler.connector is None:
         return NO_CONNECTOR
     names = [owner.__name__ for owner in type(scheduler.connector).__mro__]
@@ -96,14 +97,14 @@ def _no_reading(scheduler: Any, able: str, role: str) -> str:
         "the model has several KV cache groups": len(scheduler.kv_cache_config.kv_cache_groups) != 1,
         "the engine splits the context or the layers among ranks": ranks > 1,
     }
-    return next((reason for reason, found in obstacles.items() if found), "")
+    return next((reason for reason, holds in obstacles.items() if holds), "")
 
 
-def _extra(scheduler: Any, name: str, default: Any) -> Any:
+def _extra(scheduler: Scheduler, name: str, default: Any) -> Any:
     return scheduler.vllm_config.kv_transfer_config.get_from_extra_config(name, default)
 
 
-def drop_unfit_blocks(request: Any, able: bool, block_size: int) -> str:
+def drop_unfit_blocks(request: Request, able: bool, block_size: int) -> str:
     """Let this engine compute the KV of a request that continues another engine's, if it cannot read the blocks that
     the request names; return why, or an empty text. able: the engine can answer handed-over requests.
 
@@ -136,7 +137,7 @@ class HandOverPort:
     guard: trips if a stopped request cannot be described.
     """
 
-    def __init__(self, scheduler: Any, guard: Guard) -> None:
+    def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self._scheduler, self._guard = scheduler, guard
         self._lease_s = float(_extra(scheduler, "kv_lease_duration", LEASE_S))
         self._targets: dict[str, Continuation] = {}
@@ -148,7 +149,7 @@ class HandOverPort:
             if (call := getattr(scheduler.connector, name, None)) is not None:
                 setattr(scheduler.connector, name, self._ending(call))
 
-    def arm(self, request: Any, url: str, ref: str, stops: Sequence[int]) -> None:
+    def arm(self, request: Request, url: str, ref: str, stops: Sequence[int]) -> None:
         """Stop a live request after one of these tokens."""
         before = self._targets.get(request.request_id)
         own = before.own if before is not None else request.sampling_params.stop_token_ids
@@ -160,7 +161,7 @@ class HandOverPort:
             held = self._scheduler.kv_cache_manager.get_blocks(request.request_id)
             self._scheduler.connector.update_state_after_alloc(request, held, 0)
 
-    def disarm(self, request: Any) -> None:
+    def disarm(self, request: Request) -> None:
         """Let a live request give its answer on this engine; does nothing if the request is not armed."""
         if (target := self._targets.pop(request.request_id, None)) is not None:
             _stop_after(request, target.own)
@@ -181,7 +182,7 @@ class HandOverPort:
         reader needs)."""
 
         @functools.wraps(call)
-        def ended(request: Any, *args: Any, **kwargs: Any) -> Any:
+        def ended(request: Request, *args: Any, **kwargs: Any) -> Any:
             if request.request_id not in self._registered:
                 return call(request, *args, **kwargs)
             self._registered.discard(request.request_id)
@@ -193,7 +194,7 @@ class HandOverPort:
                     return call(request, *args, **kwargs)
             kept, params = call(request, *args, **kwargs)
             try:
-                request.stop_reason, blocks = self._told(request, target, params if kept else None)
+                request.stop_reason, blocks = self._described(request, target, params if kept else None)
                 self._handed_over[request.request_id] = blocks
             except Exception as error:
                 self._guard.trip(ended, error)
@@ -201,7 +202,7 @@ class HandOverPort:
 
         return ended
 
-    def _told(self, request: Any, target: Continuation, params: dict[str, Any] | None) -> tuple[str, int]:
+    def _described(self, request: Request, target: Continuation, params: dict[str, Any] | None) -> tuple[str, int]:
         """Return what the relay needs to continue the request, and the number of blocks that are kept."""
         blocks: list[int] = []
         if params is not None:
@@ -212,7 +213,7 @@ class HandOverPort:
             padded = [*blocks, *blocks[-1:] * (wanted - len(blocks))]
             expires_s = time.perf_counter() + self._lease_s
             params = {**params, "remote_block_ids": [padded], "remote_blocks_expiry_time": expires_s}
-        told = {
+        continuation = {
             "ref": target.ref,
             "url": target.url,
             "kv_transfer_params": params if blocks else None,
@@ -221,10 +222,10 @@ class HandOverPort:
             # The limit that vLLM chose, if the client named none.
             "max_tokens": request.max_tokens,
         }
-        return SIGN + json.dumps(told), len(blocks)
+        return SIGN + json.dumps(continuation), len(blocks)
 
 
-def _stop_after(request: Any, tokens: list[int] | None) -> None:
+def _stop_after(request: Request, tokens: list[int] | None) -> None:
     """Replace a request's stop tokens; vLLM may share the sampling parameters of several requests."""
     params = copy.copy(request.sampling_params)
     params.stop_token_ids = tokens

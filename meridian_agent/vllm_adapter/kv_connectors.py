@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Set
 
     from meridian_agent.core.guard import Guard
+    from meridian_agent.vllm_types import Scheduler
 
 # First minor release whose OffloadingConnector also reads a step's block copies to learn that a block is reused.
-COPIES_TOLD = (0, 29)
+COPIES_READ_FROM = (0, 29)
 
 # Return values of a connector's methods, by name, for a request whose KV it neither loads nor stores.
 ANSWERS: dict[str, Any] = {
@@ -79,7 +80,7 @@ def _parts(connector: Any) -> list[Any]:
     return [connector, *(one for each in within for one in _parts(each))] if isinstance(within, list) else [connector]
 
 
-def hide(scheduler: Any, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
+def hide(scheduler: Scheduler, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
     """Wrap the methods of a scheduler's connector, on the instance.
 
     prefix: prefix of the ids of hidden requests. copied: makes vLLM's KVCacheBlockCopy. guard: trips if the hidden
@@ -98,7 +99,7 @@ def hide_finished(connector: Any, prefix: str) -> None:
     """Remove hidden requests from the ids of finished requests that a worker's connector receives."""
     for name in OF_FINISHED:
         if (call := getattr(connector, name, None)) is not None:
-            setattr(connector, name, _told_of_others(call, prefix))
+            setattr(connector, name, _without_hidden(call, prefix))
 
 
 def cache_nothing(manager: Any, prefix: str) -> None:
@@ -119,18 +120,18 @@ def cache_nothing(manager: Any, prefix: str) -> None:
     manager.coordinator.cache_blocks = cache_others
 
 
-def _told_of_others(call: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+def _without_hidden(call: Callable[..., Any], prefix: str) -> Callable[..., Any]:
     @functools.wraps(call)
-    def told(finished_req_ids: Set[str], *args: Any, **kwargs: Any) -> Any:
+    def finished(finished_req_ids: Set[str], *args: Any, **kwargs: Any) -> Any:
         return call({r for r in finished_req_ids if not r.startswith(prefix)}, *args, **kwargs)
 
-    return told
+    return finished
 
 
 class _Hidden:
     """Hides requests of one scheduler from the scheduler's connector."""
 
-    def __init__(self, scheduler: Any, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
+    def __init__(self, scheduler: Scheduler, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
         self._scheduler, self._prefix, self._copied, self._guard = scheduler, prefix, copied, guard
         # Ids of probes for which vLLM has called the connector; removed when a step lists the probe as finished.
         self._ids: set[str] = set()
@@ -231,7 +232,7 @@ def _others(of: Any, ids: Set[str]) -> Any:
     return others
 
 
-def hide_from_connector(scheduler: Any, prefix: str, guard: Guard) -> str:
+def hide_from_connector(scheduler: Scheduler, prefix: str, guard: Guard) -> str:
     """Hide the requests whose ids have this prefix from vLLM's KV connector. Return the reason why the requests cannot
     be hidden; empty if they are hidden or there is no connector.
 
@@ -246,7 +247,7 @@ def hide_from_connector(scheduler: Any, prefix: str, guard: Guard) -> str:
 
     if reason := obstacle(scheduler.connector, (KVConnectorBase_V1, SupportsHMA)):
         return reason
-    if minor() < COPIES_TOLD and has(scheduler.connector, "OffloadingConnector"):
+    if minor() < COPIES_READ_FROM and has(scheduler.connector, "OffloadingConnector"):
         return f"the OffloadingConnector of vLLM {vllm_version()} must see every request that gets KV blocks"
     try:
         hide(scheduler, prefix, KVCacheBlockCopy, guard)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from meridian_agent.core.guard import Guard
+    from meridian_agent.vllm_types import Scheduler
 
 
 def hide_from_cache_stats(manager: Any, prefix: str) -> None:
@@ -45,7 +46,7 @@ def _look_up_unrecorded(manager: Any, prefix: str) -> None:
     manager.get_computed_blocks = get_computed_blocks
 
 
-def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:
+def share_blocks(scheduler: Scheduler, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:
     """Let probes start on their parent's KV blocks, including a last block that is partly filled. Return False if this
     engine does not support shared blocks.
 
@@ -57,7 +58,7 @@ def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | 
     """
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-    manager = scheduler.kv_cache_manager
+    manager: Any = scheduler.kv_cache_manager
     groups = manager.coordinator.single_type_managers
     one_kind = len(groups) == 1 and type(groups[0]) is FullAttentionManager
     if not (manager.enable_caching and one_kind):
@@ -65,19 +66,19 @@ def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | 
     block_size, lookup = groups[0].block_size, manager.get_computed_blocks
 
     @hook(agent_pb2.FAULT_CAUSE_SHARED_BLOCKS)
-    def shared_blocks(request_id: str, found: Any) -> Any:
+    def shared_blocks(request_id: str, hit: Any) -> Any:
         if (shared := shared_with(request_id)) is None:
-            return found
+            return hit
         other, tokens = shared
         (blocks,) = manager.get_blocks(other).blocks or ((),)
         needed = -(-tokens // block_size)
         if len(blocks) < needed:
-            return found
-        return (manager.create_kv_cache_blocks((list(blocks[:needed]),)), tokens, *found[2:])
+            return hit
+        return (manager.create_kv_cache_blocks((list(blocks[:needed]),)), tokens, *hit[2:])
 
     def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = lookup(request, *args, **kwargs)
-        return guard.run(shared_blocks, request.request_id, found) or found
+        hit = lookup(request, *args, **kwargs)
+        return guard.run(shared_blocks, request.request_id, hit) or hit
 
     manager.get_computed_blocks = get_computed_blocks
     return True

@@ -7,7 +7,7 @@ agent takes the marker out of vLLM's own books again, so vLLM sees a request tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian_agent.core.step_signals import PROBE_ROWS
 from meridian_agent.vllm_adapter import scheduler_api
@@ -16,8 +16,10 @@ from meridian_agent.vllm_adapter.version import unfit_probe_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from meridian_agent.vllm_types import Request, Scheduler, SchedulerOutput
 
-def refusal(scheduler: Any) -> str:
+
+def refusal(scheduler: Scheduler) -> str:
     """Return why no probe can be a row of its request on this engine; empty if probes can."""
     if lacking := unfit_probe_rows(bool(scheduler.use_v2_model_runner)):
         return lacking
@@ -38,7 +40,7 @@ def refusal(scheduler: Any) -> str:
     return next((reason for holds, reason in obstacles if holds), "")
 
 
-def fits(scheduler: Any, request: Any, tokens: int) -> bool:
+def fits(scheduler: Scheduler, request: Request, tokens: int) -> bool:
     """Return whether the coming step may compute a probe of this many tokens behind the request's newest token."""
     known = request.num_tokens
     if (
@@ -46,7 +48,7 @@ def fits(scheduler: Any, request: Any, tokens: int) -> bool:
         or request.is_prefill_chunk
         or request.status.name != "RUNNING"
         or request.structured_output_request is not None
-        or request.mm_features
+        or getattr(request, "mm_features", None)
         or known + tokens >= scheduler.max_model_len
     ):
         return False
@@ -54,12 +56,12 @@ def fits(scheduler: Any, request: Any, tokens: int) -> bool:
     return scheduler.connector is None or (known + tokens) // scheduler.block_size == known // scheduler.block_size
 
 
-def append(request: Any, tokens: Sequence[int]) -> None:
+def append(request: Request, tokens: Sequence[int]) -> None:
     """Let vLLM schedule these tokens behind the request's newest token."""
     request.spec_token_ids = list(tokens)
 
 
-def take_back(scheduler: Any, output: Any) -> dict[str, list[int]]:
+def take_back(scheduler: Scheduler, output: SchedulerOutput) -> dict[str, list[int]]:
     """Take the tokens that `append` added out of vLLM's books, tell the worker of them, and return them by request id.
     output: the SchedulerOutput of the step. An engine with draft tokens has no such tokens."""
     if scheduler.num_spec_tokens or not output.scheduled_spec_decode_tokens:
@@ -72,7 +74,7 @@ def take_back(scheduler: Any, output: Any) -> dict[str, list[int]]:
     return rows
 
 
-def forget(scheduler: Any) -> None:
+def forget(scheduler: Scheduler) -> None:
     """Forget the tokens that `append` has added to requests and that no step has computed."""
     for request in () if scheduler.num_spec_tokens else scheduler.running:
         request.spec_token_ids = []

@@ -67,7 +67,7 @@ class MarkersNotFound(BadSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NamedMarkers:
     """The start and end markers that a parser names for one effort; a forced end writes the first end marker."""
 
     starts: tuple[Tokens, ...]
@@ -87,15 +87,17 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     if starts and ends:
         return Markers(starts, ends, closing, prefix, turn_ends=_turn_ends(vllm_config))
     try:
-        found, transition = _found(vllm_config, settings.reasoning_parser)
+        by_effort, transition = _markers_of_vllm(vllm_config, settings.reasoning_parser)
     except MarkersNotFound as error:
         if settings.reasoning_parser:
             raise BadSettings(f"reasoning_parser {settings.reasoning_parser!r}: {error}") from error
         return no_markers(_how_to_name(vllm_config, str(error)))
     if starts or ends:
-        found = [Found(starts or one.starts, ends or one.ends) for one in found[:1]]
-    merged = Found(*(tuple(dict.fromkeys(m for one in found for m in getattr(one, w))) for w in ("starts", "ends")))
-    own = {start: one.ends[0] for one in reversed(found) for start in one.starts} if len(found) > 1 else {}
+        by_effort = [NamedMarkers(starts or one.starts, ends or one.ends) for one in by_effort[:1]]
+    merged = NamedMarkers(
+        *(tuple(dict.fromkeys(m for one in by_effort for m in getattr(one, w))) for w in ("starts", "ends"))
+    )
+    own = {start: one.ends[0] for one in reversed(by_effort) for start in one.starts} if len(by_effort) > 1 else {}
     texts = closing or transition, prefix
     return Markers(merged.starts, merged.ends, *texts, tuple(own.items()), turn_ends=_turn_ends(vllm_config))
 
@@ -154,7 +156,7 @@ def _how_to_name(vllm_config: Any, why: str) -> str:
     )
 
 
-def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
+def _markers_of_vllm(vllm_config: Any, parser_name: str) -> tuple[list[NamedMarkers], Tokens]:
     """Return the markers that vLLM names, once for each effort that has its own markers, and the tokens that vLLM's
     --reasoning-config would write before a forced end. parser_name: the parser to ask instead of the one that vLLM was
     started with; may be empty. Raises MarkersNotFound."""
@@ -163,22 +165,22 @@ def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
         raise MarkersNotFound("and the engine has no tokenizer to find markers with")
     start, end = ("", "") if parser_name else _configured(vllm_config)
     try:
-        found = of_parser(name, tokenizer) if name else [_usual(tokenizer)]
+        by_effort = of_parser(name, tokenizer) if name else [_usual(tokenizer)]
     except MarkersNotFound:
         if not (start and end):
             raise
-        found = []
+        by_effort = []
     if not start and not end:
-        return found, ()
+        return by_effort, ()
     transition: Tokens = ()
-    natural = [tokenizer.decode(list(one.ends[0])) for one in found]
+    natural = [tokenizer.decode(list(one.ends[0])) for one in by_effort]
     if end and natural and natural[0] in end:
         # The configured text after the parser's own end marker would already belong to the answer.
         transition = _ids(tokenizer, end[: end.rindex(natural[0])])
         end = natural[0]
-    first = found[0] if found else Found((), ())
+    first = by_effort[0] if by_effort else NamedMarkers((), ())
     starts, ends = (_spelled(tokenizer, [text]) if text else () for text in (start, end))
-    return [Found((*starts, *first.starts), (*ends, *first.ends)), *found[1:]], transition
+    return [NamedMarkers((*starts, *first.starts), (*ends, *first.ends)), *by_effort[1:]], transition
 
 
 def _configured(vllm_config: Any) -> tuple[str, str]:
@@ -188,23 +190,23 @@ def _configured(vllm_config: Any) -> tuple[str, str]:
     return start, end
 
 
-def _usual(tokenizer: Any) -> Found:
+def _usual(tokenizer: Any) -> NamedMarkers:
     """Return the markers of an engine without a reasoning parser: <think> and </think>, each as a single token. Raises
     MarkersNotFound."""
     vocabulary = tokenizer.get_vocab()
     tokens = [vocabulary.get(text) for text in ("<think>", "</think>")]
     if None in tokens:
         raise MarkersNotFound("and its tokenizer has no tokens <think> and </think>")
-    return Found(*(((token,),) for token in tokens))
+    return NamedMarkers(*(((token,),) for token in tokens))
 
 
-def of_parser(name: str, tokenizer: Any) -> list[Found]:
+def of_parser(name: str, tokenizer: Any) -> list[NamedMarkers]:
     """Return the markers that one of vLLM's reasoning parsers names, once for each effort that has its own markers.
     Raises MarkersNotFound."""
-    return list(dict.fromkeys(found for _, found in asked(name, tokenizer)))
+    return list(dict.fromkeys(named for _, named in asked(name, tokenizer)))
 
 
-def asked(name: str, tokenizer: Any) -> list[tuple[Any, Found]]:
+def asked(name: str, tokenizer: Any) -> list[tuple[Any, NamedMarkers]]:
     """Return the parsers that vLLM builds for requests of each effort, each with the markers that it names. Raises
     MarkersNotFound."""
     return [(parser, _asked(name, parser, tokenizer)) for parser in _built(name, tokenizer)]
@@ -230,17 +232,17 @@ def _built(name: str, tokenizer: Any) -> list[Any]:
     return built
 
 
-def _asked(name: str, parser: Any, tokenizer: Any) -> Found:
+def _asked(name: str, parser: Any, tokenizer: Any) -> NamedMarkers:
     """Return the markers that one parser names, and the other tokens that end thinking for it. Raises
     MarkersNotFound."""
-    found = _of_ids(parser, tokenizer)
-    if found is None:
+    named = _of_ids(parser, tokenizer)
+    if named is None:
         starts, ends = (_spelled(tokenizer, texts) for texts in WRITTEN.get(name) or _texts(parser))
-        found = Found(starts, ends)
-    if not found.ends:
+        named = NamedMarkers(starts, ends)
+    if not named.ends:
         raise MarkersNotFound("which names no end of thinking that this tokenizer can write")
-    other = () if name in WRITTEN else _other_ends(parser, tokenizer, found)
-    return Found(found.starts, (*found.ends, *other))
+    other = () if name in WRITTEN else _other_ends(parser, tokenizer, named)
+    return NamedMarkers(named.starts, (*named.ends, *other))
 
 
 def _texts(parser: Any) -> tuple[list[str], list[str]]:
@@ -265,7 +267,7 @@ def _text_of(parser: Any, which: str) -> list[str]:
     return [text] if text else [known for known, id_ in parser.vocab.items() if id_ == token]
 
 
-def _of_ids(parser: Any, tokenizer: Any) -> Found | None:
+def _of_ids(parser: Any, tokenizer: Any) -> NamedMarkers | None:
     """Return the markers of a parser that has fixed token ids; None for any other parser. Raises MarkersNotFound if
     these ids are other texts in this tokenizer."""
     if not hasattr(parser, "response_start_ids"):
@@ -276,18 +278,18 @@ def _of_ids(parser: Any, tokenizer: Any) -> Found | None:
     ):
         if not re.fullmatch(text, tokenizer.decode(ids)):
             raise MarkersNotFound(f"which reads {text} as tokens {ids}, and those are other texts in this tokenizer")
-    return Found(
+    return NamedMarkers(
         (tuple(parser.think_start_ids), tuple(parser.think_start_ids_fast)),
         (tuple(parser.response_start_ids), tuple(parser.response_start_ids_fast)),
     )
 
 
-def _other_ends(parser: Any, tokenizer: Any, found: Found) -> Iterable[Tokens]:
+def _other_ends(parser: Any, tokenizer: Any, named: NamedMarkers) -> Iterable[Tokens]:
     """Yield the added tokens that also end thinking for a parser, for example a token that begins a tool call."""
-    thinking = [*(found.starts[0] if found.starts else ()), *_ids(tokenizer, "so")]
+    thinking = [*(named.starts[0] if named.starts else ()), *_ids(tokenizer, "so")]
     if _ended(parser, thinking):
         return
-    own = {token for marker in (*found.starts, *found.ends) for token in marker}
+    own = {token for marker in (*named.starts, *named.ends) for token in marker}
     for token in sorted(set(tokenizer.get_added_vocab().values()) - own):
         if _ended(parser, [*thinking, token]):
             yield (token,)
@@ -315,15 +317,15 @@ def _ways(tokenizer: Any, text: str) -> list[Tokens]:
     alone = _ids(tokenizer, text)
     if set(alone) <= set(tokenizer.get_added_vocab().values()):
         return [alone]
-    found = [alone]
+    ways = [alone]
     for before, after in itertools.product(("", " ", "\n"), ("", "\n", "\n\n")):
         tokens = _ids(tokenizer, before + text + after)
         first = max((i for i in range(len(tokens)) if text in tokenizer.decode(tokens[i:])), default=0)
         last = next(
             (i for i in range(first, len(tokens) + 1) if text in tokenizer.decode(tokens[first:i])), len(tokens)
         )
-        found.append(tokens[first:last])
-    return found
+        ways.append(tokens[first:last])
+    return ways
 
 
 def _ids(tokenizer: Any, text: str) -> Tokens:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from meridian_agent.vllm_types import Request
 
-def probe_request(parent: Any, request_id: str, tokens: list[int], shared: int) -> Any:
+
+def probe_request(parent: Request, request_id: str, tokens: list[int], shared: int) -> Any:
     """Return a request that generates one token after the prompt `tokens` and shares the parent's cached blocks.
 
     shared: number of the first tokens that are the parent's, too.
@@ -45,14 +47,14 @@ def aborted_status() -> Any:
     return RequestStatus.FINISHED_ABORTED
 
 
-def awaits_seeded_token(request: Any) -> bool:
+def awaits_seeded_token(request: Request) -> bool:
     """Whether a request with a seed still has more tokens to compute than its newest one before it generates the next.
     The workers keep the random number generator of a streaming session, also for later inputs without a seed."""
     seeded = request.sampling_params.seed is not None or getattr(request, "resumable", False)
     return seeded and request.num_computed_tokens + 1 < request.num_tokens
 
 
-def never_allows(request: Any, tokens: Sequence[int]) -> bool:
+def never_allows(request: Request, tokens: Sequence[int]) -> bool:
     """Whether a request's sampling parameters forbid one of these tokens."""
     params = request.sampling_params
     allowed, bias, bad = params.allowed_token_ids, params.logit_bias or {}, params.bad_words_token_ids or ()
@@ -63,51 +65,51 @@ def never_allows(request: Any, tokens: Sequence[int]) -> bool:
     )
 
 
-def has_budget(request: Any) -> bool:
+def has_budget(request: Request) -> bool:
     """Whether vLLM itself ends the request's thinking after a number of tokens."""
     return getattr(request.sampling_params, "thinking_token_budget", None) is not None
 
 
-def stops_at(request: Any, tokens: Sequence[int]) -> bool:
+def stops_at(request: Request, tokens: Sequence[int]) -> bool:
     """Whether vLLM ends the request at one of these tokens."""
     return not request.sampling_params.all_stop_token_ids.isdisjoint(tokens)
 
 
-def grammar_takes(request: Any, tokens: Sequence[int]) -> bool:
+def grammar_takes(request: Request, tokens: Sequence[int]) -> bool:
     """Whether the grammar of a request takes all of these tokens next."""
     return len(request.structured_output_request.grammar.validate_tokens(list(tokens))) == len(tokens)
 
 
-def not_yet_allows(request: Any, tokens: Sequence[int], unknown: int) -> bool:
+def not_yet_allows(request: Request, tokens: Sequence[int], unknown: int) -> bool:
     """Whether one of these tokens would finish a request that has not generated its min_tokens yet. unknown: number of
     tokens that the request may have generated beyond those that vLLM has counted."""
     params = request.sampling_params
-    made = request.num_output_tokens + unknown
-    return made < params.min_tokens and stops_at(request, tokens)
+    generated = request.num_output_tokens + unknown
+    return generated < params.min_tokens and stops_at(request, tokens)
 
 
-def waits_preempted(request: Any) -> bool:
+def waits_preempted(request: Request) -> bool:
     """Whether a request was preempted and waits to be resumed."""
     return str(request.status.name) == "PREEMPTED"
 
 
-def waits(request: Any) -> bool:
+def waits(request: Request) -> bool:
     """Whether a request's status is one that belongs in vLLM's waiting queue."""
     return str(request.status.name) in ("WAITING", "PREEMPTED")
 
 
-def waits_for_input(request: Any) -> bool:
+def waits_for_input(request: Request) -> bool:
     """Whether a streaming session has answered all of its inputs so far."""
     return str(request.status.name) == "WAITING_FOR_STREAMING_REQ"
 
 
-def stopped_after(request: Any, tokens: Sequence[int]) -> bool:
+def stopped_after(request: Request, tokens: Sequence[int]) -> bool:
     """Whether a request has ended because it generated one of these tokens."""
     return str(request.status.name) == "FINISHED_STOPPED" and request.output_token_ids[-1] in tokens
 
 
 @contextlib.contextmanager
-def shown_as_aborted(request: Any) -> Iterator[None]:
+def shown_as_aborted(request: Request) -> Iterator[None]:
     """Show a request that has ended as an aborted one while the block runs."""
     status, request.status = request.status, aborted_status()
     try:

@@ -1,4 +1,5 @@
 """Lists every class, method and attribute of vLLM that the agent uses, in tables, and finds those that a vLLM lacks.
+What the agent uses of the objects that the engine core hands to it stands in `vllm_types`, which mypy reads, too.
 
 There are two ways to inspect a vLLM: the imported objects, when the agent starts (`Imported`), and the sources without
 importing them (`tests/vllm_sources.py`). Importing this module does not import vLLM. The check runs once in each
@@ -14,26 +15,40 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from meridian_agent import vllm_types
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Table = dict[str, tuple[str, ...]]
+
+
+def members_of(shape: type) -> tuple[str, ...]:
+    """Return the members that a class of `vllm_types` declares, as a table has them."""
+    methods = {
+        name: inspect.signature(method).parameters.values()
+        for name, method in vars(shape).items()
+        if inspect.isfunction(method) and not name.startswith("__")
+    }
+    properties = [name for name, value in vars(shape).items() if isinstance(value, property)]
+    calls = [f"{name}({', '.join(_argument(p) for p in [*parameters][1:])})" for name, parameters in methods.items()]
+    return (*shape.__annotations__, *properties, *calls)
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    return "_" if parameter.kind is inspect.Parameter.POSITIONAL_ONLY else f"{parameter.name}=_"
+
 
 # Maps each owner (`module:Class` or a module) to the members that it must have. A plain name is a field, or a method
 # whose arguments do not matter. A call is written as the agent makes it, with `_` for each argument. `**_` means that
 # the agent's override reads only the named arguments and passes on all others. `a | b` means that one of the two is
 # enough.
 ENGINE: Table = {
-    "vllm.config.scheduler:SchedulerConfig": (
-        "get_scheduler_cls()",
-        "disable_chunked_mm_input",
-        "enable_chunked_prefill",
-        "long_prefill_token_threshold",
-        "max_num_batched_tokens",
-    ),
+    "vllm.config.scheduler:SchedulerConfig": ("get_scheduler_cls()", *members_of(vllm_types.SchedulerConfig)),
     "vllm.config.speculative:SpeculativeConfig": ("max_num_new_slots_for_drafting",),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (),
     "vllm.v1.core.sched.scheduler:Scheduler": (
+        # What the agent's mixin overrides.
         "schedule(**_)",
         "update_from_output(scheduler_output=_, model_runner_output=_, **_)",
         "get_grammar_bitmask(scheduler_output=_, **_)",
@@ -42,122 +57,43 @@ ENGINE: Table = {
         "shutdown(**_)",
         "_preempt_request(request=_, **_)",
         "_free_request_blocks(request=_, **_)",
-        "add_request(_)",
-        "finish_requests(_, _)",
-        "get_request_counts()",
-        "running",
-        "waiting",
-        "requests",
-        "current_step",
-        "finished_req_ids",
-        "block_size",
-        "cache_config",
-        "connector",
-        "connector_prefix_cache_stats",
-        "kv_cache_config",
-        "kv_cache_manager",
-        "lora_config",
-        "max_model_len",
-        "max_num_running_reqs",
-        "max_num_scheduled_tokens",
-        "num_spec_tokens",
-        "policy",
-        "scheduler_config",
-        "use_v2_model_runner",
-        "vllm_config",
+        *members_of(vllm_types.Scheduler),
     ),
-    "vllm.v1.core.sched.request_queue:FCFSRequestQueue": ("remove_requests(_)", "prepend_request(_)"),
-    "vllm.v1.core.sched.request_queue:PriorityRequestQueue": ("remove_requests(_)", "prepend_request(_)"),
-    "vllm.v1.core.sched.output:GrammarOutput": (
-        "__init__(_, _)",
-        "structured_output_request_ids",
-        "grammar_bitmask",
-    ),
-    "vllm.v1.core.sched.output:NewRequestData": ("req_id",),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "scheduled_spec_decode_tokens",
-        "pending_structured_output_tokens",
-        "scheduled_new_reqs",
-        "scheduled_cached_reqs",
-        "finished_req_ids",
-        "kv_cache_block_copies",
-    ),
+    "vllm.v1.core.sched.request_queue:FCFSRequestQueue": members_of(vllm_types.RequestQueue),
+    "vllm.v1.core.sched.request_queue:PriorityRequestQueue": members_of(vllm_types.RequestQueue),
+    "vllm.v1.core.sched.output:GrammarOutput": ("__init__(_, _)", *members_of(vllm_types.GrammarOutput)),
+    "vllm.v1.core.sched.output:NewRequestData": members_of(vllm_types.NewRequestData),
+    "vllm.v1.core.sched.output:SchedulerOutput": members_of(vllm_types.SchedulerOutput),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
-        "get_block_ids(_)",
-        "get_blocks(_)",
         "get_computed_blocks(request=_, **_)",
-        "create_kv_cache_blocks(_)",
-        "take_kv_cache_block_copies()",
-        "evict_blocks(_)",
         # Up to vLLM 0.26 the statistics are recorded within get_computed_blocks.
         "record_prefix_cache_stats(request=_, **_) | log_stats",
-        "block_pool",
-        "coordinator",
-        "enable_caching",
-        "usage",
+        *members_of(vllm_types.KvCacheManager),
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("cache_blocks(request=_, **_)", "single_type_managers"),
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": ("block_size",),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": members_of(vllm_types.BlocksOfGroups),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
+        "cache_blocks(request=_, **_)",
+        *members_of(vllm_types.Coordinator),
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": members_of(vllm_types.GroupManager),
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (),
-    "vllm.v1.core.block_pool:BlockPool": (
-        "touch(_)",
-        "free_blocks(_)",
-        "get_num_free_blocks()",
-        "blocks",
-        "enable_kv_cache_events",
-    ),
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_hash", "is_null", "ref_cnt"),
-    "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
-    "vllm.v1.engine:EngineCoreOutputs": ("outputs", "finished_requests"),
-    "vllm.v1.engine:EngineCoreOutput": ("request_id", "new_token_ids", "finish_reason"),
-    "vllm.v1.outputs:ModelRunnerOutput": ("req_ids", "req_id_to_index"),
+    "vllm.v1.core.block_pool:BlockPool": members_of(vllm_types.BlockPool),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": members_of(vllm_types.Block),
+    "vllm.v1.kv_cache_interface:KVCacheConfig": members_of(vllm_types.KvCacheConfig),
+    "vllm.v1.engine:EngineCoreOutputs": members_of(vllm_types.EngineCoreOutputs),
+    "vllm.v1.engine:EngineCoreOutput": members_of(vllm_types.EngineCoreOutput),
+    "vllm.v1.outputs:ModelRunnerOutput": members_of(vllm_types.ModelRunnerOutput),
     "vllm.v1.request:RequestStatus": ("FINISHED_ABORTED", "PREEMPTED"),
     "vllm.v1.request:Request": (
         "__init__(request_id=_, prompt_token_ids=_, sampling_params=_, pooling_params=_, client_index=_,"
         " arrival_time=_, lora_request=_, cache_salt=_, priority=_)",
-        "update_block_hashes()",
-        "get_finished_reason()",
-        "is_finished()",
-        "_block_hasher",
-        "all_token_ids",
-        "arrival_time",
-        "block_hashes",
-        "cache_salt",
-        "client_index",
-        "is_prefill_chunk",
-        "kv_transfer_params",
-        "lora_request",
-        "max_tokens",
-        "next_decode_eligible_step",
-        "num_computed_tokens",
-        "num_output_placeholders",
-        "num_output_tokens",
-        "num_prompt_tokens",
-        "num_tokens",
-        "num_tokens_with_spec",
-        "output_token_ids",
-        "priority",
-        "prompt_token_ids",
-        "request_id",
-        "sampling_params",
-        "spec_token_ids",
-        "status",
-        "trace_headers",
+        *members_of(vllm_types.Request),
     ),
     "vllm.sampling_params:SamplingParams": (
         "max_tokens",
         "temperature",
         "detokenize",
-        "extra_args",
-        "seed",
-        "all_stop_token_ids",
-        "allowed_token_ids",
-        "bad_words_token_ids",
-        "logit_bias",
-        "min_tokens",
+        *members_of(vllm_types.SamplingParams),
     ),
     "vllm.config.model:ModelConfig": ("get_vocab_size()", "served_model_name"),
     "vllm.config.structured_outputs:StructuredOutputsConfig": ("reasoning_parser",),
@@ -213,11 +149,8 @@ HAND_OVER: Table = {
         "request_finished(request=_, **_)",
         "update_state_after_alloc(_, _, _)",
     ),
-    "vllm.sampling_params:SamplingParams": ("stop_token_ids",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("get_blocks(_)",),
     "vllm.v1.engine:EngineCoreOutput": ("prefill_stats", "stop_reason"),
     "vllm.v1.metrics.stats:PrefillStats": ("num_local_cached_tokens",),
-    "vllm.v1.request:Request": ("kv_transfer_params", "num_prompt_tokens", "num_tokens", "stop_reason"),
 }
 
 # The API that the agent needs to change each limit of the scheduler while the engine runs. Without it the policy's
@@ -252,7 +185,6 @@ BUDGET: Table = {"vllm.sampling_params:SamplingParams": ("thinking_token_budget"
 
 # The API that brings the numbers of an engine's phases into vLLM's own /metrics; without it they are missing there.
 METRICS: Table = {
-    "vllm.v1.engine:EngineCoreOutputs": ("scheduler_stats",),
     "vllm.v1.metrics.stats:SchedulerStats": ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"),
     "vllm.v1.metrics.loggers:PrometheusStatLogger": (
         "__init__(vllm_config=_, engine_indexes=_)",
@@ -293,8 +225,7 @@ V1_RUNNER: Table = {
 # Without this API, or before the first release with which it was tried, each probe is a request of its own.
 PROBE_ROWS_FROM = (0, 32)
 PROBE_ROWS: Table = {
-    "vllm.v1.core.sched.scheduler:Scheduler": ("connector", "use_v2_model_runner"),
-    "vllm.v1.request:Request": ("mm_features", "spec_token_ids", "structured_output_request"),
+    "vllm.v1.request:Request": ("mm_features",),
     "vllm.v1.kv_cache_interface:AttentionSpec": (),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("kv_cache_spec",),
     "vllm.config.cache:CacheConfig": ("kv_sharing_fast_prefill",),
@@ -337,17 +268,17 @@ class Look(Protocol):
 def missing(look: Look, table: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the entries of a table that a vLLM lacks, each as `Owner.name`, with the error if a function's arguments
     do not fit."""
-    found = []
+    lacking = []
     for owner, wanted in table.items():
         short = owner.rpartition(":")[2]
         if not look.has_owner(owner):
-            found.append(short)
+            lacking.append(short)
             continue
         for want in wanted:
             problems = [_lacking(look, owner, either) for either in want.split(" | ")]
             if all(problems):
-                found.append(f"{short}.{problems[0]}")
-    return list(dict.fromkeys(found))
+                lacking.append(f"{short}.{problems[0]}")
+    return list(dict.fromkeys(lacking))
 
 
 def _lacking(look: Look, owner: str, want: str) -> str:
@@ -380,19 +311,19 @@ class Imported:
     def _find(self, owner: str) -> Any:
         module, _, name = owner.partition(":")
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ImportError:
             return None
-        return getattr(found, name, None) if name else found
+        return getattr(imported, name, None) if name else imported
 
     def has_owner(self, owner: str) -> bool:
         return self._find(owner) is not None
 
     def has(self, owner: str, name: str) -> bool:
-        found = self._find(owner)
-        if hasattr(found, name):
+        owned = self._find(owner)
+        if hasattr(owned, name):
             return True
-        lineage = inspect.getmro(found) if inspect.isclass(found) else ()
+        lineage = inspect.getmro(owned) if inspect.isclass(owned) else ()
         return any(name in vars(c).get("__annotations__", ()) or _sets(c, name) for c in lineage)
 
     def signature(self, owner: str, name: str) -> inspect.Signature | None:

@@ -9,11 +9,13 @@ from meridian_agent.vllm_adapter.request_api import awaits_seeded_token
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from meridian_agent.vllm_types import GrammarOutput, Request, Scheduler
+
 # Names of the scheduler's waiting queues in the supported versions of vLLM.
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
 
-def ungovernable(scheduler: Any) -> str:
+def ungovernable(scheduler: Scheduler) -> str:
     """Return why the agent must stay out of this engine; empty if it need not."""
     # A step of a diffusion model computes a canvas of tokens several times. So a row of a step belongs to no token that
     # the agent could force, and the placeholders for unknown drafts are the canvas itself.
@@ -21,25 +23,25 @@ def ungovernable(scheduler: Any) -> str:
     return "the model is a diffusion model" if is_diffusion else ""
 
 
-def captures_outputs(scheduler: Any) -> bool:
+def captures_outputs(scheduler: Scheduler) -> bool:
     """Whether the workers capture something of every token, such as the experts that routed it. They fail if a request
     begins in the middle of a KV block, as a probe does."""
     config = getattr(scheduler.vllm_config, "aux_output_config", None)
     return bool(getattr(config, "enabled", False))
 
 
-def is_async(scheduler: Any) -> bool:
+def is_async(scheduler: Scheduler) -> bool:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     return isinstance(scheduler, AsyncScheduler)
 
 
-def is_paused(scheduler: Any) -> bool:
+def is_paused(scheduler: Scheduler) -> bool:
     """Return whether vLLM is paused, so that it makes no step with requests. Any thread may call this."""
     return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED")) != "UNPAUSED"
 
 
-def mask_facts(scheduler: Any) -> tuple[int, bool]:
+def mask_facts(scheduler: Scheduler) -> tuple[int, bool]:
     """Return the length of a row of token masks in words of 32 tokens, and whether vLLM's grammars constrain thinking,
     too, and not the answer only."""
     config = scheduler.vllm_config
@@ -47,7 +49,7 @@ def mask_facts(scheduler: Any) -> tuple[int, bool]:
     return (config.model_config.get_vocab_size() + 31) // 32, bool(covers_thinking)
 
 
-def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
+def grammar_output(request_ids: list[str], bitmask: Any, base: GrammarOutput | None) -> Any:
     """Return a GrammarOutput with these mask rows. The requests that `base` covers keep their number of acceptable
     draft tokens; the requests that the agent adds accept none."""
     from vllm.v1.core.sched.output import GrammarOutput
@@ -59,13 +61,13 @@ def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
     return output
 
 
-def can_redraw(scheduler: Any) -> bool:
+def can_redraw(scheduler: Scheduler) -> bool:
     """Whether the workers can rewind a request's own random number generator, as they do after each piece of a prompt
     but the last. Torch's generators on CPUs cannot be rewound."""
     return str(scheduler.vllm_config.device_config.device_type) != "cpu"
 
 
-def uncuttable(scheduler: Any) -> str:
+def uncuttable(scheduler: Scheduler) -> str:
     """Return why the agent may cut no prompt on this engine; empty if it may cut some. Some models need all tokens of
     an image in one step, and vLLM keeps these together only if no limit is smaller than the image."""
     config = scheduler.scheduler_config
@@ -76,7 +78,7 @@ def uncuttable(scheduler: Any) -> str:
     return ""
 
 
-def least_piece(scheduler: Any) -> int:
+def least_piece(scheduler: Scheduler) -> int:
     """Return the tokens that a step must have for a prompt at least, so that vLLM computes a piece of the prompt.
 
     vLLM cuts the prompts of hybrid models at the ends of KV blocks only, and keeps as many tokens for the last piece as
@@ -87,7 +89,7 @@ def least_piece(scheduler: Any) -> int:
     return int(max(block, getattr(scheduler, "num_prefill_lookahead", 1)))
 
 
-def may_cut_prompts(scheduler: Any) -> bool:
+def may_cut_prompts(scheduler: Scheduler) -> bool:
     """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU this is forbidden while a request
     with a seed is in its prompt."""
     if uncuttable(scheduler):
@@ -95,7 +97,7 @@ def may_cut_prompts(scheduler: Any) -> bool:
     return can_redraw(scheduler) or not _any_seeded_prompt(scheduler.requests.values())
 
 
-def would_cut_seeded(scheduler: Any, tokens: int, *, all_decode: bool) -> bool:
+def would_cut_seeded(scheduler: Scheduler, tokens: int, *, all_decode: bool) -> bool:
     """Whether vLLM may cut the prompt of a request with a seed because something else takes `tokens` of the coming
     step, on a CPU, where the engine then fails. all_decode: no running request is in its prompt."""
     if can_redraw(scheduler):
@@ -113,11 +115,11 @@ def would_cut_seeded(scheduler: Any, tokens: int, *, all_decode: bool) -> bool:
     return bool(others + sum(pieces) + arriving + tokens > scheduler.max_num_scheduled_tokens)
 
 
-def _any_seeded_prompt(requests: Iterable[Any]) -> bool:
+def _any_seeded_prompt(requests: Iterable[Request]) -> bool:
     return any(request.sampling_params is not None and awaits_seeded_token(request) for request in requests)
 
 
-def adapters_fit(scheduler: Any) -> bool:
+def adapters_fit(scheduler: Scheduler) -> bool:
     """Whether the LoRA adapters of all requests fit into one step.
 
     vLLM counts the adapters of the requests in the step before it admits others. If the step leaves out the running
@@ -129,24 +131,24 @@ def adapters_fit(scheduler: Any) -> bool:
     return len(adapters) <= int(config.max_loras)
 
 
-def admission_limit_name(scheduler: Any) -> str:
+def admission_limit_name(scheduler: Scheduler) -> str:
     """Return the name of the scheduler attribute that limits how many requests run at once. Up to vLLM 0.30 this limit
     is max_num_running_reqs, which is also the number of slots in the model runner."""
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
-def waiting_with_blocks(scheduler: Any) -> int:
+def waiting_with_blocks(scheduler: Scheduler) -> int:
     """Return the number of waiting requests that hold KV blocks, such as requests whose KV comes from another engine.
     vLLM admits these before all others if it has a queue for them."""
     return len(getattr(scheduler, "kv_holding_waiting", ()))
 
 
-def anything_waits(scheduler: Any) -> bool:
+def anything_waits(scheduler: Scheduler) -> bool:
     """Whether a request waits to be admitted."""
     return bool(scheduler.get_request_counts()[1])
 
 
-def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
+def wanted_tokens(scheduler: Scheduler) -> tuple[int, list[int]]:
     """Return how many tokens of the next step the running requests take without any limit of the agent: first all
     requests together that are past their prompt, then a list with one number for each prompt that is computed in
     pieces. If there is no such prompt and the step has tokens to spare, the first number is an upper bound."""
@@ -160,7 +162,7 @@ def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
     return sum(map(_tokens_left, others)), [min(piece, threshold or piece) for piece in pieces]
 
 
-def input_tokens(scheduler: Any, sequences: int) -> int:
+def input_tokens(scheduler: Scheduler, sequences: int) -> int:
     """Return how many tokens fit in the workers' buffers in a step with this many sequences. Some drafters reserve
     places in the buffers for each sequence."""
     drafting = scheduler.vllm_config.speculative_config
@@ -168,11 +170,11 @@ def input_tokens(scheduler: Any, sequences: int) -> int:
     return int(scheduler.scheduler_config.max_num_batched_tokens - places * sequences)
 
 
-def _tokens_left(request: Any) -> int:
+def _tokens_left(request: Request) -> int:
     return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
 
 
-def piece_limits(scheduler: Any, tokens: int) -> list[tuple[Any, str, int]]:
+def piece_limits(scheduler: Scheduler, tokens: int) -> list[tuple[Any, str, int]]:
     """Return the vLLM settings that limit each piece of a prompt to this many tokens, as (object, attribute, value).
     From vLLM 0.31 on an option raises such a limit to a fair share of the step, so the settings switch the option
     off."""
@@ -182,6 +184,6 @@ def piece_limits(scheduler: Any, tokens: int) -> list[tuple[Any, str, int]]:
     return limits
 
 
-def fcfs(scheduler: Any) -> bool:
+def fcfs(scheduler: Scheduler) -> bool:
     """Whether the scheduler preempts from the end of its running list and queues first come, first served."""
     return str(getattr(scheduler.policy, "value", scheduler.policy)) == "fcfs"

@@ -21,6 +21,8 @@ from meridian_agent.vllm_adapter import scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from meridian_agent.vllm_types import Scheduler
+
 # The limits that decide into which pieces prompts are cut.
 CUTTING = ("max_num_scheduled_tokens", "long_prefill_token_threshold")
 
@@ -56,19 +58,19 @@ class SchedulerLimits:
 
     def message(self) -> agent_pb2.EngineLimits:
         """Return the limits for the Hello."""
-        found: dict[str, Any] = {
+        limits: dict[str, Any] = {
             name: agent_pb2.EngineLimit(
                 startup=limit.startup, lowest=limit.lowest, highest=limit.highest, refusal=limit.refusal
             )
             for name, limit in self._bounds.items()
         }
-        return agent_pb2.EngineLimits(**found)
+        return agent_pb2.EngineLimits(**limits)
 
     def bounded(self, settings: agent_pb2.Settings) -> agent_pb2.EngineLimitValues:
         """Return the values that settings give the limits of this engine."""
         wanted = settings.engine_limits
-        found: dict[str, Any] = {name: limit.of(getattr(wanted, name)) for name, limit in self._bounds.items()}
-        return agent_pb2.EngineLimitValues(**found)
+        values: dict[str, Any] = {name: limit.of(getattr(wanted, name)) for name, limit in self._bounds.items()}
+        return agent_pb2.EngineLimitValues(**values)
 
     def obey(self, settings: agent_pb2.Settings) -> None:
         """Put the values of settings in force, or keep them for the end of a freeze."""
@@ -98,7 +100,7 @@ class SchedulerLimits:
     def _value(self, name: str) -> int:
         return self._wanted.get(name, self._bounds[name].startup)
 
-    def uncut(self, scheduler: Any) -> list[tuple[Any, str, int]]:
+    def uncut(self, scheduler: Scheduler) -> list[tuple[Any, str, int]]:
         """Return the limits that must have their start-up values in the coming step, as (object, attribute, value),
         because prompts may not be cut into other pieces than vLLM's own."""
         if not self._cutting or scheduler_api.may_cut_prompts(scheduler):
@@ -106,7 +108,7 @@ class SchedulerLimits:
         return [(limit.owner, limit.attribute, limit.startup) for limit in self._cutting]
 
 
-def limits_of(scheduler: Any, lacks: Callable[[str], str]) -> SchedulerLimits:
+def limits_of(scheduler: Scheduler, lacks: Callable[[str], str]) -> SchedulerLimits:
     """Return the limits of an engine that has just started. lacks: returns what this vLLM lacks for changing a limit,
     by its name; empty if nothing is missing."""
     config, slots, row = scheduler.scheduler_config, scheduler.max_num_running_reqs, 1 + scheduler.num_spec_tokens
@@ -127,12 +129,12 @@ def limits_of(scheduler: Any, lacks: Callable[[str], str]) -> SchedulerLimits:
     return SchedulerLimits({name: replace(limit, refusal=refusals[name]) for name, limit in bounds.items()})
 
 
-def _refusal(scheduler: Any, name: str) -> str:
+def _refusal(scheduler: Scheduler, name: str) -> str:
     """Return why a limit cannot change on an engine with this configuration; empty if it can."""
     if name not in CUTTING:
         return ""
     if reason := scheduler_api.uncuttable(scheduler):
         return reason
-    if name == "max_num_scheduled_tokens" and scheduler.need_mamba_block_aligned_split:
+    if name == "max_num_scheduled_tokens" and getattr(scheduler, "need_mamba_block_aligned_split", False):
         return "vLLM cuts the prompts of this model at KV blocks only, so they might find no room in a step"
     return ""

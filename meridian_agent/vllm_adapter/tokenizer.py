@@ -61,19 +61,19 @@ def token_texts(tokenizer: Any, vocab_size: int) -> tuple[list[TokenText], list[
     ids = range(min(len(tokenizer), vocab_size))
     special = set(getattr(tokenizer, "all_special_ids", ()))
     special |= {token for text, token in tokenizer.get_added_vocab().items() if MARKUP.fullmatch(text)}
-    found = list[TokenText]()
+    texts = list[TokenText]()
     failed = list[int]()
     for token, text in zip(ids, _decoded(tokenizer, ids), strict=True):
         if token in special:
-            found.append(TokenText("", special=True))
+            texts.append(TokenText("", special=True))
         elif text is None:
             failed.append(token)
-            found.append(TokenText("word"))
+            texts.append(TokenText("word"))
         elif NO_CHARACTER in text and (raw := _raw_bytes(tokenizer, token)):
-            found.append(split_bytes(raw))
+            texts.append(split_bytes(raw))
         else:
-            found.append(TokenText(text))
-    return found, failed
+            texts.append(TokenText(text))
+    return texts, failed
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
@@ -129,11 +129,11 @@ def chat_template_of(vllm_config: Any) -> str | None:
     try:
         from vllm.renderers.hf import resolve_chat_template
 
-        found = resolve_chat_template(tokenizer_of(vllm_config), None, None, model_config=vllm_config.model_config)
+        template = resolve_chat_template(tokenizer_of(vllm_config), None, None, model_config=vllm_config.model_config)
     except Exception as error:
         logger.info("meridian: the model's chat template is not known: %s", error)
         return None
-    return found if isinstance(found, str) else None
+    return template if isinstance(template, str) else None
 
 
 def template_of(tokenizer: Any, markers: Markers, chat_template: str | None, settings: str = "{}") -> Template:

@@ -78,8 +78,8 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
     try:
         if reason := unfit(v2_runner):
             raise KernelError(reason)
-        if found := strewn(worker):
-            raise KernelError(f"with {found} a worker cannot tell which request a row of logits belongs to")
+        if features := strewn(worker):
+            raise KernelError(f"with {features} a worker cannot tell which request a row of logits belongs to")
         observer.probe = probe_for(worker)
         logger.info("meridian: measuring logits on device %s with backend %s", worker.device, observer.probe.backend)
         if observer.probe.fallback:

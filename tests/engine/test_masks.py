@@ -47,7 +47,9 @@ def test_an_end_that_min_tokens_rules_out_waits_for_as_many_tokens_as_were_made(
         request.num_output_placeholders = 1 + drafts
         assert masks.with_ends(step, None) is None, request.num_output_tokens
         request.append_output_token_ids(TEXT)
-    assert masks.with_ends(step, None).structured_output_request_ids == ["r"]
+    last = masks.with_ends(step, None)
+    assert last is not None
+    assert last.structured_output_request_ids == ["r"]
 
 
 def forced(params: SamplingParams, markers: Markers, thought: list[int]) -> list[list[int]] | None:
@@ -93,7 +95,9 @@ def test_no_end_begins_where_a_grammar_constrains_the_token(constrained: tuple[i
         rows[1 + row] = 1 << END | 1 << BEGUN
     drafts = {"r": [TEXT, END, TEXT, TEXT], "other": []}
     step = SimpleNamespace(num_scheduled_tokens={"r": 1 + DRAFTS, "other": 1}, scheduled_spec_decode_tokens=drafts)
-    made = thinker.masks.with_ends(step, GrammarOutput(["other", "r"], rows)).grammar_bitmask
+    masks = thinker.masks.with_ends(step, GrammarOutput(["other", "r"], rows))
+    assert masks is not None
+    made = masks.grammar_bitmask
     ending = [[1 << BEGUN], [1 << TEXT], [1 << END]]
     assert made[1:4].tolist() == (ending if ends else rows[1:4].tolist())
     details = [detail for *_, detail in thinker.tracker.record.outcomes]

@@ -40,7 +40,7 @@ def test_a_session_whose_output_becomes_prompt_is_read_again() -> None:
     assert (found, state) == (session, read_at_once(SINGLE, [1, 40, 2], [41], True))
 
 
-def read_at_once(markers: Markers, prompt: list[int], output: list[int], disabled: bool) -> PhaseState:
+def read_at_once(markers: Markers, prompt: Any, output: Any, disabled: bool) -> PhaseState:
     state = begin(markers, prompt, disabled)
     for token in output:
         state.feed(token, markers)

@@ -4,6 +4,7 @@ request."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def tracker_of(markers: Markers = MARKERS, drafts: int = 0) -> Tracker:
 
 def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> LiveRequest:
     info = RequestInfo(name, "", "", "", 0, 0, own_cap)
-    return tracker.open(info, [START] if prompt is None else prompt, 0, object())
+    return tracker.open(info, [START] if prompt is None else prompt, 0, SimpleNamespace())
 
 
 def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = ()) -> str:

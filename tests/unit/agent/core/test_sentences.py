@@ -7,6 +7,7 @@ import gc
 import random
 import time
 from array import array
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -230,7 +231,7 @@ def test_ends_do_not_depend_on_how_tokens_are_cut_into_steps(
     seen: dict[str, list[int]] = {name: [] for name in expected}
     tracker = made(table, drafts)
     for name in expected:
-        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, object())
+        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
     while any(len(seen[name]) < len(expected[name]) for name in seen):
         if rng.random() < 0.05:
             tracker = handed_over(tracker, table, drafts, thinking, seen)
@@ -254,7 +255,7 @@ def handed_over(
     new = made(table, drafts)
     for name, live in old.by_id.items():
         done = thinking[int(name[1:])][: len(seen[name])]
-        new.enter(live.info, live.state, 0, object(), sentence=table.state_of(done))
+        new.enter(live.info, live.state, 0, SimpleNamespace(), sentence=table.state_of(done))
     return new
 
 
@@ -503,7 +504,7 @@ def test_states_keep_nothing_that_they_came_from() -> None:
     """A run of any length keeps the states of its newest step only."""
     tracker = made(shifted(TABLE), 2)
     for name in ("r0", "r1"):
-        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, object())
+        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
     thinking, seen = [[FIRST] * 400] * 2, {"r0": list[int](), "r1": list[int]()}
     rng, kept = random.Random(1), list[int]()
     for _ in range(120):

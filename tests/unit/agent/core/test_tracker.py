@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -22,7 +23,7 @@ def info(name: str, own_cap: int | None = None) -> RequestInfo:
 
 
 def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> LiveRequest:
-    return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, object())
+    return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, SimpleNamespace())
 
 
 def test_slots_rest_and_are_reused_lowest_first() -> None:

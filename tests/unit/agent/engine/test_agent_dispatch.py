@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from meridian_agent.engine.queue_order import left_out
 
 def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> LiveRequest:
     info = RequestInfo(str(slot), "", "", "", 0, 0, None)
-    live = LiveRequest(slot, info, PhaseState(Phase.THINK), 0, None)
+    live = LiveRequest(slot, info, PhaseState(Phase.THINK), 0, SimpleNamespace())
     live.joined_step, live.skipped_steps = joined_step, skipped_steps
     return live
 

@@ -126,7 +126,7 @@ ENDS: list[Callable[[Engine], Any]] = [
     lambda engine: engine.link.lease.lost(),
     lambda engine: engine.calm.end(),
     lambda engine: engine.calm.scheduled(3),
-    lambda engine: engine.tracker.open(RequestInfo("c", "", "", "", 0, 9, None), [START], 0, None),
+    lambda engine: engine.tracker.open(RequestInfo("c", "", "", "", 0, 9, None), [START], 0, SimpleNamespace()),
     lambda engine: engine.tracker.feed(engine.tracker.by_id["a"], [END], 0),
     lambda engine: engine.tracker.close(engine.tracker.by_id["a"], 1),
     lambda engine: engine.tracker.run.leave(engine.tracker.by_id["a"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,10 +128,5 @@ def test_given_up_blocks_are_not_remembered_without_end() -> None:
     ],
 )
 def test_only_a_short_text_is_taken_for_settings(value: object, expected: str) -> None:
-    class Params:
-        extra_args = {TEMPLATE: value} if value is not None else None
-
-    class Request:
-        sampling_params = Params()
-
-    assert template_settings(Request()) == expected
+    params = SimpleNamespace(extra_args={TEMPLATE: value} if value is not None else None)
+    assert template_settings(SimpleNamespace(sampling_params=params)) == expected

@@ -140,6 +140,10 @@ class FakeScheduler:
         return len(self.running), len(self.waiting)
 
 
+def scheduler_of(tokens: int, blocks: int, device: str = "cuda") -> Any:
+    return FakeScheduler(tokens, blocks, device)
+
+
 @pytest.mark.parametrize(
     ("tokens", "blocks", "placed"),
     [(10_000, 10_000, 5), (STEP_SHARE * 6, 10_000, 3), (10_000, 3 * 4, 3)],
@@ -155,7 +159,7 @@ def test_the_probes_of_a_step_share_its_room(
     for n in range(5):
         live = tracked(all_token_ids=[9] * 41)
         directives.probes.put_back((n + 1, live, 0, 0))
-    assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
+    assert probing.place(scheduler_of(tokens, blocks), observes=True) == [2] * placed
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
 
 
@@ -178,7 +182,7 @@ def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
     monkeypatch.setattr(probe_rows, "fits", lambda *_: True)
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
-    probing, scheduler = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True), FakeScheduler(10_000, 100, device)
+    probing, scheduler = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True), scheduler_of(10_000, 100, device)
     params = SimpleNamespace(seed=1)
     prompt = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=prompt_tokens)
     scheduler.waiting.append(prompt)
@@ -202,7 +206,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     directives = Directives(tracker)
     probing = ProbeRunner(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
     directives.probes.put_back((1, tracked(all_token_ids=[9] * 41), 0, 0))
-    assert probing.place(FakeScheduler(10_000, 10_000), observes=True) == []
+    assert probing.place(scheduler_of(10_000, 10_000), observes=True) == []
     ((_, outcome, _, detail),) = tracker.record.outcomes
     assert (outcome, detail) == (Outcome.REFUSED, "HiSparseConnector moves the KV of every request")
     cache = SimpleNamespace(kv_cache_groups=[0])

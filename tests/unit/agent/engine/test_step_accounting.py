@@ -161,7 +161,7 @@ def test_an_end_that_a_logits_processor_forbids_is_given_up(caplog: pytest.LogCa
         engine = Engine()
         engine.open("r", [START])
         live = engine.tracker.by_id["r"]
-        live.ref.sampling_params.thinking_token_budget = budget
+        setattr(live.ref.sampling_params, "thinking_token_budget", budget)  # noqa: B010
         live.begin_forced_end(Ending((END,), 5))
         live.expect_forced_end(0, 1)
         report, _ = engine.step({"r": [TEXT]}, [1.0], set())

@@ -91,7 +91,7 @@ def test_values_are_bounded_by_the_start(name: str, drafts: int, wanted: int, va
 
 
 def test_nothing_is_written_by_default() -> None:
-    scheduler = Scheduler()
+    scheduler: Any = Scheduler()
     limits = able(scheduler)
     limits.obey(settings())
     limits.freeze(True)
@@ -172,7 +172,7 @@ def test_a_seeded_prompt_on_a_cpu_is_cut_as_by_stock_vllm(
 ) -> None:
     """vLLM's CPU runner fails if such a prompt is cut; each of the limits that cut prompts gets its own value back. An
     earlier input of a streaming session may have had a seed."""
-    scheduler = Scheduler(device=device)
+    scheduler: Any = Scheduler(device=device)
     limits = able(scheduler)
     params = SimpleNamespace(seed=seed)
     facts: dict[str, Any] = {"sampling_params": params, "num_computed_tokens": 0, "num_tokens": 50}
