@@ -51,10 +51,6 @@ class TokenCycle(NamedTuple):
     period: int
     tokens: int
 
-    @property
-    def rounds(self) -> int:
-        return self.tokens // self.period
-
 
 class TokenTail:
     """The newest tokens of one request."""

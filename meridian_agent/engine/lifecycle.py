@@ -77,15 +77,6 @@ class Lifecycle:
         self._identity = identity_of_engine(vllm_version(), self._name.name)
         self._state = StateFile(folder, self._name.file_name, self._model)
         self._targets = targets()
-        self._later_turns = LaterTurns(self._read_template, self._say_note)
-        # The model's own chat template, and the markers with which it is rendered to see what it does with thinking.
-        self._chat_template: str | None = None
-        self._rendered_with = NO_MARKERS
-        # Why the markers are not known, as the newest Hello says; empty if they are known.
-        self._unknown_in_hello = ""
-        self._facts = EngineFacts(
-            self._model, NO_SENTENCES, False, self._later_turns, guard.note, ("none", ""), self.limits
-        )
         self.link = ControlStream(
             self._targets,
             self.hello,
@@ -96,11 +87,21 @@ class Lifecycle:
             limits=self.limits.bounded,
             is_paused=lambda: scheduler_api.is_paused(scheduler),
         )
+        self._later_turns = LaterTurns(self._read_template, self.link.restart)
+        # The model's own chat template, and the markers with which it is rendered to see what it does with thinking.
+        self._chat_template: str | None = None
+        self._rendered_with = NO_MARKERS
+        # Why the markers are not known, as the newest Hello says; empty if they are known.
+        self._unknown_in_hello = ""
+        self._facts = EngineFacts(
+            self._model, NO_SENTENCES, False, self._later_turns, guard.note, ("none", ""), self.limits
+        )
 
     def start(self) -> Agent:
         """Build and return the first agent, which begins with the settings that are kept on disk, until a control plane
         sends others."""
-        config, find = self._scheduler.vllm_config, self._start.find
+        scheduler, find = self._scheduler, self._start.find
+        config = scheduler.vllm_config
         words = find("tokenizer", lambda: tokenizer.tokenizer_of(config), None)
         markers = find("markers", lambda: reasoning_markers.resolve(config, agent_pb2.Settings()), None)
         self._markers = markers or no_markers(self._start.why("markers"))
@@ -118,14 +119,14 @@ class Lifecycle:
         self._facts = EngineFacts(
             self._model,
             find("sentence ends", lambda: self._sentences(words), NO_SENTENCES),
-            find("shared blocks", self._share_blocks, False),
+            find("shared blocks", lambda: prefix_cache.share_blocks(scheduler, self._shared_with, self._guard), False),
             self._later_turns,
             self._guard.note,
             find("entropy backend", lambda: expected_backend(str(config.device_config.device_type)), ("none", "")),
             self.limits,
             no_probes,
             no_probe_rows,
-            **find("handover", self._hand_over_abilities, dict[str, Any]()),
+            **find("handover", lambda: hand_over.abilities(scheduler, self._guard), dict[str, Any]()),
         )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         find("settings on disk", lambda: self._start_from_file(agent), None)
@@ -157,12 +158,6 @@ class Lifecycle:
         if scheduler_api.captures_outputs(scheduler):
             return "the workers capture auxiliary outputs (enable_return_routed_experts)"
         return ""
-
-    def _hand_over_abilities(self) -> dict[str, Any]:
-        return hand_over.abilities(self._scheduler, self._guard)
-
-    def _share_blocks(self) -> bool:
-        return prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
 
     def _sentences(self, words: Any) -> SentenceTable:
         """Return the machine that finds the ends of sentences. words: the tokenizer, None if there is none."""
@@ -253,10 +248,6 @@ class Lifecycle:
             logger.warning("meridian: no token counts as thinking, the markers are not known: %s", self.unknown_markers)
         else:
             logger.info("meridian: the thinking markers are known")
-
-    def _say_note(self) -> None:
-        """Begin a stream whose Hello has the newest note about later turns."""
-        self.link.restart()
 
     # ------------------------------------------------------------------------------------------- on the link's thread
 

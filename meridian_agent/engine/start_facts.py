@@ -22,13 +22,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vllm.meridian")
 
-# What the agent needs, with the reason; without one of these facts it stays off.
-NECESSARY = {
-    "control planes": "the addresses to report to",
-    "engine's name": "the key of the engine at the control plane",
-    "scheduler": "its class, queues, block size and numbers of places and drafts, without which no hook can work",
-    "required functions of vLLM": "the hooks themselves; `vllm_adapter.required_api` lists them",
-}
 # What the agent can do without, and what it then does differently.
 OPTIONAL = {
     "tokenizer": "as without markers, chat template and sentence ends",

@@ -31,16 +31,13 @@ _MARK_CHARS = len(_MARKS[STOP])
 
 
 def install() -> None:
-    """Wrap the two methods of vLLM's front end. Never raises."""
-    try:
-        if lacks := required_api.missing(required_api.Imported(), required_api.FRONT_END):
-            logger.warning("meridian: vLLM lacks %s: stop strings look like disconnects", ", ".join(lacks))
-            return
-        _wrap(importlib.import_module("vllm.v1.engine.output_processor").OutputProcessor)
-        if not required_api.missing(required_api.Imported(), required_api.BALANCER):
-            _wrap_balancer(importlib.import_module("vllm.v1.engine.core_client").DPLBAsyncMPClient)
-    except Exception:
-        logger.exception("meridian: stop strings look like disconnects")
+    """Wrap the two methods of vLLM's front end."""
+    if lacks := required_api.missing(required_api.Imported(), required_api.FRONT_END):
+        logger.warning("meridian: vLLM lacks %s: stop strings look like disconnects", ", ".join(lacks))
+        return
+    _wrap(importlib.import_module("vllm.v1.engine.output_processor").OutputProcessor)
+    if not required_api.missing(required_api.Imported(), required_api.BALANCER):
+        _wrap_balancer(importlib.import_module("vllm.v1.engine.core_client").DPLBAsyncMPClient)
 
 
 def _wrap(processor: Any) -> None:

@@ -34,15 +34,12 @@ _METRICS = "_meridian_metrics"
 
 
 def install() -> None:
-    """Add the field to vLLM's statistics, and the metrics to vLLM's own. Never raises."""
-    try:
-        if lacks := required_api.missing(required_api.Imported(), required_api.METRICS):
-            logger.warning("meridian: vLLM lacks %s: its /metrics has no phases", ", ".join(lacks))
-            return
-        phase_numbers.add_field(importlib.import_module("vllm.v1.metrics.stats").SchedulerStats)
-        _wrap(importlib.import_module("vllm.v1.metrics.loggers").PrometheusStatLogger)
-    except Exception:
-        logger.exception("meridian: vLLM's /metrics has no phases")
+    """Add the field to vLLM's statistics, and the metrics to vLLM's own."""
+    if lacks := required_api.missing(required_api.Imported(), required_api.METRICS):
+        logger.warning("meridian: vLLM lacks %s: its /metrics has no phases", ", ".join(lacks))
+        return
+    phase_numbers.add_field(importlib.import_module("vllm.v1.metrics.stats").SchedulerStats)
+    _wrap(importlib.import_module("vllm.v1.metrics.loggers").PrometheusStatLogger)
 
 
 def _wrap(stat_logger: Any) -> None:

@@ -35,7 +35,7 @@ def would_end(tokens: list[int], rounds: int = LoopPolicy().min_rounds, least: i
     for seen in range(LOOK_TOKENS, len(tokens) + LOOK_TOKENS, LOOK_TOKENS):
         tail.take(tokens[:seen])
         cycle: TokenCycle | None = tail.cycle(seen)
-        if cycle is not None and cycle.rounds >= rounds and cycle.tokens >= least:
+        if cycle is not None and cycle.tokens >= rounds * cycle.period and cycle.tokens >= least:
             return min(seen, len(tokens))
     return 0
 
