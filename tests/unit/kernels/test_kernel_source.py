@@ -18,16 +18,14 @@ from tests import nvrtc
 from tests.cuda_host import COMPILER, HostKernels
 from tests.needed import COMPILER as NEEDED
 from tests.needed import NVRTC
+from tests.unit.kernels import expected
+from tests.unit.kernels.expected import DTYPES, KINDS, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
 
 PAGE = Path(cuda.__file__).parents[1] / "cuda_kernel.md"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Tolerance in nats; the logarithm of a float32 that is far from 0 has a larger rounding error.
-NATS = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +53,9 @@ def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
         assert nvrtc.table(found) in PAGE.read_text(), "the page needs the table that python -m tests.nvrtc prints"
 
 
-def test_compiler_errors_are_told(compiler: nvrtc.Compiler) -> None:
-    with pytest.raises(RuntimeError, match=r"sm_90: [^$]*nonsense"):
-        compiler.compile("sm_90", "-DTHREADS=nonsense")
+def compare(measured: RowSignals, logits: torch.Tensor, ends: Sequence[int], selected: Sequence[int] | None) -> None:
+    chosen = None if selected is None else np.array(selected, np.int32)
+    expected.compare(measured, reference(logits.double().numpy(), ends, chosen))
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +76,6 @@ def _built(factory: pytest.TempPathFactory, **sizes: int) -> HostKernels:
     return HostKernels(factory.mktemp("host"), **sizes)
 
 
-def margins(signals: RowSignals) -> NDArray[np.float64]:
-    """Return the end marker's margins, as the control plane computes them."""
-    return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
-
-
-def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], selected: Sequence[int] | None) -> None:
-    chosen = None if selected is None else np.array(selected, np.int32)
-    want = reference(logits.double().numpy(), ends, chosen)
-    for column in ("entropy_nats", "log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
-        np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
-    np.testing.assert_allclose(margins(got), margins(want), rtol=1e-6, atol=NATS)
-    np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
-    np.testing.assert_array_equal(got.end_rank, want.end_rank)
-
-
 def placed(rows: torch.Tensor, pad: int, offset: int) -> torch.Tensor:
     """Copy the rows to `offset` entries after a 16-byte boundary, with `pad` entries between rows and NaN all
     around."""
@@ -105,7 +88,6 @@ def placed(rows: torch.Tensor, pad: int, offset: int) -> torch.Tensor:
     return view
 
 
-KINDS = ["random", "peaked", "flat", "tied", "masked", "equal"]
 VOCABULARIES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 511, 512, 513, 1023, 1024, 1031, 3001, 4096]
 
 
@@ -122,23 +104,6 @@ def test_any_shape(small: HostKernels, data: st.DataObject) -> None:
     ends = data.draw(st.lists(st.integers(0, vocab - 1), unique=True, min_size=1, max_size=4))
     blocks = data.draw(st.sampled_from([1, 2, 3, 5, 7, 64]))
     compare(small.measure(logits, ends, selected, blocks=blocks, seed=seed), logits, ends, selected)
-
-
-def rows_of(kind: str, count: int, vocab: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = 4 * torch.randn(count, vocab, generator=generator)
-    if kind == "peaked":
-        x[:, vocab // 2] += 60.0
-    elif kind == "flat":
-        x *= 1e-3
-    elif kind == "tied":
-        x = torch.round(x)
-    elif kind == "masked":
-        x[torch.rand(count, vocab, generator=generator) < 0.9] = -math.inf
-        x[:, seed % vocab] = 1.0
-    elif kind == "equal":
-        x[:] = x[:, :1]
-    return x
 
 
 @pytest.mark.parametrize(("threads", "vectors", "stages"), [(cuda.THREADS, cuda.VECTORS, cuda.STAGES), (32, 1, 3)])

@@ -18,15 +18,13 @@ from meridian_kernels.definition import COLUMNS, FLOATS
 from meridian_kernels.pending import SLOTS
 from meridian_kernels.torch_ops import TorchOps
 
+from tests.unit.kernels.expected import DTYPES, KINDS, NATS, compare, rows_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
 
 VOCABULARIES = [2, 33, 32000, 128256, 151936, 262144]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = ["random", "peaked", "flat", "tied", "masked"]
-NATS = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +34,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def rows_of(kind: str, rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, vocab, generator=generator)
-    if kind == "peaked":
-        x[:, vocab // 2] += 60.0
-    elif kind == "flat":
-        x *= 1e-3
-    elif kind == "tied":
-        x = torch.round(x)
-    elif kind == "masked":
-        x[torch.rand(rows, vocab, generator=generator) < 0.9] = -math.inf
-        x[:, 0] = 1.0
-    else:
-        x *= 4.0
-    return x
 
 
 @functools.cache
@@ -89,22 +70,6 @@ def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None
         compare(one, want)
     assert torch.equal(torch.nan_to_num(before, nan=7.0), torch.nan_to_num(logits, nan=7.0)), "logits must not change"
     return got
-
-
-def margins(signals: RowSignals) -> NDArray[np.float64]:
-    """Return the end marker's margins, as the control plane computes them."""
-    return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
-
-
-def compare(got: RowSignals, want: RowSignals) -> None:
-    np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
-    for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
-        np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
-        assert getattr(got, column).dtype == np.float32
-    np.testing.assert_allclose(margins(got), margins(want), rtol=1e-6, atol=NATS)
-    np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
-    np.testing.assert_array_equal(got.end_rank, want.end_rank)
-    assert got.top_token_id.dtype == got.end_rank.dtype == np.int32
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,18 +127,6 @@ def test_known_values() -> None:
     assert got.top_token_id.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
-def test_rows_do_not_mix_over_chunks(rows: int) -> None:
-    """Several rows at once give the same values as each row alone (but for the order of summation)."""
-    logits = rows_of("random", rows, 151936)
-    together = measured(logits, 5)
-    for row in (0, rows // 2, rows - 1):
-        alone = measured(logits[row : row + 1], 5)
-        np.testing.assert_allclose(together.entropy_nats[row], alone.entropy_nats[0], rtol=0, atol=2e-6)
-        np.testing.assert_allclose(together.end_logprob_nats[row], alone.end_logprob_nats[0], rtol=0, atol=2e-6)
-        assert together.end_rank[row] == alone.end_rank[0]
-
-
 def test_rows_that_are_not_contiguous() -> None:
     wide = rows_of("random", 6, 999)
     for view in (wide[::2], wide[:, ::3], wide[:, 100:500], wide.t(), wide.flip(0)):
@@ -214,12 +167,6 @@ def test_whatever_masks_are_written_with(mask: float) -> None:
     assert np.all(got.end_rank == 501)
     without = measured(logits[:, :500], 0)
     np.testing.assert_allclose(got.entropy_nats, without.entropy_nats, rtol=0, atol=1e-6)
-
-
-def test_entropy_lies_between_none_and_that_of_a_flat_row() -> None:
-    for kind in KINDS:
-        entropy = measured(rows_of(kind, 5, 32000), 0).entropy_nats
-        assert np.all((entropy > -NATS) & (entropy < math.log(32000) + NATS))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,10 +1,14 @@
-"""Decisions waiting to be applied: forces, shadowed decisions, plans and tiers, each with exactly one outcome."""
+"""Decisions about requests: what each does to thinking, also over draft tokens and half-written end markers, and the
+one outcome that each has."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import MAX_SKIP_STEPS, MAX_WAIT_STEPS
@@ -13,8 +17,11 @@ from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from meridian_agent.core.sentences import TokenText, table_of
 from meridian_agent.core.step_record import NOT_KNOWN, Outcome, Tier
-from tests.fakes.engine import END, MARKERS, TEXT, FakeEngine
+from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan, text_until_end
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def test_values_are_those_of_the_contract() -> None:
@@ -24,6 +31,142 @@ def test_values_are_those_of_the_contract() -> None:
     assert {t.name: t.value for t in Tier} == {
         name.removeprefix("EVICTION_TIER_"): value for name, value in agent_pb2.EvictionTier.items() if value
     }
+
+
+# ------------------------------------------------------------------------------------------------- one request's story
+
+APPLIED, SHADOWED, SUPERSEDED = Outcome.APPLIED, Outcome.SHADOWED, Outcome.SUPERSEDED
+NATURALLY, GONE = Outcome.ENDED_NATURALLY, Outcome.REQUEST_GONE
+# Steps until something ends thinking; the end of the request, and its end by its client.
+UNTIL_END, FINISH, LEAVE = "until end", "finish", "leave"
+
+
+def tier(decision_id: int, which: Tier) -> agent_pb2.Directives:
+    return message(tiers=[agent_pb2.TierChange(decision_id=decision_id, slot=0, tier=int(which))])
+
+
+def caps(*sent: agent_pb2.ThinkCap) -> agent_pb2.Directives:
+    return message(caps=sent)
+
+
+def forces(*sent: agent_pb2.ForceEnd) -> agent_pb2.Directives:
+    return message(forces=sent)
+
+
+PROBE = message(probes=[{"decision_id": 3, "slot": 0}])
+# The story of a request: decisions, the tokens that its model wants, UNTIL_END, FINISH or LEAVE; then the outcomes, and
+# whether the request thinks, how many tokens it has thought, and whether an end was forced.
+STORIES: dict[str, tuple[Sequence[Any], dict[int, Outcome], tuple[bool, int, bool] | None]] = {
+    "a cap in shadow that is reached at once": (
+        [caps(cap(1, 0, 0, shadow=True)), *[TEXT] * 6],
+        {1: SHADOWED},
+        (True, 6, False),
+    ),
+    "a cap in shadow that is reached": (
+        [caps(cap(1, 0, 4, shadow=True)), *[TEXT] * 6],
+        {1: SHADOWED},
+        (True, 6, False),
+    ),
+    "a cap in shadow that is not reached": (
+        [caps(cap(1, 0, 4, shadow=True)), TEXT, TEXT, END, TEXT],
+        {1: NATURALLY},
+        (False, 2, False),
+    ),
+    "a force in shadow": ([forces(force(1, 0, shadow=True)), TEXT], {1: SHADOWED}, (True, 1, False)),
+    "a force": ([TEXT, forces(force(1, 0)), UNTIL_END], {1: APPLIED}, (False, 1, True)),
+    "a second force": ([forces(force(1, 0), force(2, 0)), UNTIL_END], {1: APPLIED, 2: SUPERSEDED}, (False, 0, True)),
+    "a force settles the cap": (
+        [message(caps=[cap(1, 0, 9)], forces=[force(2, 0)]), UNTIL_END],
+        {1: SUPERSEDED, 2: APPLIED},
+        (False, 0, True),
+    ),
+    "thinking that ends before the cap": (
+        [caps(cap(1, 0, 5)), TEXT, TEXT, END, TEXT],
+        {1: NATURALLY},
+        (False, 2, False),
+    ),
+    # The cap outlives its outcome, and counts all thinking tokens.
+    "thinking that begins again": (
+        [caps(cap(1, 0, 5)), TEXT, TEXT, END, TEXT, START, TEXT, TEXT, TEXT, UNTIL_END],
+        {1: NATURALLY},
+        (False, 5, True),
+    ),
+    "a cap after thinking": ([END, caps(cap(1, 0, 1)), START, UNTIL_END], {1: NATURALLY}, (False, 1, True)),
+    "a lifted cap": (
+        [caps(cap(1, 0, 3)), TEXT, caps(cap(2, 0, None)), *[TEXT] * 5],
+        {1: SUPERSEDED, 2: APPLIED},
+        (True, 6, False),
+    ),
+    "newer caps": (
+        [caps(cap(1, 0, 3)), TEXT, caps(cap(2, 0, 6), cap(3, 0, 5)), UNTIL_END],
+        {1: SUPERSEDED, 2: SUPERSEDED, 3: APPLIED},
+        (False, 5, True),
+    ),
+    "a request that goes": (
+        [caps(cap(1, 0, 9)), forces(force(2, 0)), PROBE, tier(4, Tier.UNREACHABLE), LEAVE],
+        {1: GONE, 2: GONE, 3: GONE, 4: APPLIED},
+        None,
+    ),
+    "a newer tier": ([tier(1, Tier.UNREACHABLE), tier(2, Tier.REUSABLE), FINISH], {1: SUPERSEDED, 2: APPLIED}, None),
+}
+
+
+def play(engine: FakeEngine, story: Sequence[Any]) -> None:
+    for event in story:
+        if isinstance(event, agent_pb2.Directives):
+            engine.accept(event)
+        elif event == UNTIL_END:
+            text_until_end(engine, "a")
+        elif event in (FINISH, LEAVE):
+            (engine.finish if event == FINISH else engine.abort)("a")
+            engine.take()
+        else:
+            engine.run({"a": event})
+
+
+@pytest.mark.parametrize("markers", [MARKERS, TWO], ids=["one token", "two tokens"])
+@pytest.mark.parametrize(("story", "outcomes", "ends"), STORIES.values(), ids=STORIES)
+def test_stories(
+    story: Sequence[Any], outcomes: dict[int, Outcome], ends: tuple[bool, int, bool] | None, markers: Markers
+) -> None:
+    if markers is TWO and END in story:
+        pytest.skip("the story is written for an end marker of one token")
+    engine = FakeEngine(markers)
+    tr = engine.open("a")
+    play(engine, story)
+    assert engine.outcomes == {decision: [outcome] for decision, outcome in outcomes.items()}
+    if ends is not None:
+        assert (engine.thinking("a"), tr.state.think_tokens, tr.forced) == ends
+        # No step can be counted as a whole while one of its requests is due.
+        assert engine.tracker.due == {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "finished"), [(cap(1, 0, 0, shadow=True), Outcome.REQUEST_GONE), (cap(1, 0, 0), Outcome.REQUEST_GONE)]
+)
+def test_a_cap_says_nothing_of_a_request_that_never_thinks(sent: agent_pb2.ThinkCap, finished: Outcome) -> None:
+    engine = FakeEngine()
+    engine.open("a", prompt=[])
+    play(engine, [caps(sent), TEXT, TEXT])
+    assert engine.outcomes == {}
+    play(engine, [FINISH])
+    assert engine.outcomes == {1: [finished]}
+
+
+@pytest.mark.parametrize("markers", [MARKERS, TWO], ids=["one token", "two tokens"])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("own", [False, True])
+def test_caps_are_exact(markers: Markers, tokens: int, own: bool) -> None:
+    """A request's own cap needs no decision, and holds before a larger one."""
+    engine = FakeEngine(markers)
+    tr = engine.open("a", own_cap=tokens if own else None)
+    engine.accept(caps(cap(1, 0, tokens + 3 if own else tokens)))
+    assert text_until_end(engine, "a") == tokens + len(markers.ending)
+    assert (tr.state.think_tokens, tr.forced, tr.ending) == (tokens, True, None)
+    assert engine.outcomes == {1: [NATURALLY if own else APPLIED]}
+    assert engine.records[-1].outcomes[0][2] == tokens
+    engine.run({"a": TEXT})
+    assert tr.state.output_tokens == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- targets
@@ -50,64 +193,6 @@ def test_a_decision_for_an_unknown_slot_or_an_older_request_of_that_slot(monkeyp
     opened_at = engine.records[-1].step
     engine.accept(message(opened_at, caps=[cap(7, 0, 5)]))
     assert tr.cap is not None
-
-
-# --------------------------------------------------------------------------------------------------------- shadowed
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_a_shadowed_cap_is_reported_when_it_would_act_and_changes_nothing(tokens: int) -> None:
-    engine = FakeEngine()
-    tr = engine.open("a")
-    engine.accept(message(caps=[cap(1, 0, tokens, shadow=True)]))
-    for _ in range(6):
-        engine.run({"a": TEXT})
-    assert engine.thinking("a")
-    assert not tr.forced
-    assert engine.outcomes == {1: [Outcome.SHADOWED]}
-    (reported,) = [o for record in engine.records for o in record.outcomes]
-    assert reported[2] == max(1, tokens)
-
-
-def test_a_shadowed_cap_that_is_not_reached() -> None:
-    engine = FakeEngine()
-    engine.open("a")
-    engine.accept(message(caps=[cap(1, 0, 4, shadow=True)]))
-    for token in (TEXT, TEXT, END, TEXT):
-        engine.run({"a": token})
-    assert engine.outcomes == {1: [Outcome.ENDED_NATURALLY]}
-
-
-def test_a_shadowed_cap_says_nothing_of_a_request_that_never_thinks() -> None:
-    engine = FakeEngine()
-    engine.open("a", prompt=[])
-    engine.accept(message(caps=[cap(1, 0, 0, shadow=True)]))
-    engine.run({"a": TEXT})
-    engine.run({"a": TEXT})
-    assert engine.outcomes == {}
-
-
-def test_a_shadowed_force() -> None:
-    engine = FakeEngine()
-    tr = engine.open("a")
-    engine.accept(message(forces=[force(1, 0, shadow=True)]))
-    engine.run({"a": TEXT})
-    assert engine.outcomes == {1: [Outcome.SHADOWED]}
-    assert (tr.ending, engine.thinking("a")) == (None, True)
-
-
-# ----------------------------------------------------------------------------------------------------------- forces
-
-
-@pytest.mark.parametrize("markers", [MARKERS, TWO], ids=["one token", "two tokens"])
-def test_a_force_ends_thinking_now(markers: Markers) -> None:
-    engine = FakeEngine(markers)
-    tr = engine.open("a")
-    engine.run({"a": TEXT})
-    engine.accept(message(forces=[force(1, 0)]))
-    assert text_until_end(engine, "a") == len(markers.ending)
-    assert (tr.state.think_tokens, tr.forced) == (1, True)
-    assert engine.outcomes == {1: [Outcome.APPLIED]}
 
 
 @pytest.mark.parametrize(
@@ -160,33 +245,6 @@ def test_a_force_that_comes_too_late() -> None:
     assert engine.outcomes == {1: [Outcome.ENDED_NATURALLY], 2: [Outcome.ENDED_NATURALLY]}
 
 
-def test_a_second_force_is_superseded_by_the_one_under_way() -> None:
-    engine = FakeEngine()
-    engine.open("a")
-    engine.accept(message(forces=[force(1, 0), force(2, 0)]))
-    text_until_end(engine, "a")
-    assert engine.outcomes == {1: [Outcome.APPLIED], 2: [Outcome.SUPERSEDED]}
-
-
-def test_a_force_settles_the_cap_too() -> None:
-    engine = FakeEngine()
-    engine.open("a")
-    engine.accept(message(caps=[cap(1, 0, 9)], forces=[force(2, 0)]))
-    text_until_end(engine, "a")
-    assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED]}
-
-
-def test_a_request_that_goes_takes_its_decisions_along() -> None:
-    engine = FakeEngine()
-    engine.open("a")
-    directives = message(caps=[cap(1, 0, 9)], forces=[force(2, 0)], probes=[{"decision_id": 3, "slot": 0}])
-    directives.tiers.add(decision_id=4, slot=0, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)
-    engine.accept(directives)
-    engine.abort("a")
-    engine.take()
-    assert engine.outcomes == {**{i: [Outcome.REQUEST_GONE] for i in (1, 2, 3)}, 4: [Outcome.APPLIED]}
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_tier_waits_for_blocks_that_a_connector_keeps(frozen: bool) -> None:
     engine = FakeEngine()
@@ -203,9 +261,6 @@ def test_a_tier_waits_for_blocks_that_a_connector_keeps(frozen: bool) -> None:
     engine.take()
     assert engine.outcomes == {1: [Outcome.AGENT_OFF if frozen else Outcome.APPLIED]}
     assert not engine.tracker.unfreed
-
-
-# ------------------------------------------------------------------------------------------------------------ plans
 
 
 def test_a_rank_belongs_to_the_phase_it_was_decided_in() -> None:
@@ -243,17 +298,6 @@ def test_plans() -> None:
     assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED], 3: [Outcome.APPLIED]}
 
 
-def test_a_plan_that_makes_no_sense_is_refused_and_the_one_in_force_stays() -> None:
-    engine = FakeEngine()
-    engine.open("a")
-    engine.accept(message(plan=plan(1, think_per_step=2)))
-    engine.accept(message(plan=plan(2, slot=[0, 1], rank=[3])))
-    engine.run({"a": TEXT})
-    assert engine.outcomes == {1: [Outcome.APPLIED], 2: [Outcome.REFUSED]}
-    assert engine.directives.plan is not None
-    assert engine.directives.plan.decision_id == 1
-
-
 def test_nobody_waits_for_ever_whatever_is_said() -> None:
     engine = FakeEngine()
     engine.open("a")
@@ -289,22 +333,6 @@ def test_shadowed_and_stock_plans_are_not_obeyed(fields: dict[str, bool], outcom
     assert engine.outcomes == {1: [outcome]}
 
 
-def test_tiers() -> None:
-    engine = FakeEngine()
-    tr = engine.open("a")
-    for decision_id, tier in ((1, Tier.UNREACHABLE), (2, Tier.REUSABLE)):
-        directives = message()
-        directives.tiers.add(decision_id=decision_id, slot=0, tier=int(tier))
-        engine.accept(directives)
-    assert tr.tier == (2, Tier.REUSABLE, False)
-    engine.finish("a")
-    engine.take()
-    assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED]}
-
-
-# ------------------------------------------------------------------------------------------------ markers not known
-
-
 def test_what_ends_thinking_is_refused_while_nobody_knows_the_markers() -> None:
     engine = FakeEngine(NO_MARKERS)
     tr = engine.open("r", own_cap=1)
@@ -337,3 +365,149 @@ def test_markers_that_are_lost_take_what_needs_them_along() -> None:
     engine.schedule()
     assert engine.mask() == {}
     assert {row[0]: row[1] for row in engine.tracker.record.outcomes} == dict.fromkeys((1, 2, 3), Outcome.REFUSED)
+
+
+def test_a_plan_that_makes_no_sense_is_refused_and_the_one_in_force_stays() -> None:
+    engine = FakeEngine()
+    engine.open("a")
+    engine.accept(message(plan=plan(1, think_per_step=2)))
+    engine.accept(message(plan=plan(2, slot=[0, 1], rank=[3])))
+    engine.run({"a": TEXT})
+    assert engine.outcomes == {1: [Outcome.APPLIED], 2: [Outcome.REFUSED]}
+    assert engine.directives.plan is not None
+    assert engine.directives.plan.decision_id == 1
+
+
+# ------------------------------------------------------------------------------------------- caps and draft rows
+
+
+def test_the_default_cap_holds_until_the_first_decision() -> None:
+    engine = FakeEngine()
+    engine.tracker.default_cap = 3
+    ended, lifted, shadowed, larger = (engine.open(name) for name in "abcd")
+    assert text_until_end(engine, "a") == 3 + 1
+    for name in "bcd":
+        assert engine.live[name].limit == 3
+    engine.accept(message(caps=[cap(1, 0, 3), cap(2, 1, None), cap(3, 2, 3, shadow=True), cap(4, 3, 5)]))
+    assert [tr.limit for tr in (lifted, shadowed, larger)] == [None, None, 5]
+    engine.accept(message(caps=[cap(5, 3, None)]))
+    assert larger.limit is None
+    engine.take()
+    assert ended.state.think_tokens == 3
+    assert engine.outcomes[1] == [Outcome.APPLIED], "thinking had ended at the decision's cap before the decision came"
+
+
+@pytest.mark.parametrize("newer", [cap(2, 0, None), cap(2, 0, 40), cap(2, 0, 2, shadow=True)])
+def test_a_cap_lifted_while_its_ending_is_being_written(newer: agent_pb2.ThinkCap) -> None:
+    """The agent never leaves half a marker in the text: it completes the marker, and each decision has one outcome."""
+    engine = FakeEngine(TWO)
+    tr = engine.open("a")
+    engine.accept(message(caps=[cap(1, 0, 2)]))
+    for _ in range(3):
+        engine.run({"a": TEXT})
+    assert tr.ending is not None
+    assert tr.ending.position == 1
+    engine.accept(message(caps=[newer]))
+    engine.run({"a": TEXT})
+    assert (engine.thinking("a"), tr.state.think_tokens) == (False, 2)
+    engine.finish("a")
+    engine.take()
+    assert engine.outcomes[1] == [Outcome.APPLIED]
+    assert len(engine.outcomes[2]) == 1
+
+
+def test_a_cap_raised_before_its_ending_was_written() -> None:
+    """The old cap's end was prepared for this step, but the step did not reach it, so the new cap counts."""
+    engine = FakeEngine(lookahead=2)
+    tr = engine.open("a")
+    engine.accept(message(caps=[cap(1, 0, 1)]))
+    engine.schedule()
+    assert engine.mask({"a": [TEXT, TEXT]}) == {"a": {1: END}}
+    engine.accept(message(caps=[cap(2, 0, 8)]))
+    engine.feed("a", [77])
+    engine.take()
+    assert tr.ending is None
+    text_until_end(engine, "a")
+    assert tr.state.think_tokens == 8
+    assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED]}
+
+
+def test_a_draft_that_ends_thinking_before_the_cap() -> None:
+    """If a draft ends thinking before the cap, no second end marker may land in the answer (vLLM #54906)."""
+    engine = FakeEngine(lookahead=3)
+    tr = engine.open("a", own_cap=2)
+    assert engine.directives.forced_tokens(tr, 4, [TEXT, END, TEXT]) == {}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT, TEXT, END]) == {2: END}
+
+
+def test_a_draft_that_only_the_workers_know_may_end_thinking_before_the_cap() -> None:
+    engine = FakeEngine(lookahead=3)
+    tr = engine.open("a", own_cap=2)
+    assert engine.directives.forced_tokens(tr, 4, [-1, -1, -1]) == {}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT, -1, -1]) == {}
+    engine.feed("a", [TEXT, TEXT])
+    assert engine.directives.forced_tokens(tr, 4, [-1, -1, -1]) == {0: END}
+
+
+drafts_strategy = st.lists(st.sampled_from([TEXT, TEXT, 91, END, START]), max_size=3)
+
+
+@given(
+    st.integers(0, 12),
+    st.sampled_from([MARKERS, TWO]),
+    st.lists(
+        st.tuples(
+            drafts_strategy, st.lists(st.sampled_from([TEXT, TEXT, TEXT, 91, END, 5, 6]), min_size=4, max_size=4)
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_caps_are_exact_with_any_drafts(
+    limit: int, markers: Markers, steps: list[tuple[list[int], list[int]]], drafts_right: list[bool]
+) -> None:
+    """The engine yields what the model wanted up to the cap, and one end marker there."""
+    engine = FakeEngine(markers, lookahead=3)
+    tr = engine.open("a", own_cap=limit)
+    yielded: list[int] = []
+    for (drafts, wanted), right in zip(steps, drafts_right, strict=False):
+        guesses = wanted[: len(drafts)] if right else drafts
+        engine.schedule()
+        engine.mask({"a": guesses})
+        before = tr.state.phase
+        tokens = engine.sample("a", wanted, guesses)
+        engine.feed("a", tokens)
+        engine.take()
+        yielded += tokens
+        if before is Phase.THINK and tr.state.phase is Phase.THINK and tr.ending is None:
+            assert tr.state.think_tokens <= limit
+        if not tr.forced and tr.ending is None:
+            assert tokens == wanted[: len(tokens)], "no token may differ if none was forced"
+        if tr.state.ends:
+            # After the first end nothing is forced, unless thinking begins again.
+            assert tr.state.ends == 1 or START in yielded
+            break
+    assert tr.state.think_tokens <= limit + (len(markers.ending) - 1 if tr.ending or not tr.state.ends else 0)
+    if tr.forced:
+        # The model's last token before the cap may begin the marker; then the agent completes this marker.
+        begun = len(markers.end) > 1 and yielded[:limit][-1:] == [markers.end[0]]
+        assert tr.state.think_tokens == limit - begun
+
+
+@pytest.mark.parametrize("by_cap", [True, False])
+@pytest.mark.parametrize(("begun", "rest"), [([], [5, 6, 7]), ([5], [6, 7]), ([5, 6], [7]), ([5, 6, 5], [6, 7])])
+def test_a_marker_that_the_model_has_begun_is_completed(by_cap: bool, begun: list[int], rest: list[int]) -> None:
+    """If the model has begun a marker, a cap or a force completes that marker; its tokens do not count as thinking."""
+    engine = FakeEngine(Markers(((START,),), ((5, 6, 7),)))
+    tr = engine.open("a", own_cap=2 + len(begun) if by_cap else None)
+    for token in [TEXT, TEXT, *begun]:
+        engine.run({"a": token})
+    if not by_cap:
+        engine.accept(message(forces=[force(1, 0)]))
+    for _ in rest:
+        engine.run({"a": TEXT})
+    assert (tr.state.phase, tr.forced) == (Phase.OUTPUT, True)
+    assert tr.state.think_tokens == 2 + (begun == [5, 6, 5]) * 2
+    engine.run({"a": TEXT})
+    assert tr.state.output_tokens == 1

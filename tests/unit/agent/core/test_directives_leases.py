@@ -23,26 +23,18 @@ def everything(engine: FakeEngine) -> None:
     engine.accept(directives)
 
 
-def test_past_the_lease_only_caps_are_kept() -> None:
-    engine = FakeEngine()
-    a, b = engine.open("a"), engine.open("b")
-    everything(engine)
-    engine.directives.drop(ALL_BUT_CAPS)
-    engine.take()
-    assert engine.outcomes == {i: [Outcome.AGENT_OFF] for i in (2, 3, 4, 5)}
-    assert engine.directives.active_plan() is None
-    assert (a.rank, b.rank, a.tier, b.ending, list(engine.directives.probes)) == (None, None, None, None, [])
-    for _ in range(5):
-        engine.run({"a": TEXT, "b": TEXT})
-    assert (a.state.think_tokens, engine.thinking("a"), engine.thinking("b")) == (4, False, True)
-    assert engine.outcomes[1] == [Outcome.APPLIED]
-
-
 @pytest.mark.parametrize(
     ("parts", "dropped"),
-    [(ORDER, [5]), (CAPS, [1]), (RULES, [2, 3]), (MEMORY, [4]), (ORDER | CAPS, [1, 5])],
+    [
+        (ORDER, [5]),
+        (CAPS, [1]),
+        (RULES, [2, 3]),
+        (MEMORY, [4]),
+        (ORDER | CAPS, [1, 5]),
+        (ALL_BUT_CAPS, [2, 3, 4, 5]),
+    ],
 )
-def test_a_section_ends_alone(parts: int, dropped: list[int]) -> None:
+def test_what_a_lease_ends_and_nothing_else(parts: int, dropped: list[int]) -> None:
     """When one section's decisions end, the decisions of the other sections stay in force."""
     engine = FakeEngine()
     a, b = engine.open("a"), engine.open("b")
@@ -50,79 +42,52 @@ def test_a_section_ends_alone(parts: int, dropped: list[int]) -> None:
     engine.directives.drop(parts)
     engine.take()
     assert engine.outcomes == {i: [Outcome.AGENT_OFF] for i in dropped}
-    assert (a.rank is None) == (engine.directives.active_plan() is None) == (5 in dropped)
+    assert (a.rank is None) == (b.rank is None) == (engine.directives.active_plan() is None) == (5 in dropped)
     assert (a.cap is None, b.ending is None, a.tier is None) == (1 in dropped, 2 in dropped, 4 in dropped)
     assert (not engine.directives.probes) == (3 in dropped)
+    for _ in range(5):
+        engine.run({"a": TEXT, "b": TEXT})
+    assert (engine.thinking("a"), engine.thinking("b")) == (1 in dropped, 2 in dropped)
+    assert a.state.think_tokens == (5 if 1 in dropped else 4)
 
 
-def test_a_soft_close_ends_with_the_order() -> None:
-    engine = FakeEngine()
-    tr = engine.open("a")
-    soft = agent_pb2.ForceEnd(decision_id=1, slot=0, reason=agent_pb2.FORCE_REASON_SOFT_CLOSE)
-    engine.accept(message(forces=[soft]))
-    engine.directives.drop(RULES)
-    assert tr.ending is not None
-    engine.directives.drop(ORDER)
-    assert tr.ending is None
-
-
-def ending_for(reason: int) -> FakeEngine:
-    """An engine whose request "a" is about to be ended for a reason, which a newer control plane may have named."""
+@pytest.mark.parametrize(
+    ("reason", "kept_by", "ended_by"),
+    [
+        (agent_pb2.FORCE_REASON_SOFT_CLOSE, CAPS | RULES | MEMORY, ORDER),
+        (agent_pb2.FORCE_REASON_OPERATOR, ORDER | CAPS | RULES | MEMORY, OPERATOR),
+        # A newer control plane's reason belongs to the rules.
+        (99, ORDER | CAPS | MEMORY, RULES),
+    ],
+)
+@pytest.mark.parametrize("how", ["kept", "a section's lease", "the lease", "a freeze"])
+def test_a_forced_end_belongs_to_the_part_of_its_reason(reason: int, kept_by: int, ended_by: int, how: str) -> None:
     engine = FakeEngine()
     engine.open("a")
     sent = agent_pb2.ForceEnd(decision_id=1, slot=0)
     sent.reason = agent_pb2.ForceReason.ValueType(reason)
     engine.accept(message(forces=[agent_pb2.ForceEnd.FromString(sent.SerializeToString())]))
-    return engine
-
-
-def test_no_lease_of_a_section_drops_an_operators_end() -> None:
-    engine = ending_for(agent_pb2.FORCE_REASON_OPERATOR)
-    engine.directives.drop(ORDER | CAPS | RULES | MEMORY)
-    engine.run({"a": TEXT})
-    assert not engine.thinking("a")
-    assert engine.outcomes == {1: [Outcome.APPLIED]}
-
-
-@pytest.mark.parametrize("how", ["lease", "freeze"])
-def test_the_lease_of_the_whole_and_a_freeze_drop_an_operators_end(how: str) -> None:
-    engine = ending_for(agent_pb2.FORCE_REASON_OPERATOR)
-    if how == "lease":
-        assert ALL_BUT_CAPS & OPERATOR
-        engine.directives.drop(ALL_BUT_CAPS)
-    else:
+    engine.directives.drop(kept_by)
+    if how == "a freeze":
         engine.directives.freeze()
+    elif how != "kept":
+        engine.directives.drop(ended_by if how == "a section's lease" else ALL_BUT_CAPS)
     engine.run({"a": TEXT})
-    assert engine.thinking("a")
-    assert engine.outcomes == {1: [Outcome.AGENT_OFF]}
-
-
-def test_an_end_for_a_reason_that_the_agent_does_not_know_is_applied_and_belongs_to_the_rules() -> None:
-    """An agent that is older than FORCE_REASON_OPERATOR treats the reason in this way."""
-    engine = ending_for(99)
-    engine.run({"a": TEXT})
-    assert engine.outcomes == {1: [Outcome.APPLIED]}
-    engine = ending_for(99)
-    engine.directives.drop(ORDER | CAPS | MEMORY)
-    assert engine.live["a"].ending is not None
-    engine.directives.drop(RULES)
-    assert engine.live["a"].ending is None
+    assert engine.thinking("a") == (how != "kept")
+    assert engine.outcomes == {1: [Outcome.APPLIED if how == "kept" else Outcome.AGENT_OFF]}
 
 
 def test_order_and_admission_end_apart() -> None:
     """Order and admission belong to one plan; when one of the two ends, the other stays in force."""
     engine = FakeEngine()
     engine.open("a")
-    engine.accept(message(plan=plan(1, hold_admission=True, think_per_step=1)))
-    engine.directives.drop(ORDER)
-    assert engine.directives.hold_admission
-    assert engine.directives.active_plan() is None
-    engine.directives.drop(MEMORY)
-    assert not engine.directives.hold_admission
-    engine.accept(message(plan=plan(2, hold_admission=True, think_per_step=1)))
-    engine.directives.drop(MEMORY)
-    assert engine.directives.active_plan() is not None
-    assert not engine.directives.hold_admission
+    for number, (dropped, holds, orders) in enumerate(((ORDER, True, False), (MEMORY, False, True)), 1):
+        engine.accept(message(plan=plan(number, hold_admission=True, think_per_step=1)))
+        engine.directives.drop(dropped)
+        assert engine.directives.hold_admission == holds
+        assert (engine.directives.active_plan() is not None) == orders
+    engine.directives.drop(ORDER | MEMORY)
+    assert engine.directives.plan is None
     engine.take()
     assert engine.outcomes == {1: [Outcome.APPLIED], 2: [Outcome.APPLIED]}
 

@@ -151,35 +151,6 @@ def test_channels() -> None:
     assert rows[9] == (Phase.OUTPUT, 0)
 
 
-def test_a_broken_off_marker_is_text() -> None:
-    state = PhaseState(Phase.THINK)
-    feed(state, [5, 7, 70, 5, 5, 7, 8], CHANNELS)
-    assert (state.phase, state.think_tokens, state.ends) == (Phase.OUTPUT, 4, 1)
-
-
-def test_several_spellings() -> None:
-    for end, takes in (((2,), 0), ((7, 2, 3), 1)):
-        state = PhaseState(Phase.THINK)
-        rows = feed(state, [90, *end], SPELLED)
-        assert state.phase is Phase.OUTPUT
-        assert state.think_tokens == 1 + (end == (7, 2, 3)), "the 7 is text, because 2 alone ended thinking"
-        assert taken_back(rows[-1][1]) == 0 or takes
-    state = PhaseState(Phase.OUTPUT)
-    feed(state, [90, 7, 1, 91], SPELLED)
-    assert (state.phase, state.output_tokens, state.think_tokens) == (Phase.THINK, 1, 1)
-
-
-def test_a_token_belongs_to_one_marker_only() -> None:
-    """The end shares a token with the start before it, so earlier thinking must not be uncounted for that token."""
-    state = PhaseState(Phase.THINK, think_tokens=10)
-    rows = feed(state, [1, 2, 3], OVERLAPPING)
-    assert [flags & FLAG_MARKER for _, flags in rows] == [0, 1, 1]
-    assert (state.phase, state.think_tokens) == (Phase.OUTPUT, 10)
-    state = PhaseState(Phase.OUTPUT, output_tokens=10)
-    feed(state, [2, 3, 4], OVERLAPPING)
-    assert (state.phase, state.output_tokens) == (Phase.OUTPUT, 10)
-
-
 def test_a_marker_that_the_prompt_began() -> None:
     state = begin(CHANNELS, [40, 5, 6], True)
     assert state.phase is Phase.PROMPT
@@ -188,12 +159,6 @@ def test_a_marker_that_the_prompt_began() -> None:
         (Phase.THINK, 0),
     ]
     assert (state.think_tokens, state.output_tokens) == (1, 0), "the prompt's tokens are not counted"
-
-
-def test_re_entry() -> None:
-    state = begin(SINGLE, [START], True)
-    feed(state, [80, END, 81, START, 82, 83, END, 84], SINGLE)
-    assert (state.phase, state.think_tokens, state.output_tokens, state.ends) == (Phase.OUTPUT, 3, 2, 2)
 
 
 # --------------------------------------------------------------------------------------------------------- prompts

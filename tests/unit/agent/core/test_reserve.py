@@ -163,21 +163,6 @@ def test_the_lease_of_caps_ends_the_reserve() -> None:
     assert engine.thinking("a")
 
 
-def test_thinking_that_begins_again_in_the_reserve_ends_at_once() -> None:
-    engine = FakeEngine()
-    tr = engine.open("a", max_tokens=22)
-    engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
-    for token in (TEXT, TEXT, END, TEXT, TEXT, START):
-        engine.run({"a": token})
-    # Two thinking and two answer tokens and two markers are generated, so five thinking tokens and a marker fit.
-    assert text_until_end(engine, "a") == 6
-    assert (tr.state.think_tokens, tr.state.generated_tokens) == (7, 12)
-    for token in (TEXT, START):
-        engine.run({"a": token})
-    assert text_until_end(engine, "a") == 1
-    assert tr.state.think_tokens == 7
-
-
 def test_a_longer_closing_text_leaves_room_earlier() -> None:
     """New settings may change the length of a forced end while a request thinks."""
     engine = FakeEngine()
@@ -251,19 +236,6 @@ def test_a_start_marker_that_the_model_has_begun_costs_the_answer_nothing() -> N
     alike = Markers(((7, 5, 6),), ((5, 6, 4),))
     state = PhaseState(Phase.THINK, 8, tail=[TEXT, TEXT, 7], text_run=8, start=(7, 5, 6))
     assert ending_tokens(state, alike, 3) == (5, 6, 5, 6, 4)
-
-
-@pytest.mark.parametrize(("markers", "begun"), [(TWO, [5]), (LONG, [5])])
-def test_an_end_marker_that_the_model_has_begun_is_completed(markers: Markers, begun: list[int]) -> None:
-    """The answer then has more than the reserve, because the rest of a marker is shorter than a whole one."""
-    engine = FakeEngine(markers)
-    tr = engine.open("a", markers.starts[0], max_tokens=30)
-    engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
-    text = 30 - 10 - len(markers.ending) - len(begun)
-    for token in (*[TEXT] * text, *begun, TEXT):
-        engine.run({"a": token})
-    assert (tr.state.phase, tr.state.think_tokens) == (Phase.OUTPUT, text)
-    assert left_after_end(engine, 30) == 10 + len(markers.closing) + len(begun)
 
 
 # ------------------------------------------------------------------------------------------------------- whole outputs

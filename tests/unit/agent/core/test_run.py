@@ -213,45 +213,6 @@ def test_what_needs_a_look_at_each_step_is_no_member() -> None:
     assert stepped(several, {"a": [TEXT]}) == ["a"] * 3
 
 
-def test_whoever_looks_sees_the_newest_step() -> None:
-    tracker = tracker_of()
-    a, b = opened(tracker, "a"), opened(tracker, "b", [START, END])
-    assert not stepped(tracker, {"a": [TEXT], "b": [STOP]}, 5)[-1]
-    assert not step(tracker, {"a": [STOP], "b": [STOP]})
-    assert (a.sentence_flags & 32, b.sentence_flags & 32) == (32, 0)
-    assert (a.state.think_tokens, a.state.text_run, b.state.output_tokens) == (6, 6, 6)
-    assert not step(tracker, {"a": [TEXT], "b": [STOP]})
-    assert [(row[3], row[4]) for row in tracker.snapshot()] == [(7, 0), (0, 7)]
-    assert a.sentence_flags & 32 == 0
-
-
-def test_a_request_keeps_its_newest_token_when_its_row_changes() -> None:
-    tracker = tracker_of()
-    for name in "abc":
-        opened(tracker, name)
-    stepped(tracker, {"a": [TEXT], "b": [TEXT], "c": [STOP]})
-    tracker.run.arrange(["c", "b"])
-    assert [live.sentence_flags & 32 for live in tracker.by_id.values()] == [0, 0, 32]
-
-
-def test_reports_do_not_tell_how_a_step_was_accounted() -> None:
-    tokens = {"a": [STOP], "b": [STOP], "c": [99]}
-    reports = []
-    for whole in (False, True):
-        tracker = tracker_of()
-        for name, prompt in (("a", [START]), ("b", [START, END]), ("c", [START])):
-            opened(tracker, name, prompt)
-        for _ in range(2):
-            step(tracker, tokens)
-            tracker.take_record()
-        if not whole:
-            tracker.run.end()
-        assert step(tracker, tokens) == ("" if whole else "abc")
-        reports.append(step_report([tracker.take_record()]).SerializeToString(deterministic=True))
-    assert reports[0] == reports[1]
-    assert tracker.record.text == (), "the tracker's next record begins empty"
-
-
 def state(live: LiveRequest) -> tuple[Any, ...]:
     boundary, since = live.sentence_flags & 32, live.since_end(32, 2)
     s = live.state

@@ -26,20 +26,6 @@ def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap
     return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, SimpleNamespace())
 
 
-def test_slots_rest_and_are_reused_lowest_first() -> None:
-    tracker = Tracker(MARKERS)
-    first = [opened(tracker, str(number)) for number in range(RESTING_SLOTS + 4)]
-    assert [tr.slot for tr in first] == list(range(RESTING_SLOTS + 4))
-    for tr in (first[2], first[0], first[3], *first[4:]):
-        tracker.close(tr, 1)
-    tracker.take_record()
-    # The first three to close have rested.
-    came = [opened(tracker, name).slot for name in "abcd"]
-    assert came == [0, 2, 3, RESTING_SLOTS + 4]
-    assert set(tracker.by_slot) == {1, *came}
-    assert set(tracker.by_id) == {"1", *"abcd"}
-
-
 def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
     """One request closes and another opens between two steps; their slots differ, because the record cannot say which
     came first."""
@@ -66,23 +52,6 @@ def test_records_are_numbered_apart() -> None:
     assert tracker.take_record().step == 6
     tracker.record.step = 20
     assert tracker.take_record().step == 20
-
-
-def test_counts_of_phases() -> None:
-    tracker = Tracker(MARKERS)
-    undecided, thinking, answering = opened(tracker, "a", []), opened(tracker, "b"), opened(tracker, "c", [START, END])
-    assert (tracker.thinking, tracker.answering) == (1, 1)
-    tracker.feed(undecided, [TEXT], 0)
-    assert (tracker.thinking, tracker.answering) == (1, 2)
-    assert tracker.feed(thinking, [TEXT, END], 1) is True
-    assert (tracker.thinking, tracker.answering) == (0, 3)
-    assert tracker.feed(answering, [TEXT, START], 3) is False
-    assert (tracker.thinking, tracker.answering) == (1, 2)
-    for tr in (undecided, thinking, answering):
-        tracker.close(tr, 1)
-    assert (tracker.thinking, tracker.answering) == (0, 0)
-    assert not tracker.by_id
-    assert not tracker.by_slot
 
 
 def test_whose_tokens_are_measured() -> None:

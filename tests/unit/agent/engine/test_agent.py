@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -24,6 +24,9 @@ from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import END, MARKERS, START
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 def scheduler_of() -> Any:
     model = SimpleNamespace(get_vocab_size=lambda: 100)
@@ -41,66 +44,77 @@ LATER_TURNS = LaterTurns(lambda _: Template(), lambda: None)
 FACTS = EngineFacts("m", NO_SENTENCES, False, LATER_TURNS, lambda *_: None, ("cuda", ""), SchedulerLimits({}))
 
 
-def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link's thread has confirmed the settings, so the engine's thread must find them at its next look."""
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """Return an agent on a link without a thread."""
     link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
-    scheduler = scheduler_of()
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    agent = Agent(scheduler, MARKERS, link, FACTS)
+    return Agent(scheduler_of(), MARKERS, link, FACTS)
+
+
+def scheduled(tokens: dict[str, int], drafted: dict[str, list[int]] | None = None, new: Sequence[str] = ()) -> Any:
+    """Return the SchedulerOutput of a step."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_spec_decode_tokens=drafted or {},
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+    )
+
+
+def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's thread has confirmed the settings, so the engine's thread must find them at its next look."""
 
     def settings_come() -> int:
         settings = agent_pb2.Settings(
             revision=7, nonce=1, lease_ms=30_000, max_think_tokens=50, answer_reserve_tokens=9
         )
-        link._receive(agent_pb2.ConnectResponse(settings=settings))
+        agent.link._receive(agent_pb2.ConnectResponse(settings=settings))
         return 0
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(link, "lapsed", settings_come)
-        agent.take_arrived(scheduler)
-    status: Any = link.outbox.ring.get_nowait()
+        meanwhile.setattr(agent.link, "lapsed", settings_come)
+        agent.take_arrived(scheduler_of())
+    status: Any = agent.link.outbox.ring.get_nowait()
     assert status.settings_status.revision == 7
-    agent.take_arrived(scheduler)
+    agent.take_arrived(scheduler_of())
     assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (50, 9)
-    monkeypatch.setattr(link, "lapsed", lambda: CAPS)
-    agent.take_arrived(scheduler)
+    monkeypatch.setattr(agent.link, "lapsed", lambda: CAPS)
+    agent.take_arrived(scheduler_of())
     assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (None, 0)
-    monkeypatch.setattr(link, "lapsed", lambda: 0)
-    agent.take_arrived(scheduler)
+    monkeypatch.setattr(agent.link, "lapsed", lambda: 0)
+    agent.take_arrived(scheduler_of())
     assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (50, 9)
 
 
-def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
-    scheduler = scheduler_of()
-    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    agent = Agent(scheduler, MARKERS, link, FACTS)
+def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = agent.tracker.open(RequestInfo("a", "m", "", "", 1, 100, None), [START], 0, SimpleNamespace())
     cap = agent_pb2.ThinkCap(decision_id=1, slot=live.slot, max_think_tokens=50)
     agent.directives.accept(agent_pb2.Directives(step=9, caps=[cap]))
-    monkeypatch.setattr(link, "lapsed", lambda: ORDER | CAPS)
-    link.lease.freeze_for(60)
-    agent.take_arrived(scheduler)
+    monkeypatch.setattr(agent.link, "lapsed", lambda: ORDER | CAPS)
+    agent.link.lease.freeze_for(60)
+    agent.take_arrived(scheduler_of())
     assert live.limit is None
     assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(1, Outcome.AGENT_OFF)]
 
 
 def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_expected(
-    monkeypatch: pytest.MonkeyPatch,
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link says hello again only if the worker reports another backend than before."""
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     restarts: list[None] = []
-    monkeypatch.setattr(link, "restart", lambda: restarts.append(None))
-    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    agent = Agent(scheduler_of(), MARKERS, link, FACTS)
+    monkeypatch.setattr(agent.measuring, "_restart", lambda: restarts.append(None))
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
         agent.measuring._hear_backend((*backend, False))
         assert (agent.measuring.backend, len(restarts)) == (backend, said)
 
 
 @pytest.mark.parametrize(
-    ("scheduled", "drafted", "prompt"),
+    ("scheduled_tokens", "drafted", "prompt"),
     [
         ({"a": 1, "b": 30}, {}, 29),
         ({"a": 4, "b": 30}, {"a": 3}, 29),
@@ -110,50 +124,29 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     ],
 )
 def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
-    monkeypatch: pytest.MonkeyPatch, scheduled: dict[str, int], drafted: dict[str, int], prompt: int
+    agent: Agent, scheduled_tokens: dict[str, int], drafted: dict[str, int], prompt: int
 ) -> None:
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
-    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    scheduler = scheduler_of()
-    agent = Agent(scheduler, MARKERS, link, FACTS)
-    output = SimpleNamespace(
-        num_scheduled_tokens=scheduled,
-        scheduled_spec_decode_tokens={name: [7] * drafts for name, drafts in drafted.items()},
-        total_num_scheduled_tokens=sum(scheduled.values()),
-        scheduled_new_reqs=[],
-    )
-    agent.after_schedule(scheduler, output)
+    output = scheduled(scheduled_tokens, {name: [7] * drafts for name, drafts in drafted.items()})
+    agent.after_schedule(scheduler_of(), output)
     assert list(agent.accounts.prefills) == [prompt]
 
 
-def test_nothing_is_measured_while_all_requests_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
-    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    scheduler = scheduler_of()
-    agent = Agent(scheduler, MARKERS, link, FACTS)
+def test_nothing_is_measured_while_all_requests_answer(agent: Agent) -> None:
     agent.observe_entropy = True
     for name, prompt in (("a", [START]), ("b", [START, END])):
         agent.tracker.open(RequestInfo(name, "m", "", "", 1, 100, None), prompt, 0, SimpleNamespace())
     asked = []
     for _ in range(2):
-        output = SimpleNamespace(
-            num_scheduled_tokens={"a": 1},
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=1,
-            scheduled_new_reqs=[],
-        )
-        agent.after_schedule(scheduler, output)
+        output = scheduled({"a": 1})
+        agent.after_schedule(scheduler_of(), output)
         asked.append(hasattr(output, REQUEST))
         agent.tracker.feed(agent.tracker.by_id["a"], [END], 0)
     assert asked == [True, False]
 
 
-def test_a_requests_first_step_ends_its_queueing_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     """Resumed requests, which Model Runner V2 lists as new ones, have joined a step before; a probe is no request."""
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
-    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    scheduler = scheduler_of()
-    agent, known = Agent(scheduler, MARKERS, link, FACTS), begin(MARKERS, [START], True)
+    known = begin(MARKERS, [START], True)
     for name, queued_s in (("a", 10.0), ("b", 11.5), ("adopted", None)):
         info = RequestInfo(name, "m", "", "", 1, 100, None)
         agent.tracker.enter(info, replace(known), 0, SimpleNamespace(), queued_s=queued_s)
@@ -161,13 +154,8 @@ def test_a_requests_first_step_ends_its_queueing_time(monkeypatch: pytest.Monkey
 
     def schedule(began_s: float, new: list[str], running: list[str]) -> None:
         agent.accounts.began_s = began_s
-        output = SimpleNamespace(
-            num_scheduled_tokens=dict.fromkeys([*new, *running], 1),
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=len(new) + len(running),
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-        )
-        agent.after_schedule(scheduler, output)
+        output = scheduled(dict.fromkeys([*new, *running], 1), new=new)
+        agent.after_schedule(scheduler_of(), output)
 
     schedule(12.5, ["adopted", "probe", "a"], [])
     schedule(12.75, ["b", "a"], ["adopted"])

@@ -34,13 +34,6 @@ def one_step(thinkers: list[LiveRequest], step: int, share: int | None, max_skip
     return skipped
 
 
-@pytest.mark.parametrize(
-    ("thinkers", "share", "left"), [(5, None, 0), (5, 5, 0), (5, 9, 0), (5, 4, 1), (5, 1, 4), (5, 0, 5), (0, 0, 0)]
-)
-def test_how_many(thinkers: int, share: int | None, left: int) -> None:
-    assert len(left_out([thinker(i) for i in range(thinkers)], share, 9)) == left
-
-
 def test_the_longest_waiting_join_first() -> None:
     a, b, c = thinker(0, joined_step=7), thinker(1, joined_step=5), thinker(2, joined_step=6)
     assert left_out([a, b, c], 1, 9) == [c, a]

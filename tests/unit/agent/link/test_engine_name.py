@@ -111,16 +111,6 @@ def test_servers_of_one_host_that_are_given_one_name(tmp_path: Path) -> None:
         assert (first.revision, second.revision) == (8000, 8001)
 
 
-def test_the_name_of_a_dropped_engine_is_free(tmp_path: Path, host_name: str) -> None:
-    """A process may drop an engine without shutting it down."""
-    first = EngineName(tmp_path)
-    second = EngineName(tmp_path)
-    assert [first.name, second.name] == [host_name, f"{host_name}_2"]
-    del first
-    gc.collect()
-    assert EngineName(tmp_path).name == host_name
-
-
 def test_the_name_of_a_killed_engine_is_free_although_its_child_lives_on(tmp_path: Path) -> None:
     name = f"forked-{os.getpid()}"
     with host(tmp_path, MERIDIAN_ENGINE_ID=name, CHILD="1") as one:

@@ -61,50 +61,44 @@ def test_each_kind_of_decision_is_handed_over() -> None:
             assert len(link.inbox.messages) == 1, decisions
 
 
-def test_a_refusal_is_remembered_for_a_while() -> None:
-    """A refusal is forgotten after a while, because another control plane may have another revision with the same
-    number."""
-    now_s = [1.0]
+def refusing(error: Exception, now_s: list[float]) -> ControlStream:
+    """Return a link whose engine cannot obey any settings."""
 
     def prepare(_: agent_pb2.Settings) -> None:
-        raise BadSettings("no such marker")
+        raise error
 
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
-    settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
+    return ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
+
+
+def send(link: ControlStream, revision: int) -> None:
+    settings = agent_pb2.Settings(revision=revision, nonce=1, lease_ms=30_000)
     link._receive(agent_pb2.ConnectResponse(settings=settings))
+
+
+def test_the_newest_refusals_are_remembered_for_a_while() -> None:
+    """Another control plane may have another revision with the same number. One with another store counts revisions
+    from 1, so a low number may be the newest refusal."""
+    now_s = [1.0]
+    link = refusing(BadSettings("no such marker"), now_s)
+    send(link, 7)
     assert (link.refused, link.lease.revision) == ({7: "no such marker"}, 0)
+    for revision in (*range(100, 100 + REFUSED), 3, 101):
+        send(link, revision)
+    assert sorted(link.refused) == [3, *range(101, 100 + REFUSED)]
     now_s[0] += REFUSED_S
     assert link.refused == {}
-
-
-def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
-    """A control plane with another store counts revisions from 1, so a low number may be the newest refusal."""
-
-    def prepare(_: agent_pb2.Settings) -> None:
-        raise BadSettings("no such marker")
-
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
-    for revision in (*range(100, 100 + REFUSED), 3, 101):
-        settings = agent_pb2.Settings(revision=revision, nonce=1, lease_ms=30_000)
-        link._receive(agent_pb2.ConnectResponse(settings=settings))
-    assert sorted(link.refused) == [3, *range(101, 100 + REFUSED)]
 
 
 def test_a_long_refusal_is_cut() -> None:
     """Each Hello names the refusal, and the control plane accepts no Hello over 64 KiB, so a long text would lock the
     agent out for ten minutes."""
-
-    def prepare(_: agent_pb2.Settings) -> None:
-        raise KeyError("no such token in" + 100_000 * " this")
-
-    link = ControlStream(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
-    settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
-    link._receive(agent_pb2.ConnectResponse(settings=settings))
+    link = refusing(KeyError("no such token in" + 100_000 * " this"), [1.0])
+    send(link, 7)
     status: Any = link.outbox.ring.get_nowait()
-    said = status.settings_status.error
-    assert said == link.refused[7]
-    assert said.startswith("KeyError: 'no such token in this")
-    assert REFUSED * len(said) < 32 << 10
+    error = status.settings_status.error
+    assert error == link.refused[7]
+    assert error.startswith("KeyError: 'no such token in this")
+    assert REFUSED * len(error) < 32 << 10
 
 
 def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:

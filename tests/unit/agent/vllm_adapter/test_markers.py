@@ -7,7 +7,6 @@ and vLLM itself is asked whether it agrees.
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -69,18 +68,6 @@ def test_the_kept_table_is_that_of_the_installed_vllm(table: dict[str, Any]) -> 
 
 def test_the_readme_says_what_the_tables_say() -> None:
     assert parsers.written() == parsers.section(parsers.saved())
-
-
-def test_a_check_that_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong end marker is detected: Inkling's end_message, for example, ends blocks of every kind."""
-    from meridian_agent.vllm_adapter import reasoning_markers as markers
-
-    starts, _ = markers.INKLING
-    monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|end_message|>"]))
-    tokenizer = parsers.made_for("inkling", parsers.asked_for("inkling"))
-    assert parsers.agreement("inkling", tokenizer) == "streaming", "is_reasoning_end does not accept this end"
-    monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|message_model|>"]))
-    assert parsers.agreement("inkling", tokenizer) == ""
 
 
 @pytest.mark.parametrize("parser", ["olmo3", "kimi_k3", "muse_glimmer", "granite"])
@@ -234,25 +221,3 @@ def test_a_family_is_a_section_of_a_policy_for_any_served_name(family: ModelFami
     for served in (family.name, "org/Model-8B", 'a "quoted" one'):
         policy = parse_toml(f"scheduler.max_think_tokens = 9\n\n{family.section(served)}")
         assert policy.model == {served: family.settings}
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_closing_text_has_a_source_and_a_family_without_one_says_so(family: ModelFamily) -> None:
-    """The comment of a family names a repository with the commit of the file that has the text, or says that none was
-    found."""
-    assert all(line.startswith("# ") for line in family.comment.splitlines())
-    (said,) = re.findall(r"# Closing text: (.*)", family.comment, re.DOTALL)
-    if family.settings.closing_text:
-        assert re.search(r"[\w.-]+/[\w.-]+\b.*\bat [0-9a-f]{7}\b", " ".join(said.split())), said
-    else:
-        assert said.startswith("none found from the authors")
-
-
-def test_the_authors_white_space() -> None:
-    """The texts begin and end exactly as the authors write them before the end marker."""
-    ends = {name: (f.settings.closing_text[:16], f.settings.closing_text[-5:]) for name, f in FAMILIES.items()}
-    assert {name: end for name, end in ends.items() if any(end)} == {
-        "qwen3": ("\n\nConsidering th", "now.\n"),
-        "nemotron-3": (".\n", ".\n"),
-        "seed-oss": ("\n<seed:cot_budge", "ect>\n"),
-    }

@@ -130,20 +130,6 @@ def test_the_start_up_values_come_back(course: list[dict[str, int] | bool | None
     assert scheduler.limits() == STOCK
 
 
-def test_limits_that_are_lowered_for_one_step_come_back_to_the_policys_values() -> None:
-    """The hooks note the value before they lower a limit, so the policy's value is what they restore."""
-    limits = able(scheduler := Scheduler())
-    limits.obey(settings(**{TOKENS: 1000}))
-    before = scheduler.max_num_scheduled_tokens
-    scheduler.max_num_scheduled_tokens = 300
-    scheduler.max_num_scheduled_tokens = before
-    assert scheduler.limits() == (100, 1000, 0)
-    # A fault in the middle of a step leaves the lowered value behind.
-    scheduler.max_num_scheduled_tokens = 300
-    limits.restore()
-    assert scheduler.limits() == STOCK
-
-
 def test_an_engine_refuses_by_name_what_its_vllm_cannot_do() -> None:
     def refusals(scheduler: Any) -> dict[str, str]:
         return {name: limit.refusal for name, limit in messages(able(scheduler)).items()}
