@@ -31,13 +31,6 @@ def fail(text: str = "no such block") -> Never:
 LINE = fail.__code__.co_firstlineno + 1
 
 
-def test_results_and_arguments_pass() -> None:
-    guard = Guard()
-    assert guard.run(divmod, 7, 2) == (3, 1)
-    assert guard.run(int, "ff", base=16) == 255
-    assert (guard.fault, guard.rest_s()) == ("", 0)
-
-
 def test_the_first_failure_switches_off(caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard()
     calls: list[int] = []
@@ -153,16 +146,6 @@ def test_without_memory_for_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guard.rest_s() == math.inf
 
 
-def test_a_callable_without_a_name() -> None:
-    class Hook:
-        def __call__(self) -> None:
-            raise ValueError("x")
-
-    guard = Guard()
-    guard.run(Hook())
-    assert guard.text == "other: ValueError: x"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> None:
     """The guard lets such exceptions through and still trips, because the process may live on at a user's prompt with a
@@ -175,14 +158,6 @@ def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> Non
     with pytest.raises(error):
         guard.run(hook)
     assert guard.text == f"hook: {error.__name__}: "
-
-
-def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
-    """The texts of faults travel in every Hello, and from a worker with every step."""
-    guard = Guard()
-    guard.note("observer", 100_000 * "x")
-    guard.switch_off(100_000 * "y")
-    assert (guard.last_fault, guard.fault) == (MAX_FAULT * "x", MAX_FAULT * "y")
 
 
 def test_a_fault_tells_no_text_of_an_exception() -> None:
@@ -215,9 +190,11 @@ def test_what_fails_as_the_engine_starts_is_told_in_full() -> None:
     assert guard.outlook() == "until the engine is started again"
 
 
-def test_a_fault_with_a_clients_words_can_be_told() -> None:
-    """A lone surrogate is not valid UTF-8, so a Hello that contains one could not be sent."""
+@pytest.mark.parametrize(("text", "shown"), [(100_000 * "x", MAX_FAULT * "x"), ("r-\ud800", "r-\\ud800")])
+def test_texts_of_faults_fit_into_a_hello_wherever_they_come_from(text: str, shown: str) -> None:
+    """The texts travel in every Hello, and from a worker with every step. A lone surrogate is not valid UTF-8."""
     guard = Guard()
-    guard.note("observer", "r-\ud800")
-    guard.switch_off("r-\ud800")
-    assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "r-\\ud800"
+    guard.note("observer", text)
+    guard.switch_off(text)
+    hello = agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault)
+    assert (hello.fault, hello.last_fault) == (shown, shown)

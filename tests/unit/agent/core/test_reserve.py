@@ -143,15 +143,6 @@ def test_the_reserve_of_the_settings_holds_until_the_first_decision() -> None:
     assert engine.open("e", max_tokens=20).reserve_tokens == 0
 
 
-def test_a_request_without_a_reserve_is_as_before() -> None:
-    engine = FakeEngine()
-    tr = engine.open("a", max_tokens=10)
-    engine.accept(message(caps=[cap(1, 0, MAX)]))
-    for _ in range(10):
-        engine.run({"a": TEXT})
-    assert (tr.state.phase, engine.tracker.due) == (Phase.THINK, {})
-
-
 def test_the_lease_of_caps_ends_the_reserve() -> None:
     engine = FakeEngine()
     tr = engine.open("a", max_tokens=10)

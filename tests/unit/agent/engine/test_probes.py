@@ -46,6 +46,18 @@ def tracked(phase: Phase = Phase.THINK, **fields: Any) -> LiveRequest:
     return LiveRequest(0, RequestInfo("a", "", "", "", 0, 0, None), PhaseState(phase), 0, request(**fields))
 
 
+def ending() -> LiveRequest:
+    live = tracked()
+    live.begin_forced_end(Ending((2,), 1))
+    return live
+
+
+def preempted() -> LiveRequest:
+    live = tracked()
+    live.mark_preempted()
+    return live
+
+
 def test_a_probe_that_fits() -> None:
     assert refusal(tracked(), ROOM, BLOCK, 20, 1) == ""
     assert refusal(tracked(), ROOM, BLOCK, 20, 0) == "no room in the context"
@@ -56,6 +68,8 @@ def test_a_probe_that_fits() -> None:
     [
         (tracked(Phase.OUTPUT), ROOM, 20, "not thinking"),
         (tracked(Phase.PROMPT), ROOM, 20, "not thinking"),
+        (ending(), ROOM, 1, "not thinking"),
+        (preempted(), ROOM, 1, "not decoding"),
         (tracked(), replace(ROOM, prefix_caching=False), 20, "prefix caching is off"),
         (tracked(num_tokens=65_537), ROOM, 20, "over 65536 tokens"),
         (tracked(lora_request=object()), ROOM, 20, "LoRA request"),
@@ -72,14 +86,6 @@ def test_a_probe_that_fits() -> None:
 )
 def test_what_is_in_the_way(live: LiveRequest, room: Room, cost: int, reason: str) -> None:
     assert refusal(live, room, BLOCK, cost, 1) == reason
-
-
-def test_a_request_that_is_ending_or_preempted() -> None:
-    ending, preempted = tracked(), tracked()
-    ending.ending = Ending((2,), 1)
-    preempted.preempted = True
-    assert refusal(ending, ROOM, BLOCK, 1, 1) == "not thinking"
-    assert refusal(preempted, ROOM, BLOCK, 1, 1) == "not decoding"
 
 
 @pytest.mark.parametrize("cost", [1, 15, 16, 17, 100])
@@ -262,29 +268,19 @@ def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(monkeypatch: pytest
     assert len(tracker.record.outcomes) == 2
 
 
-def test_a_probe_that_ends_without_a_token() -> None:
-    """vLLM may end a probe with an error, for example; the probe is refused, and that is no fault."""
-    tracker = Tracker(MARKERS)
-    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
-    probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
-    group = SimpleNamespace(
-        outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=[])], finished_requests=None
-    )
-    probing.collect(group, StepSignals(None, *np.ones((4, 1))), {"meridian-probe-1": 0})
-    assert (probing.placed, group.outputs) == ({}, [])
-    assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]
-
-
-def test_a_probe_whose_logits_cannot_be_measured() -> None:
-    """Its likeliest token is no trial answer, and its request does not wait for a decision from it."""
+@pytest.mark.parametrize(("tokens", "measured"), [([], 1.0), ([5], np.nan)], ids=["no token", "no finite logits"])
+def test_a_probe_without_a_result_is_refused(tokens: list[int], measured: float) -> None:
+    """vLLM may end a probe with an error, for example, and that is no fault. Its likeliest token is no trial answer,
+    and its request does not wait for a decision from it."""
     tracker = Tracker(MARKERS)
     live = tracker.open(RequestInfo("a", "", "", "", 0, 0, None), [1], 0, request())
     probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, live, 7, 40)
     probing.held[live] = 0
-    group = SimpleNamespace(
-        outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=[5])], finished_requests=None
+    group: Any = SimpleNamespace(
+        outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=tokens)], finished_requests=None
     )
-    probing.collect(group, StepSignals(None, *np.full((4, 1), np.nan)), {"meridian-probe-1": 0})
+    probing.collect(group, StepSignals(None, *np.full((4, 1), measured)), {"meridian-probe-1": 0})
+    assert (probing.placed, group.outputs) == ({}, [])
     assert (tracker.record.probes, live.same_answer, probing.held) == ([], 0, {})
     assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]

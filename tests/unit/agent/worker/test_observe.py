@@ -39,13 +39,18 @@ def signals_of(batch: torch.Tensor) -> RowSignals:
     return probe.begin(batch, END_TOKEN).result()
 
 
+def observed(own: Any) -> Any:
+    """Return the worker with an observer, and without rows for probes."""
+    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    return own
+
+
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     """An output has the signals of its own step, even if it is read after the next step has begun, and although
     sampling changes the logits."""
-    own = worker(later=later, v2=v2)
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own = observed(worker(later=later, v2=v2))
     batches = [torch.randn(2, 50) for _ in range(3)]
     outputs = [step(own, asked(batch)) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
@@ -71,8 +76,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     drafts: dict[str, list[int]], excluded_ids: str, measured: list[bool]
 ) -> None:
     """The rows that are measured stay at their places."""
-    own = worker()
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own = observed(worker())
     batch = torch.randn(len(measured), 50)
     # Measuring such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
@@ -88,8 +92,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
 @pytest.mark.parametrize("v2", [False, True])
 def test_first_rows_are_told_of_only_where_there_are_drafts(v2: bool) -> None:
     """The engine core accounts an output without first rows as a whole."""
-    own = worker(v2=v2)
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own = observed(worker(v2=v2))
     steps: list[dict[str, list[int]]] = [{}, {"a": [7]}, {}]
     for drafts in steps:
         told = getattr(step(own, asked(torch.randn(2 + len(drafts), 50), frozenset(), **drafts)), RESULT)
@@ -105,7 +108,7 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
     own.model_runner.execute_model = lambda sent: execute(
         SimpleNamespace(**{**vars(sent), "scheduled_spec_decode_tokens": {"b": [7]}})
     )
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    observed(own)
     batch = torch.randn(3, 50)
     signals = StepSignals.decode(getattr(step(own, asked(batch, frozenset("a"), a=[7, 7], b=[7])), RESULT))
     want = signals_of(batch)
@@ -115,8 +118,7 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
 
 def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
     """In most steps neither the requests nor the excluded ids change, and then one of the two does."""
-    own, asking = worker(), WorkerRequestEncoder()
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own, asking = observed(worker()), WorkerRequestEncoder()
     left_out = frozenset("a"), frozenset("b")
     steps = [("ab", 0), ("ab", 0), ("ba", 0), ("b", 0), ("bc", 0), ("bc", 1), ("bc", 1), ("cb", 1), ("cb", 0)]
     for req_ids, which in steps:
@@ -141,8 +143,7 @@ def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
 )
 def test_a_worker_that_cannot_measure_says_why(device: str, reason: str, later: bool) -> None:
     """A worker that cannot measure gives the reason with every output that has requests, and goes on serving."""
-    own = worker(device, later=later)
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own = observed(worker(device, later=later))
     output = step(own, asked(torch.randn(2, 50)))
     assert reason in getattr(output.get_output() if later else output, RESULT)
     output = step(own, asked(torch.randn(2, 50)), req_ids=())
@@ -167,7 +168,7 @@ def test_rows_whose_request_is_not_known_are_not_measured(
     """Such rows are not measured rather than reported for another request, and the engine core gets the reason."""
     own = worker(v2=True)
     vars(of(own)).update(feature)
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    observed(own)
     told = getattr(step(own, asked(torch.randn(2, 50))), RESULT)
     assert told == f"KernelError: with {name} a worker cannot tell which request a row of logits belongs to"
 
@@ -199,8 +200,7 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
     monkeypatch.setattr(torch_ops, "TorchOps", on_the_cpu)
     caplog.set_level(logging.INFO, "vllm.meridian")
     monkeypatch.setattr(logging.getLogger("vllm.meridian"), "propagate", True)
-    own = worker("cuda", later=later, v2=v2)
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own = observed(worker("cuda", later=later, v2=v2))
     assert "slower than the CUDA kernel: ModuleNotFoundError" in caplog.text
     assert rows == [2 * own.vllm_config.scheduler_config.max_num_seqs], "each request may have a probe as a row"
     batch = torch.randn(2, 50)
@@ -216,8 +216,7 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
 
 def test_what_measures_is_told_with_the_first_output_after_names() -> None:
     """An agent sends the excluded ids when it begins; only the output after that names the backend."""
-    own, asking = worker(), WorkerRequestEncoder()
-    attach(own, lambda v2_runner: "", lambda v2_runner: "no rows")
+    own, asking = observed(worker()), WorkerRequestEncoder()
     told, left_out = [], frozenset("a")
     for agent in (asking, asking, WorkerRequestEncoder()):
         begun = asked(torch.randn(2, 50), None)
