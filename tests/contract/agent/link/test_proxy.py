@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import HealthServicer  # type: ignore[import-untyped]
 
@@ -18,8 +19,6 @@ from tests.contract.proxies import proxy
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import pytest
 
 
 @contextmanager
@@ -37,14 +36,6 @@ def check(target: str) -> None:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
 
 
-def test_a_proxy_for_other_programs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with proxy() as other, server() as target:
-        for name, value in other.environment.items():
-            monkeypatch.setenv(name, value)
-        check(target)
-        assert other.asked == []
-
-
 def test_the_proxy_that_is_meant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with proxy() as meant, server() as target, caplog.at_level("INFO"):
         monkeypatch.setenv("MERIDIAN_PROXY", f"http://user:secret@127.0.0.1:{meant.port}")
@@ -54,11 +45,16 @@ def test_the_proxy_that_is_meant(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert record.getMessage() == f"meridian: the stream goes through the proxy 127.0.0.1:{meant.port}"
 
 
-def test_tls_does_not_go_through_a_proxy_for_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    issued = Authority(tmp_path).issue("server", dns="localhost")
-    pair = issued.key.read_bytes(), issued.cert.read_bytes()
-    with proxy() as other, server(grpc.ssl_server_credentials([pair])) as target:
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_a_proxy_for_other_programs_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    tls = None
+    if with_tls:
+        issued = Authority(tmp_path).issue("server", dns="localhost")
+        tls = grpc.ssl_server_credentials([(issued.key.read_bytes(), issued.cert.read_bytes())])
         monkeypatch.setenv("MERIDIAN_TLS_CA", str(issued.ca))
+    with proxy() as other, server(tls) as target:
         for name, value in other.environment.items():
             monkeypatch.setenv(name, value)
         check(target)

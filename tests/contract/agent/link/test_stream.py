@@ -199,33 +199,21 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
     assert engine.link.lease.merge_s == wait_s
 
 
-async def step_of_a_long_interval(engine: LinkedEngine) -> None:
-    """Make the engine's first step, on a stream whose reports wait for hours unless a record must be sent at once."""
-    engine.link.lease.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
-    engine.link.lease.merge_s = 3600.0
-    engine.open("a")
-    await until(lambda: engine.link.lease.connected)
-    engine.step()
-
-
-async def test_the_last_step_before_a_rest_is_told_at_once(scripted: tuple[Scripted, str]) -> None:
+async def test_what_waits_for_no_interval(scripted: tuple[Scripted, str]) -> None:
+    """On a stream whose reports wait for hours, the snapshot that begins it and the last step before a rest are sent at
+    once."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
-        await step_of_a_long_interval(engine)
+        engine.link.lease.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
+        engine.link.lease.merge_s = 3600.0
+        engine.open("a")
+        await until(lambda: engine.link.lease.connected)
+        engine.step()
         await until(lambda: "snapshot" in servicer.kinds())
         engine.engine.finish("a")
         engine.step()
         await until(lambda: servicer.received[-1].step.closed)
-
-
-async def test_a_stream_tells_where_things_stand_at_once(scripted: tuple[Scripted, str]) -> None:
-    """The snapshot that begins a stream does not wait for the report interval."""
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
-        await step_of_a_long_interval(engine)
-        await until(lambda: any(m.HasField("snapshot") for m in servicer.received))
 
 
 @pytest.mark.parametrize("kind", ["preempted", "resumed", "urgent"])
@@ -323,25 +311,22 @@ async def test_an_error_of_the_servers_own_ends_the_stream_as_such(
     assert control.fleet.stream_ends == {"internal": 1}
 
 
-async def test_a_client_that_closes_its_side(control: Control) -> None:
-    async with call_to(control.target) as call:
-        await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        await until(control.connected)
-        await call.done_writing()
-        await to_the_end(call)
-        assert await call.code() is grpc.StatusCode.OK
-    assert control.fleet.stream_ends == {"agent_closed": 1}
-
-
-async def test_an_engine_that_says_that_it_shuts_down_has_left_even_if_its_connection_breaks(control: Control) -> None:
+@pytest.mark.parametrize("says_so", [False, True])
+async def test_a_client_that_ends_its_stream(control: Control, says_so: bool) -> None:
+    """A client closes its side; or it says that its engine shuts down, and then its connection breaks."""
     async with call_to(control.target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
         await until(control.connected)
         (connection,) = control.fleet.connections
-        await call.write(agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(last=True)))
-        await until(lambda: connection.session.shuts_down)
-        call.cancel()
-        await until(lambda: control.fleet.stream_ends)
+        if says_so:
+            await call.write(agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(last=True)))
+            await until(lambda: connection.session.shuts_down)
+            call.cancel()
+            await until(lambda: control.fleet.stream_ends)
+        else:
+            await call.done_writing()
+            await to_the_end(call)
+            assert await call.code() is grpc.StatusCode.OK
     assert control.fleet.stream_ends == {"agent_closed": 1}
 
 

@@ -73,29 +73,17 @@ async def test_changes_without_end_are_sent_all_the_same(control: Control, monke
         assert revision - 1 > len(engine.settings)
 
 
-async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        engine.refusal = "no"
-        stored = await control.set_policy(policy(fallback={"lease_ms": 500}))
-        await until(lambda: control.engine().nack_error)
-        control.fleet.set_policy(stored)
-        control.fleet._policies.send()
-        engine.refusal = ""
-        await control.set_policy(policy(fallback={"lease_ms": 500}))
-        await until(lambda: control.engine().acked_revision == 3)
-        assert [s.revision for s in engine.settings] == [1, 2, 3]
-
-
-async def test_a_refused_revision_is_not_sent_again_on_a_new_stream(control: Control) -> None:
+async def test_a_refused_revision_is_sent_again_on_no_stream(control: Control) -> None:
     """The engine keeps the last good revision instead, also under a restarted control plane, which does not know of the
     refusal."""
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.connected() and control.engine().acked_revision == 1)
         engine.refusal = "no"
-        await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
+        stored = await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
         await until(lambda: control.engine().nack_error)
         engine.refusal = ""
+        control.fleet.set_policy(stored)
+        control.fleet._policies.send()
         for restart in (engine.link.restart, control.kill):
             streams = engine.streams
             if restart is control.kill:
