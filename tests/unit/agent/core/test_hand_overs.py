@@ -48,37 +48,44 @@ def test_a_request_is_handed_over_with_its_blocks() -> None:
     assert (outcome, think_tokens, detail) == (Outcome.APPLIED, 1, "7 blocks")
 
 
+APPLIED, SHADOWED, SUPERSEDED = Outcome.APPLIED, Outcome.SHADOWED, Outcome.SUPERSEDED
+NATURALLY, GONE, OFF = Outcome.ENDED_NATURALLY, Outcome.REQUEST_GONE, Outcome.AGENT_OFF
+
+
 @pytest.mark.parametrize(
-    ("end", "outcome"),
-    [(STOP, Outcome.ENDED_NATURALLY), (LENGTH, Outcome.ENDED_NATURALLY), (ABORT, Outcome.REQUEST_GONE)],
+    ("story", "outcomes", "changes", "in_force"),
+    [
+        ("decide stop", [NATURALLY], False, False),
+        ("decide length", [NATURALLY], False, False),
+        ("decide abort", [GONE], False, False),
+        ("end text decide", [NATURALLY], False, False),
+        # In shadow the request goes on here, and the outcome comes with the end of its thinking.
+        ("shadow text", [], True, False),
+        ("shadow text end", [SHADOWED], True, False),
+        ("decide text", [], True, True),
+        ("decide back", [SUPERSEDED, APPLIED], True, False),
+        ("decide lease", [OFF], True, False),
+        ("decide order", [], True, True),
+    ],
 )
-def test_a_request_that_ends_before_its_marker(end: int, outcome: Outcome) -> None:
-    engine, _ = engine_with()
-    decide(engine, 1)
-    engine.finish("a", end)
-    engine.take()
-    assert engine.outcomes == {1: [outcome]}
-
-
-def test_in_shadow_the_request_goes_on_and_the_outcome_comes_with_the_end_of_thinking() -> None:
+def test_stories(story: str, outcomes: list[Outcome], changes: bool, in_force: bool) -> None:
+    """`back` is a decision with an empty URL; `lease` ends all decisions, and `order` those of another part."""
     engine, live = engine_with()
-    decide(engine, 1, shadow=True)
-    assert engine.directives.hand_overs.of(live) is None
-    engine.run({"a": TEXT})
-    assert not engine.outcomes
-    engine.run({"a": END})
-    assert engine.outcomes == {1: [Outcome.SHADOWED]}
-
-
-def test_an_empty_url_takes_a_handover_back() -> None:
-    engine, live = engine_with()
-    decide(engine, 1)
-    engine.directives.hand_overs.take_changed()
-    decide(engine, 2, url="")
-    assert engine.directives.hand_overs.take_changed() == [live]
-    assert engine.directives.hand_overs.of(live) is None
+    hand_overs, decisions = engine.directives.hand_overs, 0
+    for event in story.split():
+        if event in ("decide", "shadow", "back"):
+            decisions += 1
+            decide(engine, decisions, url="" if event == "back" else URL, shadow=event == "shadow")
+        elif event in ("lease", "order"):
+            engine.directives.drop(ALL_BUT_CAPS if event == "lease" else ORDER)
+        elif event in ("text", "end"):
+            engine.run({"a": TEXT if event == "text" else END})
+        else:
+            engine.finish("a", {"stop": STOP, "length": LENGTH, "abort": ABORT}[event])
     engine.take()
-    assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED]}
+    assert engine.outcomes == {number: [outcome] for number, outcome in enumerate(outcomes, 1)}
+    assert hand_overs.take_changed() == [live] * changes
+    assert (hand_overs.of(live) is not None) == in_force
 
 
 @pytest.mark.parametrize(
@@ -99,25 +106,6 @@ def test_what_cannot_be_handed_over_is_refused(
     ((_, outcome, _, told),) = engine.take().outcomes
     assert (outcome, told) == (Outcome.REFUSED, detail)
     assert engine.directives.hand_overs.of(live) is None
-
-
-def test_a_request_that_answers_already_stays() -> None:
-    engine, _ = engine_with()
-    engine.run({"a": END})
-    engine.run({"a": TEXT})
-    decide(engine, 1)
-    engine.take()
-    assert engine.outcomes == {1: [Outcome.ENDED_NATURALLY]}
-
-
-@pytest.mark.parametrize(("parts", "stays"), [(ALL_BUT_CAPS, False), (ORDER, True)])
-def test_the_end_of_the_lease_lets_requests_answer_where_they_are(parts: int, stays: bool) -> None:
-    engine, live = engine_with()
-    decide(engine, 1)
-    engine.directives.drop(parts)
-    engine.take()
-    assert (engine.directives.hand_overs.of(live) is not None) == stays
-    assert engine.outcomes == ({} if stays else {1: [Outcome.AGENT_OFF]})
 
 
 @pytest.mark.parametrize(

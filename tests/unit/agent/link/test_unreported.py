@@ -15,7 +15,7 @@ from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox, unreported
 from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.unreported import MAX_GROUPS, OTHER, SILENT_S
-from tests.fakes.engine import TEXT, FakeEngine
+from tests.fakes.engine import START, TEXT, FakeEngine
 from tests.fakes.linked import LinkedEngine
 
 if TYPE_CHECKING:
@@ -75,41 +75,54 @@ def connected(*names: str) -> Engine:
     return made
 
 
-def connected_again() -> Engine:
-    """Return an engine on its second stream, of whose requests a, b and c one, b, has ended after two tokens that no
-    stream has brought."""
-    made = connected("a", "b", "c")
-    made.lose()
-    made.steps(2)
-    made.engine.finish("b")
-    made.connect()
-    made.step()
-    return made
+# An engine on its first stream, which has brought a token of each of its requests; and a stream of which b has ended
+# after two tokens that no stream has brought.
+FIRST, SECOND = "connect >a >b >c +1 hear", "connect >a >b >c +1 hear lose +2 -b connect +1 mark"
+# What happens: `>a` a request arrives, `>a!` one that answers at once, `-a` it ends, `+3` three steps, `quiet` no
+# answer for too long, `mark` the step whose number `hear mark` answers. Then what the newest stream's snapshot says of
+# live requests, and of those that have ended.
+STORIES: dict[str, tuple[str, dict[str, int], int]] = {
+    "before the first stream": (">a +3 connect >b +1", {"a": 4, "b": 1}, 0),
+    "without a stream": (f"{FIRST} +10 lose +2 -b >d +3 -d connect +1", {"a": 6, "c": 6}, 5),
+    "a stream that breaks between two steps": (f"{FIRST} +5 lose connect +1", {"a": 1, "b": 1, "c": 1}, 0),
+    "the snapshot of the next stream": (SECOND, {"a": 3, "c": 3}, 2),
+    # An answer shows that the snapshot has arrived.
+    "a snapshot that was answered": (f"{SECOND} -c +4 hear mark lose +1 connect +1", {"a": 2}, 0),
+    "a snapshot that was not answered": (f"{SECOND} -c +4 lose +1 connect +1", {"a": 9}, 5),
+    "a snapshot that says nothing": ("connect >b! +1 >a +5 lose +1 connect +1", {"b": 0, "a": 2}, 0),
+    # A machine that dies ends no connection, so the engine goes on sending until its lease or a keepalive ends.
+    "a stream that falls silent": (f"{FIRST} +5 quiet +1 -b +1 lose +1 connect +1", {"a": 4, "c": 4}, 1),
+    "a stream that is heard again": (f"{FIRST} +5 quiet +1 -b +1 hear +1 lose +1 connect +1", {"a": 2, "c": 2}, 0),
+    # The link sends the snapshot of an idle engine at once, and the stream needs no other.
+    "an engine that falls idle": ("connect >a +1 hear lose +3 -a +1 connect", {}, 3),
+    "after an idle time": ("connect >a +1 hear lose +3 -a +1 connect hear >b +1 lose +1 connect +1", {"b": 2}, 0),
+}
 
 
-def test_the_first_step_of_a_stream_is_said() -> None:
-    made = Engine()
-    made.open("early")
-    made.steps(3)
-    made.connect()
-    made.open("a")
-    made.step()
-    assert made.told() == ({"early": 4, "a": 1}, {})
+def play(engine: Engine, story: str) -> None:
+    marked = 0
+    for event in story.replace("hear mark", "hear-mark").split():
+        if event[0] == ">":
+            engine.open(event[1], prompt=[TEXT] if event.endswith("!") else [START])
+        elif event[0] == "-":
+            engine.engine.finish(event[1])
+        elif event[0] == "+":
+            engine.steps(int(event[1:]))
+        elif event == "quiet":
+            engine.now_s += SILENT_S + 0.1
+        elif event == "mark":
+            marked = engine.engine.step
+        elif event == "hear-mark":
+            engine.hear(marked)
+        else:
+            {"connect": engine.connect, "lose": engine.lose, "hear": engine.hear}[event]()
 
 
-def test_tokens_without_a_stream_are_said_by_the_next_one() -> None:
-    made = connected("a", "b", "waits")
-    made.steps(10)
-    made.lose()
-    made.steps(2)
-    made.engine.finish("b")
-    made.open("c")
-    made.steps(3)
-    made.engine.finish("c")
-    made.connect()
-    made.step()
-    assert made.told() == ({"a": 6, "waits": 6}, {"tenant": 5})
-    assert made.link.outbox.unreported.reported_session_id == "s1"
+@pytest.mark.parametrize(("story", "live", "ended"), STORIES.values(), ids=STORIES)
+def test_what_no_stream_has_brought(story: str, live: dict[str, int], ended: int) -> None:
+    engine = Engine()
+    play(engine, story)
+    assert engine.told() == (live, {"tenant": ended} if ended else {})
 
 
 def test_nothing_is_noted_while_a_stream_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,79 +137,6 @@ def test_nothing_is_noted_while_a_stream_is_heard(monkeypatch: pytest.MonkeyPatc
     made.step()
     assert made.engine.live["a"].told_think_tokens == 0
     assert not made.link.outbox.unreported._ended + made.link.outbox.unreported._said
-
-
-@pytest.mark.parametrize("answered", [True, False])
-def test_an_answer_to_the_snapshot_shows_that_it_has_arrived(answered: bool) -> None:
-    made = connected_again()
-    snapshot_step = made.engine.step
-    assert made.told() == ({"a": 3, "c": 3}, {"tenant": 2})
-    made.engine.finish("c")
-    made.steps(4)
-    if answered:
-        made.hear(snapshot_step)
-    made.lose()
-    made.step()
-    made.connect()
-    made.step()
-    assert made.told() == (({"a": 2}, {}) if answered else ({"a": 9}, {"tenant": 5}))
-
-
-def test_a_snapshot_that_says_nothing_need_not_be_answered() -> None:
-    made = Engine()
-    made.connect()
-    made.open("answers", prompt=[TEXT])
-    made.step()
-    assert made.told() == ({"answers": 0}, {})
-    made.open("a")
-    made.steps(5)
-    made.lose()
-    made.step()
-    made.connect()
-    made.step()
-    assert made.told() == ({"answers": 0, "a": 2}, {})
-
-
-def test_a_stream_that_breaks_between_two_steps_is_noticed() -> None:
-    made = connected("a")
-    made.steps(5)
-    made.lose()
-    made.connect()
-    made.step()
-    assert made.told() == ({"a": 1}, {})
-
-
-def silent(made: Engine) -> None:
-    """Let five steps go unanswered for too long, and two further ones."""
-    made.steps(5)
-    made.now_s += SILENT_S + 0.1
-    made.step()
-    made.engine.finish("b")
-    made.step()
-
-
-def test_a_stream_that_falls_silent_does_not_count() -> None:
-    """A machine that dies ends no connection, so the engine goes on sending until its lease or a keepalive ends."""
-    made = connected("a", "b")
-    silent(made)
-    assert made.link.lease.connected
-    made.lose()
-    made.step()
-    made.connect()
-    made.step()
-    assert made.told() == ({"a": 4}, {"tenant": 1})
-
-
-def test_a_stream_that_is_heard_again_counts() -> None:
-    made = connected("a", "b")
-    silent(made)
-    made.hear()
-    made.step()
-    made.lose()
-    made.step()
-    made.connect()
-    made.step()
-    assert made.told() == ({"a": 2}, {})
 
 
 def test_steps_of_text_notice_silence_too() -> None:
@@ -218,26 +158,6 @@ def test_steps_of_text_notice_silence_too() -> None:
     assert text(made.now_s + SILENT_S + 0.1)
 
 
-def test_requests_that_end_on_an_engine_that_falls_idle_are_said_at_once() -> None:
-    made = connected("a")
-    made.lose()
-    made.steps(3)
-    made.engine.finish("a")
-    made.step()
-    assert made.link.lease.idle
-    made.connect()
-    assert made.told() == ({}, {"tenant": 3})
-    made.hear(made.engine.step)
-    made.open("b")
-    made.step()
-    assert made.snapshots() == [], "the stream has had its snapshot"
-    made.lose()
-    made.step()
-    made.connect()
-    made.step()
-    assert made.told() == ({"b": 2}, {})
-
-
 def test_a_full_ring_loses_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control plane knows what the stream brought of requests that it knows, and the snapshot says the others."""
     made = connected("a", "b")
@@ -253,7 +173,8 @@ def test_a_full_ring_loses_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_snapshot_of_the_stream_does_not_say_ended_requests_again() -> None:
-    made = connected_again()
+    made = Engine()
+    play(made, SECOND)
     made.engine.finish("c")
     made.step()
     made.link.outbox.resync()
