@@ -12,7 +12,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -30,63 +30,29 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names are claim
 
 # Prints the name and the name of the settings file that an engine has, and lasts until it is killed.
 ENGINE = """
-import json, os, sys, time
-from pathlib import Path
-from meridian.v1 import agent_pb2
+import json, os, time
 from meridian_agent.link.engine_name import EngineName
-from meridian_agent.link.settings_file import StateFile
-sys.argv = ["vllm", "serve", "--port", sys.argv[2]]
-folder = Path(os.environ["FOLDER"])
-held = EngineName(folder)
-file = StateFile(folder, held.file_name, "m")
-file.keep(agent_pb2.Settings(revision=int(sys.argv[3])))
-while not file.load():
-    time.sleep(0.01)
+held = EngineName(None)
+child = 0
 if os.environ.get("CHILD"):
     child = os.fork()
     if not child:
-        os.write(1, f"{json.dumps([os.getpid()])}\\n".encode())
         time.sleep(600)
-os.write(1, f"{json.dumps([held.name, held.file_name])}\\n".encode())
+os.write(1, f"{json.dumps([held.name, held.file_name, child])}\\n".encode())
 time.sleep(600)
 """
 
 
-class Host:
-    """A host of its own: its name is one that no other test uses."""
-
-    def __init__(self, folder: Path, **env: str) -> None:
-        self.env = {**os.environ, "FOLDER": str(folder), **env}
-        self.running: list[subprocess.Popen[str]] = []
-
-    def start(self, port: int) -> list[str]:
-        command = [sys.executable, "-c", ENGINE, "x", str(port), str(port)]
-        process = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, text=True)
-        self.running.append(process)
-        return self.said(process)
-
-    @staticmethod
-    def said(process: subprocess.Popen[str]) -> list[str]:
-        assert process.stdout is not None
-        found: list[str] = json.loads(process.stdout.readline())
-        return found
-
-    def kill(self, index: int) -> None:
-        process = self.running.pop(index)
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
 @contextmanager
-def host(folder: Path, **env: str) -> Iterator[Host]:
-    found = Host(folder, **env)
-    try:
-        yield found
-    finally:
-        while found.running:
-            found.kill(0)
+def engine(**env: str) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
+    """Start an engine in a process of its own, and kill it at the end. Yield the process, and what it has printed."""
+    command = [sys.executable, "-c", ENGINE]
+    with subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 @pytest.fixture
@@ -99,42 +65,19 @@ def host_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_servers_of_one_host_that_are_given_one_name(tmp_path: Path) -> None:
-    """The control plane gets the name that the operator chose, but no engine takes the other's settings file."""
-    name = f"chosen-{os.getpid()}"
-    with host(tmp_path, MERIDIAN_ENGINE_ID=name) as one:
-        assert one.start(8000) == [name, name]
-        assert one.start(8001) == [name, f"{name}_2"]
-        first, second = (StateFile(tmp_path, file, "m").load() for file in (name, f"{name}_2"))
-        assert first is not None
-        assert second is not None
-        assert (first.revision, second.revision) == (8000, 8001)
-
-
-def test_the_name_of_a_killed_engine_is_free_although_its_child_lives_on(tmp_path: Path) -> None:
+def test_the_name_of_a_killed_engine_is_free_although_its_child_lives_on() -> None:
     name = f"forked-{os.getpid()}"
-    with host(tmp_path, MERIDIAN_ENGINE_ID=name, CHILD="1") as one:
-        lines = [one.start(8000), one.said(one.running[0])]
-        (child,) = (line[0] for line in lines if len(line) == 1)
-        one.kill(0)
+    with engine(MERIDIAN_ENGINE_ID=name, CHILD="1") as (first, (*names, child)):
         try:
+            with engine(MERIDIAN_ENGINE_ID=name) as (_, (*others, _)):
+                assert (names, others) == ([name, name], [name, f"{name}_2"])
+            first.kill()
+            first.wait()
             os.kill(int(child), 0)
-            one.env.pop("CHILD")
-            assert one.start(8000) == [name, name]
+            with engine(MERIDIAN_ENGINE_ID=name) as (_, (*again, _)):
+                assert again == [name, name]
         finally:
             os.kill(int(child), signal.SIGKILL)
-
-
-def test_servers_of_one_host_have_names_of_their_own(tmp_path: Path, host_name: str) -> None:
-    first, second, third = EngineName(tmp_path), EngineName(tmp_path), EngineName(tmp_path, 1)
-    names = [host_name, f"{host_name}_2", f"{host_name}-dp1"]
-    assert [held.name for held in (first, second, third)] == names
-    assert [held.file_name for held in (first, second, third)] == names
-    first.release()
-    again = EngineName(tmp_path)
-    assert again.name == host_name
-    for held in (again, second, third):
-        held.release()
 
 
 def test_an_engine_that_is_dropped_without_an_end_leaves_no_claim(tmp_path: Path, host_name: str) -> None:
