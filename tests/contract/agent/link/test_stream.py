@@ -12,6 +12,7 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link import outbox
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.fleet.connection import QUEUE_MESSAGES
 from meridian_control.fleet.whole_fleet import WholeFleet
@@ -199,9 +200,10 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
     assert engine.link.lease.merge_s == wait_s
 
 
-async def test_what_waits_for_no_interval(scripted: tuple[Scripted, str]) -> None:
+async def test_what_waits_for_no_interval(scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream whose reports wait for hours, the snapshot that begins it and the last step before a rest are sent at
     once."""
+    monkeypatch.setattr(outbox, "IDLE_WAIT_S", 3600.0)
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
