@@ -34,18 +34,6 @@ def one_step(thinkers: list[LiveRequest], step: int, share: int | None, max_skip
     return skipped
 
 
-def test_the_longest_waiting_join_first() -> None:
-    a, b, c = thinker(0, joined_step=7), thinker(1, joined_step=5), thinker(2, joined_step=6)
-    assert left_out([a, b, c], 1, 9) == [c, a]
-
-
-def test_whoever_has_waited_the_maximum_joins_in_spite_of_the_share() -> None:
-    a, b, c = thinker(0, 5), thinker(1, 6, skipped_steps=3), thinker(2, 7, skipped_steps=2)
-    assert left_out([a, b, c], 1, 3) == [c]
-    assert left_out([a, b, c], 0, 3) == [a, c]
-    assert left_out([a, b, c], 1, 0) == []
-
-
 @given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12), st.integers(0, 10**6))
 def test_nobody_waits_longer_than_the_share_or_the_maximum_says(
     count: int, share: int, max_skip: int, seed: int
