@@ -42,7 +42,9 @@ UNTIL_END, FINISH, LEAVE = "until end", "finish", "leave"
 
 
 def tier(decision_id: int, which: Tier) -> agent_pb2.Directives:
-    return message(tiers=[agent_pb2.TierChange(decision_id=decision_id, slot=0, tier=int(which))])
+    sent = message()
+    sent.tiers.add(decision_id=decision_id, slot=0, tier=int(which))
+    return sent
 
 
 def caps(*sent: agent_pb2.ThinkCap) -> agent_pb2.Directives:
