@@ -238,27 +238,29 @@ def test_where_the_rows_of_a_gpu_array_are() -> None:
 X = np.zeros((3, 9), np.float32)
 DTYPES = "logits must be float32, bfloat16, float16 or float64"
 ENDS = "think_end_token_ids must be"
+# End tokens that neither a probe nor a call takes.
+ENDS_REFUSED: list[tuple[Any, str]] = [
+    *((ends, f"{ENDS} a token id or a list of them; got {ends!r}") for ends in (1.5, True, "12", {7}, np.nan)),
+    (np.True_, f"{ENDS} a token id or a list of them; got "),
+    (np.array([[1]]), f"{ENDS} a token id or a list of them; got array([[1]])"),
+    (torch.tensor([1]), f"{ENDS} a token id or a list of them; got tensor([1])"),
+    ([[1]], f"{ENDS} integers; got [1]"),
+    ([1, 2.0], f"{ENDS} integers; got 2.0"),
+    ([1, True], f"{ENDS} integers; got True"),
+    ([None], f"{ENDS} integers; got None"),
+    (np.array([1.0]), f"{ENDS} integers; got 1.0"),
+    ([], f"{ENDS} 1 to 4 token ids; got 0"),
+    (range(5), f"{ENDS} 1 to 4 token ids; got 5"),
+    ([3, 4, 3], "think_end_token_ids must differ from each other; got [3, 4, 3]"),
+]
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"think_end_token_ids": 1.5}, f"{ENDS} a token id or a list of them; got 1.5"),
-        ({"think_end_token_ids": True}, f"{ENDS} a token id or a list of them; got True"),
-        ({"think_end_token_ids": np.True_}, f"{ENDS} a token id or a list of them; got "),
-        ({"think_end_token_ids": "12"}, f"{ENDS} a token id or a list of them; got '12'"),
-        ({"think_end_token_ids": {7}}, f"{ENDS} a token id or a list of them; got {{7}}"),
-        ({"think_end_token_ids": [[1]]}, f"{ENDS} integers; got [1]"),
-        ({"think_end_token_ids": [1, 2.0]}, f"{ENDS} integers; got 2.0"),
-        ({"think_end_token_ids": [1, True]}, f"{ENDS} integers; got True"),
-        ({"think_end_token_ids": [None]}, f"{ENDS} integers; got None"),
-        ({"think_end_token_ids": np.array([1.0])}, f"{ENDS} integers; got 1.0"),
-        ({"think_end_token_ids": np.array([[1]])}, f"{ENDS} a token id or a list of them; got array([[1]])"),
-        ({"think_end_token_ids": []}, f"{ENDS} 1 to 4 token ids; got 0"),
-        ({"think_end_token_ids": range(5)}, f"{ENDS} 1 to 4 token ids; got 5"),
+        *(({"think_end_token_ids": ends}, complaint) for ends, complaint in ENDS_REFUSED),
         ({"think_end_token_ids": -1}, f"{ENDS} in [0, 2147483647); got -1"),
         ({"think_end_token_ids": 1 << 40}, f"{ENDS} in [0, 2147483647); got 1099511627776"),
-        ({"think_end_token_ids": [3, 4, 3]}, "think_end_token_ids must differ from each other; got [3, 4, 3]"),
         ({"backend": "tpu"}, "backend must be 'cpu' or 'cuda'; got 'tpu'"),
         ({"backend": None}, "backend must be 'cpu' or 'cuda'; got None"),
         ({"backend": ["cpu"]}, "backend must be 'cpu' or 'cuda'; got ['cpu']"),
@@ -354,12 +356,7 @@ def test_a_sign_that_torch_keeps_in_a_bit_counts(compiles: bool) -> None:
         (9, None, f"{ENDS} in [0, 9); got 9"),
         (-1, None, f"{ENDS} in [0, 9); got -1"),
         ([1, 9], None, f"{ENDS} in [0, 9); got 9"),
-        (1.5, None, f"{ENDS} a token id or a list of them; got 1.5"),
-        (True, None, f"{ENDS} a token id or a list of them; got True"),
-        (np.nan, None, f"{ENDS} a token id or a list of them; got nan"),
-        ([], None, f"{ENDS} 1 to 4 token ids; got 0"),
-        ([1, 1], None, "think_end_token_ids must differ from each other; got [1, 1]"),
-        (torch.tensor([1]), None, f"{ENDS} a token id or a list of them; got tensor([1])"),
+        *((ends, None, complaint) for ends, complaint in ENDS_REFUSED),
         (0, [0, 3], "rows must be in [0, 3); got 0 to 3"),
         (0, [-1], "rows must be in [0, 3); got -1 to -1"),
         (0, [1 << 70], "rows must be in [0, 3); got 1180591620717411303424"),
