@@ -20,8 +20,8 @@ from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
 from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
-from meridian_control.budgets.store import BudgetStore
 from meridian_control.capabilities import listed
+from meridian_control.capabilities.budgets.store import BudgetStore
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.steady_clock import SteadyClock
 from meridian_control.fleet.budget_sharing import BudgetSharing

@@ -5,20 +5,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, worst
 from meridian_control.cli.console import (
     add,
     new_table,
 )
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import (
-    budget_stage_name,
     entropy_backend_name,
     outcome_name,
     phase_name,
+    stage_name,
     state_name,
 )
 from meridian_control.common.harm_words import kind_text, unmeasured_reason
-from meridian_control.pressure.controller import MAX_LEVEL, Reading, worst
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
@@ -100,7 +100,7 @@ def budget_table(rows: Iterable[fleet_pb2.Budget]) -> Table:
         entry = row.policy
         globs = (("model", entry.model), ("tenant", entry.tenant), ("class", entry.slo_class), ("effort", entry.effort))
         who = " ".join(f"{name}={glob}" for name, glob in globs if glob) or "all"
-        stage = budget_stage_name(row.stage) + " (shadow)" * entry.shadow
+        stage = stage_name(row.stage) + " (shadow)" * entry.shadow
         minute, day = row.HasField("minute_left_tokens"), row.HasField("day_left_tokens")
         most = entry.burst_tokens or entry.tokens_per_minute
         limits = (

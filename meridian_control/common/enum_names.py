@@ -45,5 +45,5 @@ def entropy_backend_name(backend: int) -> str:
     return ENTROPY_BACKENDS.get(backend, "unknown")
 
 
-def budget_stage_name(stage: int) -> str:
+def stage_name(stage: int) -> str:
     return BUDGET_STAGES.get(stage, "unknown")

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.effective_policies import EffectivePolicies
+    from meridian_control.engine.moments import Seen
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.shadow_comparison import Comparison
     from meridian_control.engine.totals import Totals
     from meridian_control.journal.journal import Journal
-    from meridian_control.table.moments import Seen
-    from meridian_control.table.request_table import RequestTable
 
 # Name of the answer reserve as the reason for an end of thinking.
 ANSWER_RESERVE = reason_name(agent_pb2.FORCE_REASON_ANSWER_RESERVE)
@@ -58,12 +58,12 @@ class Ledger:
     def __init__(
         self,
         table: RequestTable,
-        groups: EffectivePolicies,
+        policies: EffectivePolicies,
         totals: Totals,
         shadow: Comparison,
         journal: Journal | None,
     ) -> None:
-        self._table, self._groups, self._totals = table, groups, totals
+        self._table, self._policies, self._totals = table, policies, totals
         self._shadow, self._journal = shadow, journal
         self.open: dict[int, Decision] = {}
         self.last: dict[int, Decision] = {}
@@ -89,7 +89,7 @@ class Ledger:
         if slot is not None:
             if self._journal is not None:
                 table, index = seen or (self._table, slot)
-                self._journal.decided(made, table, index, self._groups.behind(slot, reason), shadow=shadow)
+                self._journal.decided(made, table, index, self._policies.behind(slot, reason), shadow=shadow)
             self.last[slot] = made
         if slot is not None and kind == "force" and not shadow:
             self.forces[slot] = made
@@ -104,7 +104,7 @@ class Ledger:
         made = [self._new("probe", reason, slot) for slot in slots]
         if made:
             if self._journal is not None:
-                self._journal.probed(made, seen, indices, self._groups.behind(slots[0], reason))
+                self._journal.probed(made, seen, indices, self._policies.behind(slots[0], reason))
             self._totals.decisions["probe"] += len(made)
         return [decision.decision_id for decision in made]
 
@@ -214,5 +214,6 @@ class Ledger:
                 # Whatever set a cap, the section that is in shadow has enforced it on nobody.
                 is_cap = decision.kind == "cap" and not by_reserve
                 self._shadow.fired(decision.slot, "hard_cap" if is_cap else reason, think_tokens)
-                if decision.kind == "force" and self._table.control[decision.slot]:
-                    self._groups.control_end_carried_out(decision.slot, reason, think_tokens)
+                holdout = self._policies.holdout
+                if decision.kind == "force" and self._table.control[decision.slot] and holdout is not None:
+                    holdout.carried_out(decision.slot, reason, think_tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.common.errors import BadReport
-from meridian_control.table.token_rows import row_count
+from meridian_control.engine.token_rows import row_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.table.request_table import OUTPUT, PROMPT, UNKNOWN
+from meridian_control.engine.request_table import OUTPUT, PROMPT, UNKNOWN
 
 if TYPE_CHECKING:
     from meridian_control.journal.records import Decision

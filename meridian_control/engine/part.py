@@ -1,14 +1,14 @@
 """What a capability does in one engine's stream (`Part`), and what the stream gives it (`Stream`, `Turn`).
 
-The session knows parts, and no capability by name. A part is called once for a report, never once for a request or a
-token, and a method that a part leaves out costs nothing. The code does no I/O and reads no clock; each object belongs
-to one session.
+The session knows parts, and no capability by name. A part is called once for a report, or once for some rows of it, and
+never once for a token; a method that a part leaves out costs nothing. The code does no I/O and reads no clock; each
+object belongs to one session.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from meridian.v1 import agent_pb2
 
@@ -16,20 +16,27 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.engine.step_cost import StepCost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from datetime import datetime
 
     import numpy as np
+    from meridian.v1 import fleet_pb2
     from numpy.typing import NDArray
 
     from meridian_control.common.metric_entry import Entry
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.decision_ledger import Ledger
     from meridian_control.engine.effective_policies import Among, EffectivePolicies
+    from meridian_control.engine.freeze_state import FreezeState
+    from meridian_control.engine.moments import Seen
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.totals import Totals
+    from meridian_control.journal.journal import Journal
     from meridian_control.policy.model import Policy
     from meridian_control.policy.section import Section
-    from meridian_control.table.moments import Seen
-    from meridian_control.table.request_table import RequestTable
+
+# Reason of a probe whose result no rule reads: the result only judges what an earlier end would have changed.
+UNREAD_PROBE = "harm"
 
 
 @dataclass(slots=True)
@@ -48,18 +55,52 @@ class Turn:
     now_ms: float
 
 
+class ProbeResult(NamedTuple):
+    """A measured probe of a request. think_tokens: thinking tokens at the probe. is_empty: whether the answer would
+    have been empty there. same_answer: number of newest probes in a row with the same trial answer, 0 if unknown."""
+
+    reason: str
+    slot: int
+    think_tokens: int
+    eat_nats: float
+    is_empty: bool
+    same_answer: int
+
+
 class Stream:
     """What all parts of one engine's stream share.
 
-    hello: what the engine has said of itself. table: its live requests. policies: the policy that holds for each.
-    ledger: the decisions without an outcome. step_cost: the measured duration of a step.
+    session_id, now: id of the session, and the time at which the stream began. hello: what the engine has said of
+    itself. table: its live requests. policies: the policy that holds for each; a part that shortens requests or holds
+    some out adds itself there. ledger: the decisions without an outcome. freezing: the engine's freezes. journal:
+    writes the session's decisions, None if nobody reads them. step_cost: the measured duration of a step. parts: the
+    parts of all capabilities.
     """
 
     def __init__(
-        self, hello: agent_pb2.Hello, table: RequestTable, policies: EffectivePolicies, ledger: Ledger, totals: Totals
+        self,
+        session_id: str,
+        now: datetime,
+        hello: agent_pb2.Hello,
+        *,
+        table: RequestTable,
+        policies: EffectivePolicies,
+        ledger: Ledger,
+        totals: Totals,
+        freezing: FreezeState,
+        journal: Journal | None,
+        makers: Iterable[PartMaker],
     ) -> None:
-        self.hello, self.table, self.policies, self.ledger, self._totals = hello, table, policies, ledger, totals
+        self.session_id, self.now, self.hello = session_id, now, hello
+        self.table, self.policies, self.ledger = table, policies, ledger
+        self.freezing, self.journal, self._totals = freezing, journal, totals
         self.step_cost = StepCost()
+        self.parts = Parts(self, makers)
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """The engine's id and its incarnation, which together name one start of the engine process."""
+        return self.hello.engine_id, self.hello.incarnation
 
     @property
     def ends_thinking(self) -> bool:
@@ -71,9 +112,24 @@ class Stream:
         """Whether the engine can measure EAT at probes."""
         return self.hello.capabilities.eat_probe and not self.hello.unknown_markers
 
+    def clock_ms(self, now: datetime) -> float:
+        """Return the milliseconds since the stream began, which is the time on the table's clock."""
+        return (now - self.now).total_seconds() * 1e3
+
     def count(self, metric: str, labels: tuple[str, ...] = ()) -> None:
-        """Add 1 to a counter of a capability, which the capability lists in `Capability.metrics`."""
+        """Add 1 to a counter of a capability."""
         self._totals.counted[metric, labels] += 1
+
+    def add_ttot(self, milliseconds: float) -> None:
+        """Count a time from an end of thinking to the answer's first token that the table does not see."""
+        self._totals.ttot.add_one(milliseconds / 1e3)
+
+    def shorten_again(self, slots: list[int]) -> Sliced[None]:
+        """Find the policy of live requests anew, because a shortener has put entries of theirs into other stages; the
+        next turn revises their caps. The shortener calls it when no other event is under way, or from
+        `Part.report_begins`."""
+        yield from self.policies.shorten_again(slots)
+        self.parts.shortened()
 
     def end_thinking(
         self,
@@ -95,14 +151,8 @@ class Stream:
         seen = table if seen is None else seen
         slot, named = int(seen.slot[index]), name or reason_name(reason)
         table.note_end(slot, reason, shadow)
-        if shadow and (request := self.policies.control.by_slot.get(slot)) is not None:
-            tokens, gives_up = int(seen.think_tokens[index]), reason == agent_pb2.FORCE_REASON_GIVE_UP
-            kind = self.policies.kind_of_rule(slot, named)
-            ends = kind is not None and request.ends_by_rule(kind, tokens, gives_up)
-            # These rules fire on the newest probe, except if a request passes its floor or a policy changes later.
-            by_probe = gives_up or reason == agent_pb2.FORCE_REASON_EAT
-            if ends and by_probe and turn.reported and slot in table.history.sampled:
-                request.ends_at_newest_probe()
+        if shadow and table.control[slot] and self.policies.holdout is not None:
+            self.policies.holdout.would_end(slot, named, int(seen.think_tokens[index]), reported=turn.reported)
         made = self.ledger.make("force", named, slot, shadow, (seen, index))
         if table.closing[slot]:
             self.ledger.too_late(made)
@@ -121,7 +171,8 @@ class Stream:
         hold_ms: int = 0,
     ) -> None:
         """Ask for probes of requests that have the same policy. seen: the table or moments, and the index of each
-        request in it; the table if absent. hold_ms: milliseconds for which a request waits for the result."""
+        request in it; the table if absent. hold_ms: milliseconds for which a request waits for the result. Rules read
+        the results unless `reason` is UNREAD_PROBE."""
         self.table.open_probe(slots)
         numbers = slots.tolist()
         made = self.ledger.make_probes(reason, numbers, *(seen or (self.table, slots)))
@@ -134,78 +185,196 @@ class Stream:
 class Part:
     """A capability's part in one engine's stream; a method that a capability has no use for is left out.
 
-    `ends` and `decide` return None if they are done, or an iterator that does a large piece of work in slices.
+    The session calls all methods but the last two, which recordings and replays call. Unless a method says otherwise,
+    it returns nothing. Those that return `Sliced` work return None if they are done, or an iterator that does a large
+    piece of work in slices; the table may be read between two slices.
+
+    A report is taken in like this: `rest`, `report_begins`, `opened`, `probed`, `reported`, `ends`, `thinking_ended`,
+    `closed`, `decide`. While no decisions are made, `ends` and `decide` are not called.
     """
+
+    # ------------------------------------------------------------------------------------------------ policies, clock
+
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
+        """Take in a policy that the agent has just put in force. The earlier policy still holds for all requests; each
+        live request is given its policy anew afterwards."""
+
+    def policy_changed(self, now: datetime) -> None:
+        """Note that every live request has its policy under the new policy."""
 
     def revise(self) -> None:
         """Revise all earlier decisions in the next turn: another policy is in force, or the engine has thawed."""
 
     def shortened(self) -> None:
-        """Revise caps in the next turn: budgets or pressure shorten some requests more or less than before."""
+        """Revise caps in the next turn: a shortener shortens some requests more or less than before."""
+
+    def rest(self, now: datetime) -> None:
+        """Take in the time, before each message of the agent and about once a second without messages."""
+
+    # ------------------------------------------------------------------------------------------------------- snapshots
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> Sliced[None] | None:
+        """Take in a snapshot whose requests replace those of the table, which still has the earlier ones. The new ones
+        come by `opened`."""
+
+    def snapshot_ends(self, now: datetime) -> Sliced[None] | None:
+        """Note that the table has all requests of the snapshot, each with its policy."""
+
+    # --------------------------------------------------------------------------------------------------------- reports
+
+    def report_begins(self, now: datetime, decides: bool) -> Sliced[None] | None:
+        """Look back at the reports before this one, which the table has not taken in. decides: whether decisions are
+        made."""
+
+    def opened(self, slots: Sequence[int]) -> None:
+        """Take in requests that begin, or that a snapshot lists; the table has their rows, and they have no policy
+        yet."""
+
+    def probed(self, results: Sequence[ProbeResult]) -> None:
+        """Take in the probes that a report has measured, before the table has them."""
+
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None] | None:
+        """Learn from a report that the table has taken in; the table still has the requests that it closes. Raises
+        BadReport if the report breaks the contract."""
 
     def ends(self, turn: Turn) -> Sliced[None] | None:
         """Decide ends of thinking. After a report, the table still has the requests that the report closes."""
 
+    def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:
+        """Take in the ends of thinking that a report has brought, each with its slot and reason; the table still has
+        the requests that the report closes."""
+
+    def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
+        """Drop what is kept of requests that a report closes; the table still has them. governed: whether decisions are
+        made."""
+
     def decide(self, turn: Turn) -> Sliced[None] | None:
         """Make all other decisions. After a report, the table has dropped the requests that the report closes."""
 
-    def reported(self, report: agent_pb2.StepReport) -> None:
-        """Learn from a report after `ends` and before `decide`, also while no decisions are made."""
+    def stream_ended(self, now: datetime, followed: bool) -> None:
+        """Note that the stream has ended. followed: whether a newer stream of the same engine process is open."""
+
+    # ----------------------------------------------------------------------------------------- recordings and replays
+
+    def records(self) -> Iterable[fleet_pb2.TraceRecord]:
+        """Return what has reached the part from outside of the stream and is still in force, for a recording that
+        begins now. The caller fills in time and ids."""
+        return ()
+
+    def recorded(self, record: fleet_pb2.TraceRecord) -> None:
+        """Take in what a record of a recording says has reached the part from outside of the stream; a part ignores
+        records of others."""
 
 
 # Makes the part of a capability in a stream; None if the engine cannot do what the capability needs.
 PartMaker: TypeAlias = "Callable[[Stream], Part | None]"
+
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class Parts:
     """The parts of one stream in the order in which they decide. A part's method is called only if it has one."""
 
     def __init__(self, stream: Stream, makers: Iterable[PartMaker]) -> None:
-        parts = [part for make in makers if (part := make(stream)) is not None]
-        self._revise = _having(parts, "revise")
-        self._shortened = _having(parts, "shortened")
-        self._ends = _having(parts, "ends")
-        self._decide = _having(parts, "decide")
-        self._reported = _having(parts, "reported")
+        self.all = [part for make in makers if (part := make(stream)) is not None]
+        self._with = {name: [part for part in self.all if _has(part, name)] for name in HOOKS}
+
+    def of(self, kind: type[AnyPart]) -> AnyPart:
+        """Return the part of this class. Raises LookupError if the stream has none."""
+        for part in self.all:
+            if isinstance(part, kind):
+                return part
+        raise LookupError(f"the stream has no {kind.__name__}")
+
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
+        for part in self._with["policy_begins"]:
+            part.policy_begins(revision, policy, now)
+
+    def policy_changed(self, now: datetime) -> None:
+        for part in self._with["policy_changed"]:
+            part.policy_changed(now)
 
     def revise(self) -> None:
-        for part in self._revise:
+        for part in self._with["revise"]:
             part.revise()
 
     def shortened(self) -> None:
-        for part in self._shortened:
+        for part in self._with["shortened"]:
             part.shortened()
 
+    def rest(self, now: datetime) -> None:
+        for part in self._with["rest"]:
+            part.rest(now)
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> Sliced[None]:
+        yield from _each(part.snapshot_begins(snapshot) for part in self._with["snapshot_begins"])
+
+    def snapshot_ends(self, now: datetime) -> Sliced[None]:
+        yield from _each(part.snapshot_ends(now) for part in self._with["snapshot_ends"])
+
+    def report_begins(self, now: datetime, decides: bool) -> Sliced[None]:
+        yield from _each(part.report_begins(now, decides) for part in self._with["report_begins"])
+
+    def opened(self, slots: Sequence[int]) -> None:
+        for part in self._with["opened"]:
+            part.opened(slots)
+
+    def probed(self, results: Sequence[ProbeResult]) -> None:
+        for part in self._with["probed"]:
+            part.probed(results)
+
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
+        yield from _each(part.reported(report, now) for part in self._with["reported"])
+
     def ends(self, turn: Turn) -> Sliced[None]:
-        for part in self._ends:
-            if (work := part.ends(turn)) is not None:
-                yield from work
+        yield from _each(part.ends(turn) for part in self._with["ends"])
+
+    def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:
+        for part in self._with["thinking_ended"]:
+            part.thinking_ended(ends)
+
+    def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
+        for part in self._with["closed"]:
+            part.closed(rows, governed)
 
     def decide(self, turn: Turn) -> Sliced[None]:
-        for part in self._decide:
-            if (work := part.decide(turn)) is not None:
-                yield from work
+        yield from _each(part.decide(turn) for part in self._with["decide"])
 
-    def reported(self, report: agent_pb2.StepReport) -> None:
-        for part in self._reported:
-            part.reported(report)
+    def stream_ended(self, now: datetime, followed: bool) -> None:
+        for part in self._with["stream_ended"]:
+            part.stream_ended(now, followed)
 
 
 @dataclass(frozen=True)
 class Capability:
     """Something that Meridian does.
 
-    stream: makes its part in an engine's stream. section: the schema of `extension.NAME` in a policy, for a capability
-    that has no section of its own in the policy's schema. metrics: the counters that its parts count with
-    `Stream.count`. shown: returns rows of the status page, each a name and a text, from the fleet's counters.
+    stream: makes its part in an engine's stream, for a capability that keeps nothing over engines. fleet: makes its
+    part over all engines of a replica (`fleet/part.py`), which then makes the parts in the streams. section: the schema
+    of `extension.NAME` in a policy, for a capability that has no section of its own in the policy's schema. metrics:
+    the counters that its parts count with `Stream.count`. shown: returns rows of the status page, each a name and a
+    text, from the fleet's counters.
     """
 
     name: str
     stream: PartMaker | None = None
+    fleet: Callable[..., Any] | None = None
     section: type[Section] | None = None
     metrics: Sequence[Entry] = ()
     shown: Callable[[Totals], Sequence[tuple[str, str]]] | None = None
 
 
-def _having(parts: list[Part], method: str) -> list[Part]:
-    return [part for part in parts if getattr(type(part), method) is not getattr(Part, method)]
+HOOKS = (
+    *("policy_begins", "policy_changed", "revise", "shortened", "rest", "snapshot_begins", "snapshot_ends"),
+    *("report_begins", "opened", "probed", "reported", "ends", "thinking_ended", "closed", "decide", "stream_ended"),
+)
+
+
+def _has(part: Part, method: str) -> bool:
+    return getattr(type(part), method) is not getattr(Part, method)
+
+
+def _each(works: Iterator[Sliced[None] | None]) -> Sliced[None]:
+    for work in works:
+        if work is not None:
+            yield from work

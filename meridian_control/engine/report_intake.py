@@ -6,7 +6,7 @@ then calls `finish`. The code does no I/O and reads no clock; each object belong
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -17,53 +17,39 @@ from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.engine.control_requests import HARM_PROBE
+from meridian_control.common.table_columns import NO_CAP, THINK_END
+from meridian_control.engine import moments
 from meridian_control.engine.merged_steps import ages_ms, step_of, step_of_rows
+from meridian_control.engine.part import UNREAD_PROBE, ProbeResult
+from meridian_control.engine.request_table import THINK
+from meridian_control.engine.signals import add_eat_samples
 from meridian_control.engine.think_ends import FINISHED, ThinkEnds, is_continued
-from meridian_control.table import moments
-from meridian_control.table.request_table import THINK
-from meridian_control.table.signals import add_eat_samples
-from meridian_control.table.table_columns import NO_CAP, THINK_END
 
 if TYPE_CHECKING:
-    from collections.abc import Sized
+    from collections.abc import Iterator, Sequence, Sized
+    from datetime import datetime
 
-    from meridian_control.budgets.charges import Charges
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
-    from meridian_control.engine.decision_ledger import Ledger
-    from meridian_control.engine.effective_policies import EffectivePolicies
+    from meridian_control.engine.part import Stream
     from meridian_control.engine.shadow_comparison import Comparison
     from meridian_control.engine.totals import Totals
-    from meridian_control.journal.journal import Journal
-    from meridian_control.table.request_table import RequestTable
+
+T = TypeVar("T")
 
 
 class Intake:
-    """Takes messages into a session's table. Times are milliseconds on the session's clock.
+    """Takes the messages of a stream into the session's table, and lets the parts of the stream learn from them."""
 
-    knows_markers: whether the engine knows its thinking markers.
-    """
-
-    def __init__(
-        self,
-        table: RequestTable,
-        groups: EffectivePolicies,
-        ledger: Ledger,
-        totals: Totals,
-        *,
-        shadow: Comparison,
-        charges: Charges,
-        journal: Journal | None,
-        knows_markers: bool,
-    ) -> None:
-        self._knows_markers = knows_markers
-        self._table, self._groups, self._ledger, self._charges = table, groups, ledger, charges
-        self._totals, self._shadow, self._journal = totals, shadow, journal
-        self._endings = ThinkEnds(table, totals)
+    def __init__(self, stream: Stream, totals: Totals, shadow: Comparison) -> None:
+        self._stream, self._parts, self._table = stream, stream.parts, stream.table
+        self._policies, self._ledger, self._journal = stream.policies, stream.ledger, stream.journal
+        self._totals, self._shadow = totals, shadow
+        self._endings = ThinkEnds(stream.table, totals)
         # Step of each entry of the newest report, by the fields whose entries belong to single steps.
         self._steps: dict[str, list[int]] = {}
 
-    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> Sliced[bool]:
+    def begin_anew(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Sliced[bool]:
         """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer, because
         the snapshot says unreported thinking. Raises BadReport if a request is out of range.
 
@@ -72,46 +58,48 @@ class Intake:
         _check_length("requests", snapshot.requests)
         _check_length("ended", snapshot.ended)
         table, journal, awaited = self._table, self._journal, bool(snapshot.ended)
-        self._charges.begin_snapshot(snapshot.reported_session_id)
+        yield from self._parts.snapshot_begins(snapshot)
         table.clear()
-        self._groups.forget_requests()
         table.reserve(len(snapshot.requests))
         self._shadow.new_stream()
         if journal is not None:
             journal.begin_snapshot()
-        for count, ended in enumerate(snapshot.ended, 1):
-            self._charges.add_ended(ended)
-            if not count % SLICE_ROWS:
-                yield
-        for count, told in enumerate(snapshot.requests, 1):
-            opened = table.open(told, now_ms)
-            self._charges.resume(opened.slot, opened.request_id)
+        for some in _slices(snapshot.requests):
+            listed = [table.open(told, self._stream.clock_ms(now)) for told in some]
             if journal is not None:
-                journal.listed(opened, self._sample_ratio)
-            self._groups.assign(opened.slot, opened)
-            awaited = awaited or opened.unreported_think_tokens > 0
-            if not count % SLICE_ROWS:
+                for opened in listed:
+                    journal.listed(opened, self._sample_ratio)
+            awaited = awaited or any(opened.unreported_think_tokens > 0 for opened in listed)
+            self._assign(listed)
+            if len(some) == SLICE_ROWS:
                 yield
-        self._charges.end_snapshot()
         # The agent may hold ranks that were decided before the snapshot.
         table.forget_ranks()
         if journal is not None:
             yield from journal.end_snapshot()
-        self._groups.restart_pressure(now_ms)
+        yield from self._parts.snapshot_ends(now)
         return awaited
 
-    def take(self, report: agent_pb2.StepReport, now_ms: float) -> Sliced[None]:
+    def _assign(self, opened: Sequence[OpenedRequest]) -> None:
+        """Give requests that the table has just opened to the parts, and find their policies."""
+        # A faulty agent may open two requests in one slot, of which the table has the second one.
+        by_slot = {one.slot: one for one in opened}
+        self._parts.opened(list(by_slot))
+        for slot, one in by_slot.items():
+            self._policies.assign(slot, one)
+
+    def take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
 
         Raises BadReport if the report breaks the contract.
         """
         preempted, resumed, closed = report.preempted, report.resumed, report.closed
         _check(report)
-        table = self._table
+        table, now_ms = self._table, self._stream.clock_ms(now)
         self._totals.reports += 1
-        for count, opened in enumerate(report.opened, 1):
-            self._open(opened, now_ms)
-            if not count % SLICE_ROWS:
+        for some in _slices(report.opened):
+            self._assign([self._open(told, now_ms) for told in some])
+            if len(some) == SLICE_ROWS:
                 yield
         self._add_tokens(report, now_ms)
         if report.HasField("joined"):
@@ -136,11 +124,12 @@ class Intake:
             table.history.note_probe_outcomes(probed, came_in)
         for slot in filter(table.holds, (request.slot for request in closed)):
             table.mark_closing(slot)
+        yield from self._parts.reported(report, now)
 
     def finish(self, report: agent_pb2.StepReport, governed: bool) -> Sliced[None]:
         """Count the report's events in the order in which they happened, then drop the requests that it closes.
 
-        governed: whether the session makes decisions. Otherwise no closed request counts as treated or as control.
+        governed: whether the session makes decisions.
         """
         table = self._table
         if len(table.history.rows.slot) < table.history.rows.sent:
@@ -150,20 +139,27 @@ class Intake:
             self._compare(ended[begin : begin + SLICE_ROWS])
             if begin:
                 yield
-        for count, closed in enumerate(report.closed, 1):
-            if self._is_cut(closed):
-                self._compare([(closed.slot, self._think_tokens(closed.slot))])
-            if self._journal is not None:
-                self._journal.closed(closed, table)
-            self._endings.count_answer(closed)
-            if governed:
-                self._totals.control_group.update(self._groups.count_closed(closed))
-            self._groups.forget(closed.slot)
-            self._charges.settle(closed.slot)
-            table.close(closed.slot)
-            self._ledger.forget(closed.slot)
-            if not count % SLICE_ROWS:
+        for some in _slices(self._known(report.closed)):
+            for closed in some:
+                if self._is_cut(closed):
+                    self._compare([(closed.slot, int(table.think_tokens[closed.slot]))])
+                if self._journal is not None:
+                    self._journal.closed(closed, table)
+                self._endings.count_answer(closed)
+            self._parts.closed(some, governed)
+            for closed in some:
+                table.close(closed.slot)
+                self._ledger.forget(closed.slot)
+            if len(some) == SLICE_ROWS:
                 yield
+
+    def _known(self, closed: Sequence[agent_pb2.RequestClosed]) -> list[agent_pb2.RequestClosed]:
+        """Return the requests that the table has, each once: a faulty agent may close a request twice."""
+        known: dict[int, agent_pb2.RequestClosed] = {}
+        for one in closed:
+            if self._table.holds(one.slot):
+                known.setdefault(one.slot, one)
+        return list(known.values())
 
     def _count_changes(self, report: agent_pb2.StepReport) -> Sliced[list[tuple[int, int]]]:
         """Count changes of phase, ends of thinking and preemptions; return slot and thinking tokens of each end."""
@@ -173,7 +169,8 @@ class Intake:
             if slots := getattr(report, kind):
                 changes += moments.changes_at_steps(table, kind, slots, self._steps[kind])
                 changes.sort(key=lambda change: change.step)
-        ended = []
+        ended: list[tuple[int, int]] = []
+        reasons: list[tuple[int, str]] = []
         for count, change in enumerate(changes, 1):
             if not count % (2 * SLICE_ROWS):
                 yield
@@ -182,29 +179,31 @@ class Intake:
                 self._totals.preempted[phase_name(change.phase)] += 1
             if kind == "think_end":
                 reason = self._endings.count(slot, change.flags, change.think_tokens)
-                self._groups.thinking_ended(slot, reason)
+                reasons.append((slot, reason))
                 ended.append((slot, change.think_tokens))
             if self._journal is not None:
                 self._journal.happened(change, reason)
+        if reasons:
+            self._parts.thinking_ended(reasons)
         return ended
 
-    def _open(self, told: agent_pb2.RequestOpened, now_ms: float) -> None:
+    def _open(self, told: agent_pb2.RequestOpened, now_ms: float) -> OpenedRequest:
         opened = self._table.open(told, now_ms)
         # A request that already has tokens was counted before; an agent that rested reports it again. A request that
         # was handed over was counted on its thinking engine.
         new = not (opened.think_tokens or opened.output_tokens or opened.handed_over_ref)
         self._totals.requests += new
-        self._totals.unknown_efforts += new and not self._groups.knows_effort(opened)
+        self._totals.unknown_efforts += new and not self._policies.knows_effort(opened)
         # An engine that knows its markers knows the phase of every prompt of tokens.
-        self._totals.unread_prompts += new and self._knows_markers and told.phase == agent_pb2.PHASE_UNSPECIFIED
+        knows_markers = not self._stream.hello.unknown_markers
+        self._totals.unread_prompts += new and knows_markers and told.phase == agent_pb2.PHASE_UNSPECIFIED
         self._shadow.opened(opened.slot)
         if self._journal is not None:
             self._journal.opened(opened, self._sample_ratio)
-        self._groups.assign(opened.slot, opened)
+        return opened
 
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
-        self._groups.count_sentence_ends()
         intervals = self._table.intervals
         if len(intervals.row):
             self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
@@ -219,7 +218,7 @@ class Intake:
         columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
             raise BadReport("probe columns must have one length")
-        if self._groups.policy is None:
+        if self._policies.policy is None:
             return
         table, ledger = self._table, self._ledger
         # Results that belong to decisions that wait for them.
@@ -232,14 +231,14 @@ class Intake:
             return
         # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
         measured = [(made, row) for made, row in known if is_measured("probes.eat_nats", row[3])]
-        self._groups.control.probed((slot, at, empty, same) for _, (_, slot, at, _, empty, same, _) in measured)
+        self._parts.probed([ProbeResult(made.reason, *row[1:-1]) for made, row in measured])
         sampled: dict[int, int] = {}
         for made, (_, slot, _, eat_nats, *_, step) in known:
             made.measured_eat_nats = eat_nats
-            if made.reason != HARM_PROBE:
+            if made.reason != UNREAD_PROBE:
                 sampled.setdefault(slot, step)
         table.history.sample(table, sampled)
-        rest = [row for made, row in measured if made.reason != HARM_PROBE]
+        rest = [row for made, row in measured if made.reason != UNREAD_PROBE]
         while rest:
             # A merged report may have several results of a request, which are taken in one after another.
             first = {row[1]: row for row in reversed(rest)}
@@ -248,12 +247,11 @@ class Intake:
 
     def _take_samples(self, rows: list[tuple[Any, ...]]) -> None:
         """Take in results of probes of different requests: rows of ProbeColumns, and the step."""
-        table, groups = self._table, self._groups
+        table = self._table
         _, *columns, _ = zip(*rows, strict=True)
         slots, tokens, eat_nats, empty, _ = map(np.array, columns)
-        add_eat_samples(table, slots, eat_nats, groups.ema_alpha(slots), tokens)
+        add_eat_samples(table, slots, eat_nats, self._policies.ema_alpha(slots), tokens)
         table.note_empty_answers(slots, empty)
-        groups.count_samples(slots, tokens, eat_nats)
 
     def _take_loops(self, loops: agent_pb2.LoopColumns) -> None:
         """Take in the cycles that the agent has found.
@@ -272,16 +270,13 @@ class Intake:
 
     def _compare(self, ended: list[tuple[int, int]]) -> None:
         """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""
-        for slot, think_tokens in ended if self._groups.policy is not None else ():
+        for slot, think_tokens in ended if self._policies.policy is not None else ():
             cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
             for (section, reason), saved in self._shadow.ended(
-                slot, think_tokens, self._groups.compared(slot), cap
+                slot, think_tokens, self._policies.compared(slot), cap
             ).items():
                 self._totals.shadow_saved[section, reason or "any"] += saved
                 self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens
-
-    def _think_tokens(self, slot: int) -> int:
-        return int(self._table.think_tokens[slot])
 
     def _is_cut(self, closed: agent_pb2.RequestClosed) -> bool:
         """Whether a request finished before its thinking ended, and no other engine continues it."""
@@ -291,7 +286,7 @@ class Intake:
 
     @property
     def _sample_ratio(self) -> float:
-        policy = self._groups.policy
+        policy = self._policies.policy
         return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
 
 
@@ -320,3 +315,8 @@ def _check_length(name: str, told: Sized) -> None:
     """Raise BadReport if a field has more entries than there can be requests; a message lists a request once."""
     if len(told) > MAX_SLOTS:
         raise BadReport(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")
+
+
+def _slices(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    for begin in range(0, len(rows), SLICE_ROWS):
+        yield rows[begin : begin + SLICE_ROWS]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.common import report_bounds
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, InvalidRequest
@@ -21,30 +20,26 @@ from meridian_control.common.slices import at_once
 from meridian_control.engine.decision_ledger import Ledger
 from meridian_control.engine.directive_parts import DIRECTIVES_BYTES, parts_of
 from meridian_control.engine.effective_policies import EffectivePolicies
-from meridian_control.engine.experiments import Experiments
 from meridian_control.engine.freeze_state import FreezeState
-from meridian_control.engine.handovers import SessionHandovers
 from meridian_control.engine.operator_ends import ENDING, OperatorEnd, state_of
-from meridian_control.engine.part import Parts, Stream, Turn
+from meridian_control.engine.part import Stream, Turn
 from meridian_control.engine.report_intake import Intake, gauges_of
+from meridian_control.engine.request_table import RequestTable
 from meridian_control.engine.settings_delivery import Delivery
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.engine.snapshot_parts import SnapshotParts
 from meridian_control.engine.totals import Totals
-from meridian_control.handover.results import Handovers
 from meridian_control.policy.model import Policy
-from meridian_control.pressure.engine_pressure import EnginePressure
-from meridian_control.table.request_table import RequestTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from datetime import datetime
 
     from meridian.v1 import fleet_pb2
 
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.freeze_state import Freeze
-    from meridian_control.engine.part import PartMaker
+    from meridian_control.engine.part import AnyPart, PartMaker
     from meridian_control.journal.journal import Journal
     from meridian_control.journal.records import Decision
 
@@ -64,10 +59,8 @@ class Session:
     """The control plane's side of one stream, after its Hello.
 
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
-    streams of the engine. `experiments` counts treated requests and the control group, and `handovers` keeps what
-    became of requests that were to be handed over, both over all engines. `carried` has the thinking tokens that an
-    earlier session has counted for budgets. `pressure` measures the targets of the engine's requests. `parts` makes the
-    parts of the capabilities in the stream, in the order in which they decide.
+    streams of the engine. `parts` makes the parts of the capabilities in the stream, in the order in which they decide;
+    what a part shares with other streams, its maker gives it.
     """
 
     def __init__(
@@ -78,9 +71,6 @@ class Session:
         journal: Journal | None = None,
         shadow: Comparison | None = None,
         *,
-        experiments: Experiments | None = None,
-        handovers: Handovers | None = None,
-        carried: Carried = NOTHING_CARRIED,
         parts: Iterable[PartMaker],
     ) -> None:
         _check(hello)
@@ -99,29 +89,23 @@ class Session:
         self.gauges: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
-        self.charges = Charges(self.table, carried)
-        self.pressure = EnginePressure(self.table, self.totals.pressure_changes, self.totals.pressure_missed)
-        counts = experiments or Experiments()
-        self._groups = EffectivePolicies(
-            self.table, hello, counts, self.charges, journal, shadow=self.shadow, pressure=self.pressure
-        )
-        self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
-        self._intake = Intake(
-            self.table,
-            self._groups,
-            self._ledger,
-            self.totals,
-            shadow=self.shadow,
-            charges=self.charges,
+        self._policies = EffectivePolicies(self.table, hello, self.shadow)
+        self._ledger = Ledger(self.table, self._policies, self.totals, self.shadow, journal)
+        self._stream = Stream(
+            session_id,
+            now,
+            hello,
+            table=self.table,
+            policies=self._policies,
+            ledger=self._ledger,
+            totals=self.totals,
+            freezing=self.freezing,
             journal=journal,
-            knows_markers=not hello.unknown_markers,
+            makers=parts,
         )
+        self._parts = self._stream.parts
+        self._intake = Intake(self._stream, self.totals, self.shadow)
         self._snapshot_parts = SnapshotParts()
-        self._stream = Stream(hello, self.table, self._groups, self._ledger, self.totals)
-        self._parts = Parts(self._stream, parts)
-        self.handovers = SessionHandovers(
-            session_id, hello, self.table, self._ledger, totals=self.totals, results=handovers or Handovers()
-        )
         self._answered_at = now
         self._ack_interval_s = ACK_INTERVAL_S
 
@@ -136,16 +120,16 @@ class Session:
     @property
     def identity(self) -> tuple[str, str]:
         """The engine's id and its incarnation, which together name one start of the engine process."""
-        return self.hello.engine_id, self.hello.incarnation
+        return self._stream.identity
 
     @property
     def policy(self) -> Policy | None:
         """The policy that is in force on the engine since the agent's ACK; None before the first ACK."""
-        return self._groups.policy
+        return self._policies.policy
 
     @property
     def acked_revision(self) -> int:
-        return self._groups.revision
+        return self._policies.revision
 
     @property
     def revision(self) -> int:
@@ -159,23 +143,6 @@ class Session:
     @property
     def frozen(self) -> bool:
         return self.freezing.frozen
-
-    @property
-    def answering_engine(self) -> fleet_pb2.AnsweringEngine:
-        """The facts on which handovers to this engine depend."""
-        unfit = "its agent is off" if self.hello.fault else "it is frozen" if self.frozen else ""
-        return self.handovers.answering_engine(self._stream.step_cost, unfit or self._not_ready)
-
-    @property
-    def _not_ready(self) -> str:
-        if self.policy is None:
-            return "no policy is in force on it yet"
-        # An engine without requests sends no report; its KV cache is empty.
-        return "it has not reported yet" if self.gauges is None and self.table.live.any() else ""
-
-    @property
-    def budget_stages(self) -> Mapping[str, int]:
-        return self._groups.stages
 
     @property
     def open_decisions(self) -> dict[int, Decision]:
@@ -206,6 +173,16 @@ class Session:
         found = [(self.acked_revision, self.policy)] if self.policy is not None else []
         return found + ([self.delivery.pending] if self.delivery.pending is not None else [])
 
+    def part(self, kind: type[AnyPart]) -> AnyPart:
+        """Return the part of this class in the stream, for the part of the same capability over all engines. Raises
+        LookupError if the stream has none."""
+        return self._parts.of(kind)
+
+    def part_records(self) -> list[fleet_pb2.TraceRecord]:
+        """Return what has reached the parts from outside of the stream and is still in force, for a recording that
+        begins now. The records have neither time nor ids."""
+        return [record for part in self._parts.all for record in part.records()]
+
     # ----------------------------------------------------------------------------------------------------------- events
 
     def on_policy(self, revision: int, policy: Policy) -> Out:
@@ -225,25 +202,10 @@ class Session:
         """Set the freezes that match this engine; the session makes no decision until the agent has thawed."""
         return [agent_pb2.ConnectResponse(freeze=self.freezing.give(freezes, now))]
 
-    def on_answering_engines(self, engines: Iterable[fleet_pb2.AnsweringEngine]) -> None:
-        """Set the engines to which requests may be handed over; the next report's decisions read them."""
-        self.handovers.pool = tuple(engines)
-
-    def on_budget_stages(self, stages: Mapping[str, int]) -> None:
-        """Set the stages of thinking budgets by the budget's name; the next report's decisions read them."""
-        at_once(self.taking_budget_stages(stages))
-
-    def taking_budget_stages(self, stages: Mapping[str, int]) -> Sliced[None]:
-        """Do what `on_budget_stages` does, in slices."""
-        if (yield from self._groups.set_stages(stages)):
-            self._parts.shortened()
-
-    def on_pressure_levels(self, levels: Mapping[str, int]) -> None:
-        """Set the levels of pressure entries by name, as a recording has them that began during the stream."""
-        self.pressure.resume(levels)
-        if self.pressure.entries:
-            at_once(self._groups.shorten_again(self.table.slots().tolist()))
-            self._parts.shortened()
+    def on_record(self, record: fleet_pb2.TraceRecord) -> None:
+        """Take in what has reached a part from outside of the stream, as a recording has it."""
+        for part in self._parts.all:
+            part.recorded(record)
 
     def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
         """End a request's thinking because an operator asks for it; None if no live request has this id.
@@ -297,9 +259,9 @@ class Session:
         raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
 
     def rest(self, now: datetime) -> None:
-        """Restore the levels of pressure on an engine without requests by the time that has passed."""
-        if self.pressure.entries:
-            self.pressure.rest(self._clock_ms(now), now)
+        """Let the parts take in the time that has passed. The fleet calls it about once a second, too, because an
+        engine without requests sends no reports."""
+        self._parts.rest(now)
 
     def close(self, now: datetime, followed: bool = False) -> None:
         """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
@@ -310,7 +272,7 @@ class Session:
         if self._journal is not None:
             self._journal.now = now
         yield from self._ledger.close()
-        self.handovers.close(now, followed)
+        self._parts.stream_ended(now, followed)
         if self._journal is not None:
             yield from self._journal.lost()
 
@@ -328,8 +290,10 @@ class Session:
         leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
         shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
-        self.shadow.applied(revision, policy)
-        yield from self._groups.apply(revision, policy, self._clock_ms(now))
+        self.shadow.applied(revision, self._policies.compared_rules(policy))
+        self._parts.policy_begins(revision, policy, now)
+        yield from self._policies.apply(revision, policy)
+        self._parts.policy_changed(now)
         self._parts.revise()
         # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
         under_way = self._ends_under_way()
@@ -348,8 +312,7 @@ class Session:
         # A freeze has ended all forced ends, so none is kept after it.
         under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
-        awaited = yield from self._intake.begin_anew(snapshot, self._clock_ms(now))
-        yield from self.handovers.begin_anew(now)
+        awaited = yield from self._intake.begin_anew(snapshot, now)
         self._go_on(under_way)
         yield from self._ledger.forget_gone()
         self._ledger.step = snapshot.step
@@ -374,25 +337,12 @@ class Session:
             return []
         self.gauges, self.reported_at = gauges_of(report), now
         self.agent_state = report.state or self.agent_state
-        if self.pressure.entries:
-            yield from self._judge_pressure(now)
-        yield from self._intake.take(report, self._clock_ms(now))
-        if self.pressure.entries:
-            self.pressure.take(report)
-        yield from self.handovers.take(report, now)
+        yield from self._parts.report_begins(now, decides=self._deciding is not None)
+        yield from self._intake.take(report, now)
         self._ledger.step = report.step
         response = yield from self._ends_of_thinking(now, reported=True)
         yield from self._intake.finish(report, governed=self._deciding is not None)
-        self._parts.reported(report)
         return (yield from self._respond(now, response, reported=True, awaited=len(report.probes.slot) > 0))
-
-    def _judge_pressure(self, now: datetime) -> Sliced[None]:
-        """Change the levels of pressure by the reports so far; the newest report's decisions read them."""
-        if self._deciding is None:
-            self.pressure.restart(self._clock_ms(now))
-        elif slots := self.pressure.judge(self._clock_ms(now), now):
-            yield from self._groups.shorten_again(slots)
-            self._parts.shortened()
 
     def _decide(self, now: datetime) -> Sliced[Out]:
         """Make decisions from the current state, without a report, and return the responses."""
@@ -414,7 +364,7 @@ class Session:
         return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
 
     def _turn(self, policy: Policy, response: agent_pb2.ConnectResponse, now: datetime, reported: bool) -> Turn:
-        return Turn(policy, self._groups.in_use(), response.directives, reported, self._clock_ms(now))
+        return Turn(policy, self._policies.in_use(), response.directives, reported, self._stream.clock_ms(now))
 
     def _respond(
         self, now: datetime, response: agent_pb2.ConnectResponse, *, reported: bool = False, awaited: bool = False
@@ -425,7 +375,6 @@ class Session:
         """
         if (policy := self._deciding) is not None:
             yield from self._parts.decide(self._turn(policy, response, now, reported))
-            self.handovers.decide(policy.disagg, response.directives, self._stream.step_cost)
         return self._answer(response, now, awaited)
 
     def _answer(self, response: agent_pb2.ConnectResponse, now: datetime, awaited: bool = False) -> Out:
@@ -441,10 +390,6 @@ class Session:
             return []
         self._answered_at = now
         return [response] if size <= DIRECTIVES_BYTES else parts_of(directives)
-
-    def _clock_ms(self, now: datetime) -> float:
-        """Return the milliseconds since the stream began."""
-        return (now - self.connected_at).total_seconds() * 1e3
 
 
 def _check(hello: agent_pb2.Hello) -> None:

@@ -12,8 +12,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import MAX_TEXT
 from meridian_control.policy import effects
+from meridian_control.policy import needed_capabilities as capabilities
 from meridian_control.policy.engine_schema import ModelPolicy
-from meridian_control.table import needed_capabilities as capabilities
 
 if TYPE_CHECKING:
     from meridian_control.engine.totals import Totals
@@ -105,21 +105,19 @@ def report_interval_steps(policy: Policy) -> int:
 
 
 def merge_openings(policy: Policy) -> bool:
-    """Return whether the agent's report of a new request may wait for further steps: no request may be handed over, and
-    no budget, pressure or override gives a request a cap that its first tokens may reach."""
-    shortens = policy.budget or policy.pressure or policy.disagg.enabled
-    return not shortens and effects.least_cap(policy) >= LEAST_LATE_CAP
+    """Return whether the agent's report of a new request may wait for further steps: no decision about its first tokens
+    depends on it, and its cap is none that its first tokens may reach."""
+    return not effects.concerns_first_tokens(policy) and effects.least_cap(policy) >= LEAST_LATE_CAP
 
 
 def merge_answers(policy: Policy) -> bool:
     """Return whether the agent's report of an answer that begins may wait for further steps: the agent itself puts
-    answers first, and without budgets that the policy sets the share of a step does not depend on who answers."""
+    answers first, and unless the policy sets times per token the share of a step does not depend on who answers."""
     scheduler = policy.scheduler
-    sets_budgets = scheduler.output_tpot_budget_ms or scheduler.think_tpot_budget_ms
     return (
         not scheduler.enabled
         or scheduler.strategy == "stock"
-        or (scheduler.strategy == "output_first" and not sets_budgets)
+        or (scheduler.strategy == "output_first" and not effects.sets_token_times(policy))
     )
 
 

@@ -18,18 +18,14 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 # Policy section of each rule, by the rule's reason. The give-up rule has a shadow of its own, so it counts as a
-# section. All budgets together count as one section and one rule, with the caps that they would set, and so do all
-# pressure entries.
+# section. All entries of a section that shortens in stages count as one rule, whose reason is the section's name, with
+# the caps that they would set.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(ENTROPY_REASONS, "entropy"),
     "give_up": "give_up",
     "loop": "loop",
-    "budget": "budget",
-    "pressure": "pressure",
 }
-# Sections whose entries shorten thinking in stages.
-SHORTENING = ("budget", "pressure")
 
 
 @dataclass
@@ -80,31 +76,29 @@ class Comparison:
         # For each slot, the thinking tokens at which each rule in shadow fired, by the rule's reason.
         self._fired: dict[int, dict[str, int]] = {}
         self._over: set[int] = set()
-        # For each section and slot, the cap that the section's entries in shadow would set.
-        self._caps: dict[tuple[str, int], int] = {}
+        # For each slot and section, the cap that the section's entries in shadow would set.
+        self._caps: dict[int, dict[str, int]] = {}
 
-    def applied(self, revision: int, policy: Policy) -> None:
-        """Note the policy that comes into force, before it changes what holds for the requests, and start again if its
-        rules differ from the previous ones."""
-        rules = (policy.scheduler, policy.entropy, policy.loop, policy.override, policy.budget, policy.pressure)
+    def applied(self, revision: int, rules: object) -> None:
+        """Note the rules of the policy that comes into force, before it changes what holds for the requests, and start
+        again if they differ from the previous ones."""
         if rules != self._rules:
             self._rules = rules
             self._begin(revision)
 
     def opened(self, slot: int) -> None:
         self._fired.pop(slot, None)
-        for section in SHORTENING:
-            self._caps.pop((section, slot), None)
+        self._caps.pop(slot, None)
         self._over.discard(slot)
 
     def shortened(self, section: str, slot: int, think_tokens: int, cap: int | None) -> None:
         """Note the cap that a section's entries in shadow would set for a request from now on; None if none is in
         shadow for it."""
-        before = self._caps.pop((section, slot), None)
+        before = self._caps[slot].pop(section, None) if slot in self._caps else None
         if before is not None and think_tokens >= before:
             self.fired(slot, section, before)
         if cap is not None:
-            self._caps[section, slot] = cap
+            self._caps.setdefault(slot, {})[section] = cap
             if think_tokens >= cap:
                 self.fired(slot, section, think_tokens)
 
@@ -127,14 +121,13 @@ class Comparison:
         if cap >= 0:
             fired.setdefault("hard_cap", cap)
         sections = _in_shadow(policy)
-        for section in SHORTENING:
-            if (shadow_cap := self._caps.pop((section, slot), None)) is not None:
-                fired.setdefault(section, shadow_cap)
-                sections.append(section)
+        for section, shadow_cap in self._caps.pop(slot, {}).items():
+            fired.setdefault(section, shadow_cap)
+            sections.append(section)
         for section in sections:
             self._ended[section].requests += 1
             self._ended[section].think_tokens += think_tokens
-            earlier = {r: t for r, t in fired.items() if SECTIONS[r] == section and t < think_tokens}
+            earlier = {r: t for r, t in fired.items() if SECTIONS.get(r, r) == section and t < think_tokens}
             for reason, there in earlier.items():
                 self._saved[section, reason].add(there, think_tokens)
                 saved[section, reason] = think_tokens - there

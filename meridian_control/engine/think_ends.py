@@ -14,13 +14,13 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
-from meridian_control.table.request_table import THINK
-from meridian_control.table.table_columns import FORCED_END, NATURAL_END
-from meridian_control.table.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED, columns_of
+from meridian_control.common.table_columns import FORCED_END, NATURAL_END
+from meridian_control.engine.request_table import THINK
+from meridian_control.engine.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED, columns_of
 
 if TYPE_CHECKING:
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.totals import Totals
-    from meridian_control.table.request_table import RequestTable
 
 # Reasons with which vLLM ends an answer before the model has, because it is too long or repeats itself.
 CUT = (agent_pb2.FINISH_REASON_LENGTH, agent_pb2.FINISH_REASON_REPETITION)

@@ -32,16 +32,11 @@ class Totals:
     # ended the thinking, by reason.
     settled: Counter[tuple[str, str]] = field(default_factory=Counter)
     preempted: Counter[str] = field(default_factory=Counter)
-    # Closed requests by what the control group shows, as `Engine.control_group` in fleet.proto names them.
-    control_group: Counter[str] = field(default_factory=Counter)
     below_cap: Counter[str] = field(default_factory=Counter)
     # Thinking tokens of requests while a section was in shadow, by section; thinking tokens that rules in shadow would
     # have saved, by section and reason.
     shadow_think_tokens: Counter[str] = field(default_factory=Counter)
     shadow_saved: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # Changes of the level of pressure entries, by name and direction; windows that missed a target, by name and target.
-    pressure_changes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    pressure_missed: Counter[tuple[str, str]] = field(default_factory=Counter)
     staleness_steps: Histogram = field(default_factory=step_histogram)
     token_events: int = 0
     reports: int = 0

@@ -9,16 +9,17 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from meridian_control.budgets.stages import UNSHORTENED
-from meridian_control.common.enum_names import budget_stage_name
+from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.fleet.in_turns import in_turns
-from meridian_control.fleet.recording import stages_record
+from meridian_control.fleet.recording import part_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meridian_control.budgets.store import BudgetStore
+    from meridian_control.capabilities.budgets.store import BudgetStore
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.policy.model import Policy
 
@@ -64,17 +65,19 @@ class BudgetSharing:
         sessions = fleet.counted_sessions()
         # Clients choose the names of tenants, so sessions must not keep them for long.
         async for session in in_turns(sessions):
-            fleet.tenants.take([session.charges])
-            budgets.collect(session.charges)
+            charges = session.part(EngineBudgets).charges
+            fleet.tenants.take([charges])
+            budgets.collect(charges)
         if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
             await self._exchange()
             before = budgets.stages
             budgets.find_stages(fleet.clock())
             self._log_changes(before)
         for connection in list(fleet.connections):
-            if connection.session.budget_stages != budgets.stages:
-                await connection.take_in(connection.session.taking_budget_stages(budgets.stages), fleet.turns)
-                fleet.note(connection.session, stages_record(connection.session, fleet.clock()))
+            part = connection.session.part(EngineBudgets)
+            if part.stages != budgets.stages:
+                await connection.take_in(part.set_stages(budgets.stages), fleet.turns)
+                fleet.note(connection.session, part_record(connection.session, fleet.clock(), part.record()))
                 # The streams go on while the requests of many engines are shortened.
                 await asyncio.sleep(0)
 
@@ -82,7 +85,7 @@ class BudgetSharing:
         budgets, now = self._fleet.budgets, self._fleet.clock()
         for name, budget in budgets.budgets.items():
             if (stage := budgets.stages.get(name, UNSHORTENED)) != before.get(name, UNSHORTENED):
-                told = budget_stage_name(stage), 100 * budgets.left_ratio(budget, now), " (shadow)" * budget.shadow
+                told = stage_name(stage), 100 * budgets.left_ratio(budget, now), " (shadow)" * budget.shadow
                 logger.info("thinking budget %s is in stage %s, %.0f %% left%s", name, *told)
 
     async def _exchange(self) -> None:

@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.budgets.fleet_budgets import FleetBudgets
-from meridian_control.budgets.tenant_usage import TenantUsage
+from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
+from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
+from meridian_control.capabilities.control_group.experiments import Experiments
+from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.handover.results import Handovers
+from meridian_control.capabilities.handover.stream import EngineHandovers
+from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.errors import MeridianError, NotFound, TooMany
 from meridian_control.common.slices import at_once
-from meridian_control.engine.experiments import Experiments
 from meridian_control.engine.session import Session
 from meridian_control.engine.totals import Totals
 from meridian_control.fleet import store_reads
@@ -37,10 +42,9 @@ from meridian_control.fleet.recording import (
     down_record,
     end_record,
     hello_record,
+    part_record,
     policy_record,
-    pool_record,
     records_at_start,
-    stages_record,
     up_record,
 )
 from meridian_control.fleet.savings import mark_withdrawn
@@ -54,7 +58,6 @@ from meridian_control.fleet.status_messages import (
 )
 from meridian_control.fleet.store_reads import read_stored
 from meridian_control.fleet.turns import Turns
-from meridian_control.handover.results import Handovers
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.request_ids import is_called
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.freeze_state import Freeze
     from meridian_control.engine.operator_ends import OperatorEnd
-    from meridian_control.engine.part import Capability
+    from meridian_control.engine.part import Capability, PartMaker
     from meridian_control.engine.shadow_comparison import Comparison
     from meridian_control.fleet.memory import MemoryLimits
     from meridian_control.policy.diff import Subject
@@ -108,7 +111,6 @@ class Fleet:
         self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
         self.turns, self.memory, self.loop_delay = Turns(), Memory(memory), LoopDelay()
         self.capabilities = capabilities
-        self._stream_parts = [one.stream for one in capabilities if one.stream is not None]
         self._revision = revision
         # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
@@ -154,25 +156,22 @@ class Fleet:
         same = (hello.engine_id, hello.incarnation)
         # An agent has one stream, so an older stream has ended although its end was not noticed yet.
         replaced = self._streams_of(same)
-        carried = self.budgets.carried(same, {c.session.session_id: c.session.charges for c in replaced})
-        shadow, counts, moved = self.shadows.get(hello.engine_id), self.experiments, self.handovers
-        session = Session(
-            session_id,
-            hello,
-            now,
-            journal,
-            shadow,
-            experiments=counts,
-            handovers=moved,
-            carried=carried,
-            parts=self._stream_parts,
-        )
+        charges = {c.session.session_id: c.session.part(EngineBudgets).charges for c in replaced}
+        carried = self.budgets.carried(same, charges)
+        shared: dict[str, PartMaker] = {
+            "budgets": lambda stream: EngineBudgets(stream, carried),
+            "control_group": lambda stream: ControlGroup(stream, self.experiments),
+            "handover": lambda stream: EngineHandovers(stream, self.handovers),
+        }
+        makers = [shared.get(one.name, one.stream) for one in self.capabilities]
+        parts = [make for make in makers if make is not None]
+        session = Session(session_id, hello, now, journal, self.shadows.get(hello.engine_id), parts=parts)
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session, who=who, memory=Account(self.memory, who))
         self.note(session, hello_record(session, now))
         if self.budgets.stages:
-            session.on_budget_stages(self.budgets.stages)
-            self.note(session, stages_record(session, now))
+            at_once(session.part(EngineBudgets).set_stages(self.budgets.stages))
+            self.note(session, part_record(session, now, session.part(EngineBudgets).record()))
         welcome = agent_pb2.Welcome(
             session_id=session_id,
             server_version=__version__,
@@ -272,7 +271,7 @@ class Fleet:
                 yield
             if not -STEP_BYTES < session.held_bytes - connection.memory.bytes < STEP_BYTES:
                 connection.memory.hold(session.held_bytes)
-            if session.pressure.entries:
+            if session.part(EnginePressure).entries:
                 log_changes(session)
             if self.recordings and (recordings := self._recording(session)):
                 self.recordings.add_record(recordings, up_record(session, now, message))
@@ -367,9 +366,10 @@ class Fleet:
             await self.turns.next(connection.who)
 
     def _leaving(self, connection: Connection, reason: str) -> Iterator[None]:
+        charges = connection.session.part(EngineBudgets).charges
         if connection in self.connections:
-            self.budgets.carry(connection.session.identity, connection.session.session_id, connection.session.charges)
-        self.tenants.take([connection.session.charges])
+            self.budgets.carry(connection.session.identity, connection.session.session_id, charges)
+        self.tenants.take([charges])
         self._disconnect(connection)
         session, now = connection.session, self.clock()
         self.count_end(reason)
@@ -407,8 +407,9 @@ class Fleet:
             connections[id(session)].when_free(partial(self._give_pool, session, engines))
 
     def _give_pool(self, session: Session, engines: list[fleet_pb2.AnsweringEngine]) -> None:
-        self.note(session, pool_record(session, self.clock(), engines))
-        session.on_answering_engines(engines)
+        handovers = session.part(EngineHandovers)
+        handovers.pool = tuple(engines)
+        self.note(session, part_record(session, self.clock(), handovers.record()))
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.handover.stream import EngineHandovers
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from datetime import datetime
@@ -52,20 +54,21 @@ class HandoverPool:
         promises = list(self._promises(sessions)) if takers else []
         for session in sessions:
             mine = [] if id(session) not in takers else _for(session, found.values(), promises)
-            if mine != list(session.handovers.pool):
+            if mine != list(session.part(EngineHandovers).pool):
                 yield session, mine
 
     def _engines(self, sessions: Iterable[Session]) -> dict[str, fleet_pb2.AnsweringEngine]:
         """Return the engines by id, in the order of their ids; an engine of this replica replaces what was heard."""
         heard = [engine.answering_engine for _, engines in self._heard.values() for engine in engines]
         newest = sorted(sessions, key=lambda session: session.connected_at)
-        found = {each.engine_id: each for each in (*heard, *(session.answering_engine for session in newest))}
+        own = (session.part(EngineHandovers).answering_engine() for session in newest)
+        found = {each.engine_id: each for each in (*heard, *own)}
         return dict(sorted(found.items()))
 
     def _promises(self, sessions: Iterable[Session]) -> Iterator[tuple[str, str, fleet_pb2.PromisedRequests]]:
         """Yield each thinking engine's id with an answering engine's id and what is promised to that engine."""
         for session in sessions:
-            for answering, promised in session.handovers.promised().items():
+            for answering, promised in session.part(EngineHandovers).promised().items():
                 yield session.hello.engine_id, answering, promised
         for _, engines in self._heard.values():
             for engine in engines:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.control_group.experiments import rules_of
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.errors import EtagMismatch, MeridianError
 from meridian_control.common.inference import SequentialTest, ShiftTest
-from meridian_control.engine.experiments import rules_of
 from meridian_control.fleet.savings import WITHDRAWER, evidence_of, kind_of, merged
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
 from meridian_control.rollout.state import By

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.fleet.in_turns import in_turns
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ REST_S = 1.0
 
 def log_changes(session: Session) -> None:
     """Log the changes of a session's levels since the last call."""
-    for change in session.pressure.take_unlogged():
+    for change in session.part(EnginePressure).take_unlogged():
         reading = change.reading
         why = (
             f"{reading.target} is {reading.measured:.4g}, limit {reading.limit:.4g}, {reading.samples} samples"

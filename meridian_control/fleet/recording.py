@@ -17,9 +17,9 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import BadReport, RecordingTooSlow
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.engine.token_rows import spell_out
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
-from meridian_control.table.token_rows import spell_out
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -104,9 +104,8 @@ class Recording:
 def records_at_start(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return records of an open session, for a recording that begins now."""
     given = [policy_record(session, now, revision, policy) for revision, policy in session.given]
-    states = (freeze_records, pool_records, stages_records, level_records)
-    found = [record for state in states for record in state(session, now)]
-    return [hello_record(session, now, joined_late=True), *found, *given]
+    states = [part_record(session, now, state) for state in session.part_records()]
+    return [hello_record(session, now, joined_late=True), *freeze_records(session, now), *states, *given]
 
 
 def hello_record(session: Session, now: datetime, joined_late: bool = False) -> fleet_pb2.TraceRecord:
@@ -146,41 +145,11 @@ def end_record(session: Session, now: datetime, request_id: str) -> fleet_pb2.Tr
     return record
 
 
-def pool_record(session: Session, now: datetime, engines: Iterable[fleet_pb2.AnsweringEngine]) -> fleet_pb2.TraceRecord:
+def part_record(session: Session, now: datetime, state: fleet_pb2.TraceRecord) -> fleet_pb2.TraceRecord:
+    """Return the record of what has reached a part of the session from outside of the stream."""
     record = _record(session, now)
-    record.answering_pool.engines.extend(engines)
-    record.answering_pool.SetInParent()
+    record.MergeFrom(state)
     return record
-
-
-def pool_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
-    """Return a record of the session's answering engines, if it has any, for a recording that begins now."""
-    return [pool_record(session, now, pool)] if (pool := session.handovers.pool) else []
-
-
-def stages_record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
-    record = _record(session, now)
-    for name, stage in session.budget_stages.items():
-        record.budget_stages.stages[name] = stage  # type: ignore[assignment]
-    record.budget_stages.SetInParent()
-    return record
-
-
-def stages_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
-    """Return a record of the stages of budgets, if any shortens thinking, for a recording that begins now."""
-    return [stages_record(session, now)] if session.budget_stages else []
-
-
-def level_record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
-    record = _record(session, now)
-    record.pressure_levels.levels.update(session.pressure.levels)
-    record.pressure_levels.SetInParent()
-    return record
-
-
-def level_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
-    """Return a record of the levels of pressure, if any is above 0, for a recording that begins now."""
-    return [level_record(session, now)] if session.pressure.levels else []
 
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:

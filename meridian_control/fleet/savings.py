@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.control_group.experiments import VERDICTS, rules_of
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
-from meridian_control.engine.experiments import VERDICTS, rules_of
 from meridian_control.fleet import spills
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.shortening_kinds import Kind
@@ -18,7 +18,7 @@ from meridian_control.policy.shortening_kinds import Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.engine.experiments import Experiment, Experiments, Judged
+    from meridian_control.capabilities.control_group.experiments import Experiment, Experiments, Judged
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
 

@@ -14,8 +14,8 @@ from meridian_control.common.histogram import Histogram
 from meridian_control.common.inference import share_difference
 
 if TYPE_CHECKING:
+    from meridian_control.capabilities.control_group.experiments import Ends
     from meridian_control.common.inference import Estimate
-    from meridian_control.engine.experiments import Ends
 
 # An answer is unusually long if it is longer than this share of the answers after natural ends.
 USUAL_SHARE = 0.95

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.handover import rule
+from meridian_control.capabilities.handover.stream import EngineHandovers
+from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.errors import NotFound
-from meridian_control.handover import rule
-from meridian_control.journal.pressure_messages import pressure_messages
+from meridian_control.engine.request_table import OUTPUT, THINK
+from meridian_control.engine.signals import rpdi
 from meridian_control.journal.request_ids import is_called
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
-from meridian_control.table.request_table import OUTPUT, THINK
-from meridian_control.table.signals import rpdi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,7 +56,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         outcomes=session.totals.outcomes,
         ends=session.totals.ends,
         answers=session.totals.answers,
-        control_group=session.totals.control_group,
+        control_group=session.part(ControlGroup).verdicts,
         output_itl=session.totals.output_itl.message(),
         ttot=session.totals.ttot.message(),
         think_tokens=session.totals.think_tokens.message(),
@@ -62,7 +64,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         capabilities=hello.capabilities,
         agent_state=agent_state(session),
         shadow=session.shadow.messages(),
-        pressures=pressure_messages(session.pressure),
+        pressures=session.part(EnginePressure).messages(),
         engine_limits=engine_limits(session),
         labels=hello.labels,
         reclaim_note=hello.reclaim_note,
@@ -106,15 +108,15 @@ def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
 
 def _show_handovers(view: fleet_pb2.Engine, session: Session) -> None:
     """Fill in what concerns handovers from and to the engine."""
-    handovers, policy = session.handovers, session.policy
+    handovers, policy = session.part(EngineHandovers), session.policy
     if session.hello.url:
-        view.answering_engine.CopyFrom(session.answering_engine)
+        view.answering_engine.CopyFrom(handovers.answering_engine())
     if policy is not None and (pool := policy.disagg.pool_of(session.hello.labels)):
         view.pool = pool
         if pool != "answering":
             view.no_hand_over = handovers.no_hand_over(policy.disagg)
         if pool != "thinking":
-            view.answering_engine.CopyFrom(session.answering_engine)
+            view.answering_engine.CopyFrom(handovers.answering_engine())
             view.answering_engine.unfit = view.answering_engine.unfit or rule.no_fabric(
                 policy.disagg, session.hello.kv_connector
             )

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.journal.log import DecisionLog
-    from meridian_control.journal.records import Behind, Decision
-    from meridian_control.table.moments import RequestChange, Seen
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.journal.records import Behind, Decision, RequestChange, Seen
 
 FINISH_NAMES = {
     agent_pb2.FINISH_REASON_STOP: "stop",
@@ -86,7 +84,7 @@ class Journal:
             if not count % SLICE_ROWS:
                 yield
 
-    def closed(self, closed: agent_pb2.RequestClosed, table: RequestTable) -> None:
+    def closed(self, closed: agent_pb2.RequestClosed, table: Seen) -> None:
         """Close the life of a request that the engine has closed. The request table must still have the request."""
         if (life := self._lives.pop(slot := closed.slot, None)) is not None:
             life.think_tokens = max(0, int(table.think_tokens[slot]))
@@ -99,12 +97,11 @@ class Journal:
             life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)
             self._note(life, change.kind, change.phase, detail)
 
-    def in_control_group(self, slot: int) -> None:
-        """Note, once in a life, that nothing shortens the request."""
+    def note_once(self, slot: int, kind: str, detail: str) -> None:
+        """Note an event of a kind that a life has once."""
         life = self._lives.get(slot)
-        if life is not None and all(event.kind != "control_group" for event in life.events):
-            detail = "nothing shortens this request, so that others can be compared with it"
-            self._note(life, "control_group", agent_pb2.PHASE_UNSPECIFIED, detail)
+        if life is not None and all(event.kind != kind for event in life.events):
+            self._note(life, kind, agent_pb2.PHASE_UNSPECIFIED, detail)
 
     def lost(self) -> Sliced[None]:
         """Note that the stream is lost. A later stream may continue with the same requests."""

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
-from meridian_control.common.enum_names import budget_stage_name
+from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import NotFound
-from meridian_control.journal.handover_messages import compared_handover, handover_message, refs_of
-from meridian_control.journal.pressure_messages import change_message, compared_reading
 from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import is_called
 from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
@@ -25,11 +23,9 @@ if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from meridian_control.journal.log import DecisionLog
-    from meridian_control.journal.records import Life, LifeEvent
+    from meridian_control.journal.records import Compared, Life, LifeEvent
     from meridian_control.policy.model import Policy
 
-# A comparison: name and value of the signal, an operator, name and value of the limit.
-Compared = tuple[str, float, str, str, float]
 THINK_TOKENS = "think_tokens"
 # Largest number of siblings in an explanation.
 MAX_SIBLINGS = 32
@@ -64,17 +60,16 @@ def explain_request(
 
 
 def related_lives(log: DecisionLog, refs: Iterable[str]) -> fleet_pb2.ExplainRequestResponse:
-    """Return the lives that the handovers with these references concern."""
+    """Return the lives to which these references belong."""
     wanted = set(refs)
     return fleet_pb2.ExplainRequestResponse(
-        related=[life_message(log, life) for life in log.lives() if refs_of(life) & wanted]
+        related=[life_message(log, life) for life in log.lives() if life.refs & wanted]
     )
 
 
 def refs_in(life: fleet_pb2.RequestLife) -> list[str]:
-    """Return the references of the handovers that a life concerns."""
-    made = [event.decision.hand_over.ref for event in life.events]
-    return sorted({*made, life.handed_over_ref} - {""})
+    """Return the references by which other lives belong to a life, too."""
+    return sorted({*(event.decision.hand_over.ref for event in life.events), life.handed_over_ref} - {""})
 
 
 def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
@@ -201,11 +196,9 @@ def decision_message(made: Decision) -> fleet_pb2.LoggedDecision:
         detail=made.detail,
         measured_eat_nats=made.measured_eat_nats,
         operator_reason=made.operator_reason,
-        hand_over=handover_message(made.hand_over) if made.hand_over is not None else None,
-        budget=made.shortening.name if made.shortening is not None and made.shortening.section == "budget" else "",
-        budget_stage=made.shortening.stage if made.shortening is not None else None,  # type: ignore[arg-type]
-        pressure=change_message(made.level_change) if made.level_change is not None else None,
     )
+    for detail in made.details:
+        detail.fill(told)
     for row in compared(made):
         told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
     _set(told.time, made.time)
@@ -216,8 +209,6 @@ def decision_message(made: Decision) -> fleet_pb2.LoggedDecision:
 
 def compared(made: Decision) -> list[Compared]:
     """Return the values that the rule behind a decision compared: the signals it saw and the limits of its policy."""
-    if made.kind == "hand_over":
-        return list(compared_handover(made, made.policy))
     rules = {
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,
@@ -226,16 +217,13 @@ def compared(made: Decision) -> list[Compared]:
         ("force", "give_up"): _give_up,
         ("force", "soft_close"): _soft_close,
         ("force", "loop"): _loop,
-        ("cap", "hard_cap"): _cap,
-        ("cap", "budget"): _cap,
-        ("cap", "pressure"): _cap,
-        ("cap", "empty_answer"): _cap,
         ("probe", "eat"): _probe,
         ("probe", "empty_answer"): _cap_probe,
         # A probe with the reason `harm` follows an end in shadow and compares nothing.
     }
-    rule = rules.get((made.kind, made.reason))
-    return [*rule(made, made.policy), *compared_reading(made)] if rule else []
+    rule = _cap if made.kind == "cap" and made.reason != "lifted" else rules.get((made.kind, made.reason))
+    own = rule(made, made.policy) if rule is not None else ()
+    return [*own, *(row for detail in made.details for row in detail.compared(made.policy))]
 
 
 def _eat(made: Decision, policy: Policy) -> Iterator[Compared]:
@@ -331,7 +319,7 @@ def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:
 def _limit_name(made: Decision, field: str) -> str:
     """Return the name of a limit: the policy's field, or the entry that has changed its value."""
     by = made.shortening
-    return field if by is None else f"{by.section} {by.name} in stage {budget_stage_name(by.stage)}"
+    return field if by is None else f"{by.section} {by.name} in stage {stage_name(by.stage)}"
 
 
 def _probe(made: Decision, policy: Policy) -> Iterator[Compared]:

@@ -4,39 +4,88 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.opened_request import OPENED_BYTES
+from meridian_control.common.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 from meridian_control.journal.request_ids import is_called
-from meridian_control.table.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from datetime import datetime
 
+    from meridian.v1 import fleet_pb2
     from numpy.typing import NDArray
 
-    from meridian_control.budgets.stages import Shortening
     from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.handover.results import Handover
     from meridian_control.policy.model import Policy
-    from meridian_control.pressure.controller import LevelChange
 
 # About as many bytes as an event takes; a decision without the row that its rule saw; a life without its request.
 EVENT_BYTES, DECISION_BYTES, LIFE_BYTES = 512, 448, 512
 
 Key = tuple[str, str, str]
 
-# Section and field of the value that a budget or pressure may have changed for a decision, by the decision's kind and
-# reason.
-BY_ENTRY = {
-    **{("cap", reason): ("scheduler", "max_think_tokens") for reason in ("budget", "pressure", "empty_answer")},
-    ("force", "soft_close"): ("scheduler", "soft_think_tokens"),
-    **{("force", reason): ("entropy", "shadow") for reason in ENTROPY_REASONS},
-}
+# A comparison: name and value of the signal, an operator, name and value of the limit.
+Compared = tuple[str, float, str, str, float]
+
+# Reasons of caps that no entry of the policy has lowered.
+OWN_CAPS = ("hard_cap", "lifted")
+# Kinds of decision that are counted together, whatever their reason.
+COUNTED_TOGETHER = ("cap", "plan", "tier", "probe")
+
+
+class Seen(Protocol):
+    """The live requests of an engine in one state, as their rules saw them; columns are [requests]."""
+
+    window: NDArray[np.float32]
+
+    @property
+    def think_tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def output_tokens(self) -> NDArray[np.int64]: ...
+
+    def packed_row(self, index: int) -> bytes:
+        """Return the signals of one request, packed as SIGNAL_ROW has them."""
+        ...
+
+
+class Detail(Protocol):
+    """What a capability adds to a decision in the log.
+
+    ref: reference under which other lives belong to the decision's life, too; empty for none.
+    """
+
+    @property
+    def ref(self) -> str: ...
+
+    def compared(self, policy: Policy) -> Iterable[Compared]:
+        """Return the values that the capability compared. policy: the one that held for the request."""
+        ...
+
+    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
+        """Fill in the capability's fields of the decision's message."""
+        ...
+
+
+class Shortening(Protocol):
+    """The entry of the policy that shortens a request, the request's stage, and its policy without the entry."""
+
+    @property
+    def section(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def without(self) -> Policy: ...
 
 
 class Signals(NamedTuple):
@@ -109,17 +158,32 @@ class TokenCounts(NamedTuple):
     output_tokens: NDArray[np.int64]
 
 
+class RequestChange(NamedTuple):
+    """An event of a request in a step, with the request's phase and token counts after the event.
+
+    flags: flags of the token row, 0 if the event has no row.
+    """
+
+    kind: str
+    flags: int
+    step: int
+    slot: int
+    phase: int
+    think_tokens: int
+    output_tokens: int
+
+
 class Behind(NamedTuple):
     """The policy that holds for a request, as far as decisions with one reason depend on it.
 
-    shortening: the budget or pressure entry that has shortened the policy, None if none has. level_change: the newest
-    change of level of a pressure entry.
+    shortening: the entry that has shortened the policy, None if none has. detail: what the entry's capability shows of
+    it.
     """
 
     revision: int
     policy: Policy
     shortening: Shortening | None
-    level_change: LevelChange | None
+    detail: Detail | None
 
 
 class Circumstances(NamedTuple):
@@ -168,8 +232,8 @@ class Decision:
     measured_eat_nats: float | None = None
     # Reason that an operator gave for an end of thinking.
     operator_reason: str = ""
-    # The handover with its result, for a decision of kind hand_over.
-    hand_over: Handover | None = None
+    # What the capability that has made the decision shows of it.
+    own_detail: Detail | None = None
 
     @staticmethod
     def size_under(under: Circumstances) -> int:
@@ -178,7 +242,7 @@ class Decision:
 
     @property
     def counted_as(self) -> str:
-        return f"{self.kind}/{self.reason}" if self.kind in ("force", "hand_over") else self.kind
+        return self.kind if self.kind in COUNTED_TOGETHER else f"{self.kind}/{self.reason}"
 
     @property
     def number(self) -> int:
@@ -206,16 +270,29 @@ class Decision:
 
     @property
     def shortening(self) -> Shortening | None:
-        """The budget or pressure entry that lowered the cap or made soft close begin earlier, None if none did."""
-        entry, changed = self.under.behind.shortening, BY_ENTRY.get((self.kind, self.reason))
+        """The entry that lowered the cap, made soft close begin earlier or put the rule in force, None if none did."""
+        entry, changed = self.under.behind.shortening, self._shortened_field
         if entry is None or changed is None:
             return None
         now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (self.policy, entry.without))
         return entry if now != without else None
 
     @property
-    def level_change(self) -> LevelChange | None:
-        return self.under.behind.level_change if self.shortening is not None else None
+    def _shortened_field(self) -> tuple[str, str] | None:
+        """Section and field of the value that an entry may have changed for the decision, None if none may have."""
+        if self.kind == "cap" and self.reason not in OWN_CAPS:
+            return "scheduler", "max_think_tokens"
+        if self.kind != "force":
+            return None
+        if self.reason == "soft_close":
+            return "scheduler", "soft_think_tokens"
+        return ("entropy", "shadow") if self.reason in ENTROPY_REASONS else None
+
+    @property
+    def details(self) -> list[Detail]:
+        """What capabilities show of the decision: the one that made it, and the one whose entry led to it."""
+        by_entry = self.under.behind.detail if self.shortening is not None else None
+        return [detail for detail in (self.own_detail, by_entry) if detail is not None]
 
     @property
     def signals(self) -> Signals:
@@ -301,6 +378,12 @@ class Life:
     def held_bytes(self) -> int:
         """About the memory of the life without its events."""
         return LIFE_BYTES + self.opened.held_bytes
+
+    @property
+    def refs(self) -> set[str]:
+        """The references by which other lives belong to this one, too: those of its decisions, and its own."""
+        details = (event.own_detail for event in self.events if isinstance(event, Decision))
+        return {*(detail.ref for detail in details if detail is not None), self.opened.handed_over_ref} - {""}
 
     def history(self) -> list[LifeEvent | Decision]:
         """Return all events but probes, in their order, from the begin on."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.capabilities.control_group.rule import sampled_from
 from meridian_control.offline.candidates import GROUPS
 from meridian_control.offline.rule_replay import (
     EAT_SENTENCE,
@@ -23,7 +24,6 @@ from meridian_control.offline.rule_replay import (
 from meridian_control.policy.drift_schema import SIGNALS as DESCRIBED
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import INT32_MAX
-from meridian_control.table.control_group import sampled_from
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.common.errors import BadReport
+from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
+from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.think_ends import FINISHED
-from meridian_control.offline.trace_file import FileError, read
-from meridian_control.table.request_table import OUTPUT, THINK
-from meridian_control.table.table_columns import CONFIRM_HISTORY, RANK_HISTORY
-from meridian_control.table.token_rows import (
+from meridian_control.engine.token_rows import (
     FLAG_BOUNDARY,
     FLAG_END,
     FLAG_FORCED,
@@ -28,6 +27,7 @@ from meridian_control.table.token_rows import (
     TAKE_BACK_SHIFT,
     sentence_goes_on,
 )
+from meridian_control.offline.trace_file import FileError, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

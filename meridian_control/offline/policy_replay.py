@@ -19,12 +19,12 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, MeridianError
+from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.think_ends import FINISHED, by_limit
+from meridian_control.engine.token_rows import FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.fleet.recording import given_freezes
 from meridian_control.offline.trace_file import FileError, read
-from meridian_control.table.request_table import THINK
-from meridian_control.table.token_rows import FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -160,15 +160,13 @@ class SessionReplay:
             # A trace has no record of the given freezes, so they are derived from the message to the agent.
             (freeze,) = session.on_freezes(given_freezes(event), now)
             self._nonces["freeze", event.down.freeze.nonce] = freeze.freeze.nonce
-        elif event.HasField("budget_stages"):
-            session.on_budget_stages(dict(event.budget_stages.stages))
-        elif event.HasField("pressure_levels"):
-            session.on_pressure_levels(event.pressure_levels.levels)
         elif event.HasField("end_thinking"):
             ended = session.on_end_thinking(event.end_thinking.request_id, "", now)
             return ended.responses if ended is not None else []
-        else:
+        elif event.HasField("up"):
             return session.on_message(self._translated(event.up), now)
+        else:
+            session.on_record(event)
         return []
 
     def _translated(self, up: agent_pb2.ConnectRequest) -> agent_pb2.ConnectRequest:

@@ -14,11 +14,11 @@ import numpy as np
 
 from meridian_control.capabilities.entropy import probes
 from meridian_control.capabilities.entropy import rule as entropy_rule
+from meridian_control.common.table_columns import CONFIRM_HISTORY
+from meridian_control.engine.request_table import THINK, RequestTable
+from meridian_control.engine.signals import rpdi
 from meridian_control.offline.episodes import KEY, newest_values
 from meridian_control.policy import effects
-from meridian_control.table.request_table import THINK, RequestTable
-from meridian_control.table.signals import rpdi
-from meridian_control.table.table_columns import CONFIRM_HISTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,15 +17,15 @@ from google.protobuf.json_format import MessageToDict
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.budgets.stages import FLOOR, UNSHORTENED
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.enum_names import budget_stage_name, outcome_name, phase_name, state_name
+from meridian_control.common.enum_names import outcome_name, phase_name, stage_name, state_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.harm_words import unmeasured_reason
 from meridian_control.engine.decision_ledger import CARRIED_OUT
+from meridian_control.engine.shortening import FLOOR, UNSHORTENED
 from meridian_control.fleet import decision_queries
 from meridian_control.fleet.savings import harming, kind_of
-from meridian_control.pressure.controller import MAX_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -292,7 +292,7 @@ def budget_row(budget: fleet_pb2.Budget) -> dict[str, Any]:
     return {
         "name": entry.name,
         "requests": ", ".join(f"{name} {glob}" for name, glob in globs.items() if glob) or "every request",
-        "stage": budget_stage_name(budget.stage).replace("_", " ") + ", in shadow" * entry.shadow,
+        "stage": stage_name(budget.stage).replace("_", " ") + ", in shadow" * entry.shadow,
         "level": ("bad" if budget.stage == FLOOR else "warn") if acts else "",
         "left": percent(budget.left_ratio),
         "tokens_per_minute": entry.tokens_per_minute,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from meridian_control.policy.engine_schema import ModelPolicy
 from meridian_control.policy.model import IN_OVERRIDES, Policy, Who, matches_globs
-from meridian_control.policy.shortening_schema import Shortener
+from meridian_control.policy.shortening_schema import StagedEntry
 from meridian_control.policy.validation_errors import dotted, quoted
 
 DEFAULT, POLICY, REQUEST = "default", "policy", "request"
@@ -106,13 +106,13 @@ def _flat(policy: Policy) -> dict[str, Any]:
     return flat
 
 
-def _shorteners(policy: Policy) -> Iterator[tuple[str, int, Shortener]]:
+def _shorteners(policy: Policy) -> Iterator[tuple[str, int, StagedEntry]]:
     """Yield the budgets and pressure entries, each with its kind and its index."""
     yield from (("budget", index, budget) for index, budget in enumerate(policy.budget))
     yield from (("pressure", index, pressure) for index, pressure in enumerate(policy.pressure))
 
 
-def _shortener_values(kind: str, index: int, entry: Shortener) -> dict[str, Any]:
+def _shortener_values(kind: str, index: int, entry: StagedEntry) -> dict[str, Any]:
     return dict(_leaves((kind, index), entry.model_dump(mode="json")))
 
 

@@ -69,6 +69,16 @@ def may_shorten(policy: Policy) -> bool:
     return not all(shadows)
 
 
+def concerns_first_tokens(policy: Policy) -> bool:
+    """Whether an entry may shorten a request from its beginning, or a request may be handed over."""
+    return bool(policy.budget or policy.pressure or policy.disagg.enabled)
+
+
+def sets_token_times(policy: Policy) -> bool:
+    """Whether the policy sets the time that a token of the answer or of thinking may take."""
+    return bool(policy.scheduler.output_tpot_budget_ms or policy.scheduler.think_tpot_budget_ms)
+
+
 def in_force(policy: Policy) -> bool:
     """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
     entropy, scheduler = _of_any_request(policy)

@@ -34,7 +34,7 @@ from meridian_control.policy.shortening_schema import (
     MAX_PRESSURES,
     BudgetPolicy,
     PressurePolicy,
-    Shortener,
+    StagedEntry,
 )
 
 
@@ -107,7 +107,7 @@ EngineOverride = _override(EnginePolicy, *IN_OVERRIDES["engine"])
 # The levels of effort in OpenAI's and Anthropic's APIs, as vLLM accepts them.
 API_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
-AnyShortener = TypeVar("AnyShortener", bound=Shortener)
+AnyStagedEntry = TypeVar("AnyStagedEntry", bound=StagedEntry)
 
 
 class Who(NamedTuple):
@@ -208,7 +208,7 @@ class Policy(Section):
 
     @field_validator("budget", "pressure")
     @classmethod
-    def _named_once(cls, value: tuple[AnyShortener, ...]) -> tuple[AnyShortener, ...]:
+    def _named_once(cls, value: tuple[AnyStagedEntry, ...]) -> tuple[AnyStagedEntry, ...]:
         names = [entry.name for entry in value]
         for name in names:
             if names.count(name) > 1:

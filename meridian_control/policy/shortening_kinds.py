@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.shortening_schema import PressurePolicy, Shortener
+    from meridian_control.policy.shortening_schema import PressurePolicy, StagedEntry
 
 
 class Kind(NamedTuple):
@@ -59,14 +59,14 @@ def rule_under_pressure(pressure: Iterable[PressurePolicy]) -> bool:
     return any(entry.entropy_in_force and not entry.shadow for entry in pressure)
 
 
-def may_shorten(own: Policy, entries: Iterable[Shortener]) -> bool:
+def may_shorten(own: Policy, entries: Iterable[StagedEntry]) -> bool:
     """Whether anything in force may shorten a request. own: the policy that holds for the request. entries: the budgets
     and pressure entries that match it."""
     found = tuple(entries)
     return bool(kinds_for_request(own)) or any(_in_force(own, entry) for entry in found)
 
 
-def _in_force(own: Policy, entry: Shortener) -> bool:
+def _in_force(own: Policy, entry: StagedEntry) -> bool:
     rules = own.entropy.enabled and getattr(entry, "entropy_in_force", False)
     return not entry.shadow and (acts_on_thinking(own) or rules)
 

@@ -70,14 +70,14 @@ MinThinkTokens = Annotated[
 ]
 
 
-def floors_of(entry: "Shortener") -> tuple[int, int]:
+def floors_of(entry: "StagedEntry") -> tuple[int, int]:
     """Return the smallest cap that an entry sets, and the smallest number of thinking tokens from which on soft close
     acts because of it."""
     limit = entry.max_think_tokens
     return entry.min_think_tokens or limit, entry.min_think_tokens or min(entry.soft_think_tokens, limit)
 
 
-def _check_floor(entry: "Shortener") -> None:
+def _check_floor(entry: "StagedEntry") -> None:
     if entry.min_think_tokens > entry.max_think_tokens:
         raise PydanticCustomError(
             "floor_above_cap",
@@ -225,4 +225,4 @@ class PressurePolicy(Section):
 
 
 # An entry that shortens thinking in stages.
-Shortener: TypeAlias = BudgetPolicy | PressurePolicy
+StagedEntry: TypeAlias = BudgetPolicy | PressurePolicy

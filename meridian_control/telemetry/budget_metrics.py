@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.budgets.stages import UNSHORTENED
 from meridian_control.common.metric_entry import _counter, _gauge
+from meridian_control.engine.shortening import UNSHORTENED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

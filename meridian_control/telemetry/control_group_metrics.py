@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
-    from meridian_control.engine.experiments import Ends
+    from meridian_control.capabilities.control_group.experiments import Ends
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.policy.shortening_kinds import Kind
 

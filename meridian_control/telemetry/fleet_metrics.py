@@ -16,12 +16,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from meridian_control import __version__
+from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.capabilities.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.common import enum_names
+from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.fleet.in_turns import in_turns
 from meridian_control.fleet.status_messages import engine_limits
-from meridian_control.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.rollout.state import State
-from meridian_control.table.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.telemetry.budget_metrics import budgets
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.control_group_metrics import control_group
@@ -139,7 +140,7 @@ class FleetCollector(Collector):
 
     async def _read(self) -> list[Metric]:
         async for session in in_turns(self._fleet.counted_sessions()):
-            self._fleet.tenants.take([session.charges])
+            self._fleet.tenants.take([session.part(EngineBudgets).charges])
         # Nothing below waits, so all values are of one moment.
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
         newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
 from meridian_control.common.metric_entry import _counter, _gauge, _histogram
 from meridian_control.policy.shortening_schema import TARGETS
 
@@ -35,13 +36,13 @@ PRESSURES = (
         "A few of many: `meridianctl pressure` shows which; look at their load. All: add engines.",
     ),
     _counter(
-        "meridian_pressure_changes_total",
+        CHANGES_TOTAL,
         ("pressure", "direction"),
         "Changes of the level: `shortened` or `restored`.",
         "Both rise steadily: load comes and goes faster than the level; raise `window_s`.",
     ),
     _counter(
-        "meridian_pressure_missed_windows_total",
+        MISSED_TOTAL,
         ("pressure", "target"),
         "Windows of engines in which the target was missed.",
         "Rises at level 6, or in shadow: people feel it; see the target's own metric.",
@@ -60,7 +61,7 @@ QUEUEING = _histogram(
 
 def pressures(fleet: Fleet, totals: Totals) -> Iterator[tuple[str, Values]]:
     """Yield each metric with its labels and values, for the pressure entries of the policies in force."""
-    found = [connection.session.pressure for connection in fleet.connections]
+    found = [connection.session.part(EnginePressure) for connection in fleet.connections]
     if not any(one.entries for one in found):
         yield from ((entry.name, []) for entry in PRESSURES)
         return
@@ -71,5 +72,5 @@ def pressures(fleet: Fleet, totals: Totals) -> Iterator[tuple[str, Values]]:
     changes = [(name, direction) for name in names for direction in DIRECTIONS]
     yield "meridian_pressure_level", [((name,), max(each)) for name, each in levels.items()]
     yield "meridian_pressure_engines", [((name,), sum(level > 0 for level in each)) for name, each in levels.items()]
-    yield "meridian_pressure_changes_total", [(key, totals.pressure_changes[key]) for key in changes]
-    yield "meridian_pressure_missed_windows_total", [(key, totals.pressure_missed[key]) for key in limits]
+    yield CHANGES_TOTAL, [(key, totals.counted[CHANGES_TOTAL, key]) for key in changes]
+    yield MISSED_TOTAL, [(key, totals.counted[MISSED_TOTAL, key]) for key in limits]

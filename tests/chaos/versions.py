@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.table.token_rows import spell_out
+from meridian_control.engine.token_rows import spell_out
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

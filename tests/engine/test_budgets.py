@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.budgets.stages import FLOOR, UNSHORTENED
+from meridian_control.engine.shortening import FLOOR, UNSHORTENED
 from tests.engine import chat, paced
 from tests.engine.test_decisions import endless, opened
 from tests.processes import RPC_S, Control, wait_for

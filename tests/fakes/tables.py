@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.engine.request_table import OUTPUT, THINK, RequestTable
+from meridian_control.engine.signals import add_eat_samples, rpdi
 from meridian_control.policy.model import Policy
-from meridian_control.table.request_table import OUTPUT, THINK, RequestTable
-from meridian_control.table.signals import add_eat_samples, rpdi
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,11 +14,11 @@ import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.engine.request_table import OUTPUT, THINK
+from meridian_control.engine.token_rows import FLAG_END, FLAG_FORCED, FLAG_MARKER
 from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
-from meridian_control.table.request_table import OUTPUT, THINK
-from meridian_control.table.token_rows import FLAG_END, FLAG_FORCED, FLAG_MARKER
 from tests.fakes.agent import hello
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
-from meridian_control.budgets.stages import in_stages, matching, shortened
+from meridian_control.capabilities.control_group.rule import unshortened
+from meridian_control.engine.shortening import in_stages, matching, shortened
+from meridian_control.engine.token_rows import columns_of
 from meridian_control.policy.model import Who
-from meridian_control.table.control_group import unshortened
-from meridian_control.table.token_rows import columns_of
 from tests.sim.given import Given
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
 from meridian_control.capabilities.order import rule as dispatch
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.engine.operator_ends import ENDING
 from meridian_control.fleet import connection as connection_module
 from meridian_control.fleet.recording import level_record, stages_record
-from meridian_control.pressure.controller import MAX_LEVEL
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, mix, share_tokenizer, words
 from tests.sim.faults import FAULTS

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from meridian_control.common.masks import any_in
 from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.common.table_columns import NO_CAP, UNTOLD
 from meridian_control.engine.part import Part
+from meridian_control.engine.request_table import THINK
 from meridian_control.policy import effects
-from meridian_control.table.request_table import THINK
-from meridian_control.table.table_columns import NO_CAP, UNTOLD
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,13 +62,13 @@ class Caps(Part):
                 self._send(slot, limits, "empty_answer" if extend[slot] else why, turn.out)
 
     def _cap(self, policy: Policy, slot: int) -> tuple[int, str]:
-        """Return a request's cap, and whether a budget or the policy's own cap sets it."""
+        """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`."""
         info = self._table.info[slot]
         assert info is not None
         if not policy.scheduler.enabled:
             return NO_CAP, "hard_cap"
-        if slot in self._policies.control.by_slot:
-            return self._policies.control_cap(slot), "hard_cap"
+        if self._table.control[slot]:
+            return self._policies.held_out_cap(slot), "hard_cap"
         own, extended = self._policies.of(slot).scheduler, bool(self._table.extended[slot])
         if (shortening := self._policies.shortening(slot)) is None:
             return effects.cap(own, info, extended), "hard_cap"

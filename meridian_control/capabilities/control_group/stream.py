@@ -1,29 +1,220 @@
-"""Follows the control group of one engine, and asks for the probes that judge what shortening would have changed."""
+"""Chooses the control group among one engine's requests, follows it, and counts what becomes of it and of all other
+requests."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from meridian.v1 import agent_pb2
 
-from meridian_control.engine.control_requests import HARM_PROBE
-from meridian_control.engine.part import Part
+from meridian_control.capabilities.control_group.experiments import Experiments
+from meridian_control.capabilities.control_group.kinds import kind_of_cap, kind_of_rule
+from meridian_control.capabilities.control_group.requests import ControlRequests
+from meridian_control.capabilities.control_group.rule import (
+    compared_signals,
+    held_out,
+    sampled_from,
+    unshortened,
+    unshortened_cap,
+)
+from meridian_control.common.table_columns import FORCED_END, NO_CAP
+from meridian_control.engine.moments import sentence_ends
+from meridian_control.engine.part import UNREAD_PROBE, Part
+from meridian_control.engine.token_rows import differs
+from meridian_control.policy.drift_schema import SIGNALS
+from meridian_control.policy.shortening_kinds import ENTROPY, Kind, acts_on_thinking, kinds_for_request, may_shorten
 
 if TYPE_CHECKING:
-    from meridian_control.engine.part import Stream, Turn
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from meridian_control.capabilities.control_group.experiments import Experiment
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.engine.part import ProbeResult, Stream, Turn
+    from meridian_control.engine.shortening import Held, Staged
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.schema import SchedulerPolicy
+    from meridian_control.policy.shortening_schema import StagedEntry
+
+# Bit of each signal in the table's column `awaited_signals`; and of each signal that is read at sentence ends, the
+# column with its values at the newest ones.
+BITS = {signal: 1 << number for number, signal in enumerate(SIGNALS)}
+AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "margin": "boundary_margins", "rpdi": "boundary_rpdi"}
+BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
+# Rules that fire on the newest probe, except if a request passes its floor or a policy changes later.
+BY_PROBE = ("eat", "give_up")
+NOTE = "nothing shortens this request, so that others can be compared with it"
 
 
 class ControlGroup(Part):
-    """The control group of one engine."""
+    """The control group of one engine.
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    experiments: the counts of treated requests and of the control group, over all engines, or of this engine alone if
+    none are given. experiment: those under the rules in force, None before a policy. requests: the live requests of the
+    group. verdicts: closed requests of this stream by what they show, as `Engine.control_group` in fleet.proto names
+    them.
+    """
+
+    def __init__(self, stream: Stream, experiments: Experiments | None = None) -> None:
+        self._stream, self._table, self._policies = stream, stream.table, stream.policies
+        stream.policies.holdout = self
+        self.experiments = experiments or Experiments()
+        self.requests = ControlRequests(stream.table)
+        self.verdicts: Counter[str] = Counter()
+        self.experiment: Experiment | None = None
+        self._policy: Policy | None = None
+        # Whether the policy in force has the same rules as the one before, so that requests go on counting.
+        self._same_rules = False
+        # By slot, the kind of shortening that ended the thinking of a treated request first.
+        self._ended_by: dict[int, Kind] = {}
+
+    # ------------------------------------------------------------------------------------------------ who belongs to it
+
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
+        before, self.experiment = self.experiment, self.experiments.of(revision, policy)
+        self._policy, self._same_rules = policy, self.experiment is before
+
+    def assign(
+        self, slot: int, opened: OpenedRequest, own: Policy, entries: Sequence[StagedEntry], again: bool
+    ) -> bool:
+        table, same_rules = self._table, again and self._same_rules
+        # One engine sees the answer of a request that two engines serve, the other one its thinking.
+        is_whole = not (opened.remote_decode or opened.handed_over_ref)
+        share = own.entropy.holdout_share
+        in_force = is_whole and share > 0 and may_shorten(own, entries)
+        control = in_force and held_out(opened.request_id, share)
+        begins = not (table.think_tokens[slot] or table.output_tokens[slot] or opened.handed_over_ref)
+        table.set_arm(slot, control, in_force and (begins or (same_rules and bool(table.counted[slot]))))
+        self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
+        if not same_rules:
+            self._ended_by.pop(slot, None)
+        if not control:
+            self.requests.leave(slot)
+            return False
+        self.requests.join(slot, same_rules)
+        if self._stream.journal is not None:
+            self._stream.journal.note_once(slot, "control_group", NOTE)
+        return True
+
+    def _await_signals(self, slot: int, own: Policy, opened: OpenedRequest, *, begins: bool, same_rules: bool) -> None:
+        """Note the signals of a request that are compared with the calibration once their first values come."""
+        assert self._policy is not None
+        assert self.experiment is not None
+        control, described = bool(self._table.control[slot]), self.experiment.references
+        signals = compared_signals(self._policy, own, opened.min_think_tokens, described, control=control)
+        before = int(self._table.awaited_signals[slot]) if same_rules else 0
+        awaited = sum(BITS[signal] for signal in signals)
+        self._table.await_signals(slot, awaited if begins else awaited & before)
+
+    def unshortened(self, policy: Policy) -> Policy:
+        return unshortened(policy)
+
+    def unshortened_cap(self, scheduler: SchedulerPolicy) -> SchedulerPolicy:
+        return unshortened_cap(scheduler)
+
+    # ----------------------------------------------------------------------------------------- what would shorten them
+
+    def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged]) -> None:
+        kinds, acts = set(kinds_for_request(held.own)), acts_on_thinking(held.treated)
+        kinds |= {ENTROPY} & kinds_for_request(held.treated)
+        kinds |= {Kind(one.section, one.entry.name) for one in staged if acts and not one.entry.shadow}
+        for slot in slots:
+            request, opened = self.requests.by_slot[slot], self._table.info[slot]
+            assert opened is not None
+            if self._policies.held(slot).treated.entropy.shadow and not held.treated.entropy.shadow:
+                # A rule that has fired while it was in shadow for treated requests, too, fires again.
+                self._table.ask_again(slot)
+            request.kinds |= kinds
+            self.requests.set_cap(slot, *(kind_of_cap(held, opened, extended=False) if acts else (NO_CAP, None)))
+
+    def would_end(self, slot: int, reason: str, think_tokens: int, *, reported: bool) -> None:
+        kind, request = kind_of_rule(self._policies.held(slot), reason), self.requests.by_slot[slot]
+        ends = kind is not None and request.ends_by_rule(kind, think_tokens, gives_up=reason == "give_up")
+        if ends and reason in BY_PROBE and reported and slot in self._table.history.sampled:
+            request.ends_at_newest_probe()
+
+    def carried_out(self, slot: int, reason: str, think_tokens: int) -> None:
+        if (kind := kind_of_rule(self._policies.held(slot), reason)) is not None:
+            self.requests.carried_out(slot, kind, think_tokens)
 
     def ends(self, turn: Turn) -> None:
         if self._stream.ends_thinking:
-            self._stream.policies.control.pass_caps()
+            self.requests.pass_caps()
 
     def decide(self, turn: Turn) -> None:
-        policies = self._stream.policies
-        for slot in policies.control.probes_due(policies.of) if self._stream.may_probe else ():
-            self._stream.probe(turn, HARM_PROBE, np.array([slot]))
+        for slot in self.requests.probes_due(self._policies.of) if self._stream.may_probe else ():
+            self._stream.probe(turn, UNREAD_PROBE, np.array([slot]))
+
+    # ------------------------------------------------------------------------------------------------- what comes of it
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        self.requests.clear()
+        self._ended_by.clear()
+
+    def probed(self, results: Sequence[ProbeResult]) -> None:
+        self.requests.probed((one.slot, one.think_tokens, one.is_empty, one.same_answer) for one in results)
+        for one in results:
+            # NaN is no sample.
+            is_sample = one.reason != UNREAD_PROBE and np.isfinite(one.eat_nats)
+            is_awaited = is_sample and int(self._table.awaited_signals[one.slot]) & BITS["eat"]
+            if is_awaited and one.think_tokens >= sampled_from(self._policies.of(one.slot)):
+                self._count_first(one.slot, "eat", one.eat_nats)
+
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
+        """Count the report's values at sentence ends that are the first ones that a rule could read."""
+        table = self._table
+        if self._policy is None or self.experiment is None or not self.experiment.references:
+            return
+        at_ends = table.history.rows.slot[table.history.ends.row]
+        if not np.count_nonzero(table.awaited_signals[at_ends] & BITS_AT_SENTENCE_ENDS):
+            return
+        ends = sentence_ends(table)
+        passed = ends.think_tokens >= self._policy.scheduler.min_think_tokens
+        for signal, name in AT_SENTENCE_ENDS.items():
+            values = getattr(ends, name)[:, 0]
+            awaited = (ends.awaited_signals & BITS[signal]) != 0
+            first = (awaited & passed & np.isfinite(values)).nonzero()[0]
+            first = first[differs(ends.slot[first])]
+            for slot, value in zip(ends.slot[first].tolist(), values[first].tolist(), strict=True):
+                self._count_first(slot, signal, value)
+
+    def _count_first(self, slot: int, signal: str, value: float) -> None:
+        assert self.experiment is not None
+        self._table.await_signals(slot, int(self._table.awaited_signals[slot]) & ~BITS[signal])
+        self.experiment.sampled(signal, value)
+
+    def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:
+        """Note the kind of shortening that has ended the thinking of each treated request first, if one has; and
+        whether a request of the control group was cut although nothing should shorten it."""
+        table = self._table
+        for slot, reason in ends if self._policy is not None else ():
+            if not table.holds(slot) or not table.counted[slot]:
+                continue
+            if (request := self.requests.by_slot.get(slot)) is not None:
+                # The engine's cap holds until the request's own cap arrives, which a very low cap may not wait for.
+                request.is_cut |= reason == "hard_cap" and bool(table.think_tokens[slot] < table.max_think_tokens[slot])
+                continue
+            opened, held = table.info[slot], self._policies.held(slot)
+            if reason == "hard_cap" and opened is not None:
+                kind = kind_of_cap(held, opened, extended=bool(table.extended[slot]))[1]
+            else:
+                kind = kind_of_rule(held, reason)
+            if kind is not None and table.first_end[slot] == FORCED_END:
+                self._ended_by.setdefault(slot, kind)
+
+    def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
+        """Count the requests as treated or as control. While no decisions are made, they are neither."""
+        for closed in rows:
+            slot, experiment = closed.slot, self.experiment
+            request, ended_by = self.requests.by_slot.get(slot), self._ended_by.get(slot)
+            if governed and experiment is not None:
+                # An abort without a client that has gone may be a stop string, which does no harm.
+                known = closed.reason != agent_pb2.FINISH_REASON_ABORT or closed.client_gone
+                reason = closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED
+                self.verdicts.update(
+                    experiment.closed(self._table, slot, reason, request, ended_by, handed_over=closed.handed_over)
+                )
+            self.requests.leave(slot)
+            self._ended_by.pop(slot, None)

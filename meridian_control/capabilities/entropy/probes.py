@@ -11,6 +11,8 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
+from meridian_control.engine.moments import at_rows_or_end
+from meridian_control.engine.token_rows import differs
 from meridian_control.policy.effects import (
     EXTENSION_LEAD_TOKENS,
     eat_may_end,
@@ -18,16 +20,14 @@ from meridian_control.policy.effects import (
     only_gives_up,
     probe_lead_tokens,
 )
-from meridian_control.table.moments import at_rows_or_end
-from meridian_control.table.token_rows import differs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from meridian_control.engine.moments import Moments
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
-    from meridian_control.table.moments import Moments
-    from meridian_control.table.request_table import RequestTable
 
 
 def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -15,19 +15,19 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
-from meridian_control.table.moments import joined, sentence_ends
-from meridian_control.table.token_rows import differs
+from meridian_control.engine.moments import joined, sentence_ends
+from meridian_control.engine.token_rows import differs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
+    from meridian_control.engine.history import Unsampled
+    from meridian_control.engine.moments import Moments, Seen
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
-    from meridian_control.table.history import Unsampled
-    from meridian_control.table.moments import Moments, Seen
-    from meridian_control.table.request_table import RequestTable
 
 NOWHERE = np.zeros(0, bool)
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.effective_policies import Among
+    from meridian_control.engine.moments import Moments, Seen
     from meridian_control.engine.part import Stream, Turn
     from meridian_control.policy.model import Policy
-    from meridian_control.table.moments import Moments, Seen
 
 PLACEMENTS = {
     "anywhere": agent_pb2.PLACEMENT_ANYWHERE,

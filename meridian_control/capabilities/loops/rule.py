@@ -14,8 +14,8 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
-    from meridian_control.table.request_table import RequestTable
 
 
 def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:

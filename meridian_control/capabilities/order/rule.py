@@ -14,15 +14,15 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
+from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.step_cost import WARM_STEPS
-from meridian_control.table.request_table import OUTPUT, THINK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.step_cost import StepCost
     from meridian_control.policy.schema import KvMemoryPolicy, SchedulerPolicy
-    from meridian_control.table.request_table import RequestTable
 
 # Ranks by phase, as the agent gives them by itself. A thinking request moves up one rank each time its computed tokens
 # double, so that the requests with the most computed tokens are preempted last.

@@ -11,6 +11,8 @@ from meridian_control.engine.merged_steps import steps
 from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from meridian.v1 import agent_pb2
 
     from meridian_control.engine.part import Stream, Turn
@@ -36,7 +38,7 @@ class Order(Part):
     def revise(self) -> None:
         self._revises = True
 
-    def reported(self, report: agent_pb2.StepReport) -> None:
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
         """Update the estimate of the step cost with the report's steps."""
         for rows, prefill_tokens, took_ms in steps(report):
             if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:

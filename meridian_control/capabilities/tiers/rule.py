@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.engine.request_table import RequestTable
 
 
 def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable) -> NDArray[np.intp]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_control.table.table_columns import COLUMNS, HISTORIES
+from meridian_control.common.table_columns import COLUMNS, HISTORIES
 from tests.processes import ROOT
 
 if TYPE_CHECKING:

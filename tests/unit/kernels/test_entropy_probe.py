@@ -16,7 +16,7 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe, EntropySignal, KernelError, checks, cuda, eat, reference, torch_ops
 
-from meridian_control.table.request_table import RequestTable
+from meridian_control.engine.request_table import RequestTable
 from tests.fakes.tables import add_sample
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def test_doubles_are_rounded_to_singles(make: Any) -> None:
 
 
 def test_the_numbers_are_the_control_planes() -> None:
-    """EAT is bit for bit what `meridian_control.table.signals` computes from the samples that an agent would
+    """EAT is bit for bit what `meridian_control.engine.signals` computes from the samples that an agent would
     report."""
     probe, table = EntropyProbe(0, ema_alpha=0.2), RequestTable(window_tokens=8)
     for n in range(40):

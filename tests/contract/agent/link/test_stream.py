@@ -14,11 +14,11 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox
 from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.engine.request_table import THINK
+from meridian_control.engine.token_rows import columns_of, row_count
 from meridian_control.fleet.connection import QUEUE_MESSAGES
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.store import StoredRevision
-from meridian_control.table.request_table import THINK
-from meridian_control.table.token_rows import columns_of, row_count
 from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end
 from tests.fakes.agent import hello
 from tests.fakes.control import utc_now

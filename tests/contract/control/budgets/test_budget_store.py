@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import select, update
 
-from meridian_control.budgets.store import BudgetStore
-from meridian_control.budgets.token_bucket import Account, Usage, charged, full
+from meridian_control.capabilities.budgets.store import BudgetStore
+from meridian_control.capabilities.budgets.token_bucket import Account, Usage, charged, full
 from meridian_control.policy.shortening_schema import BudgetPolicy
 from meridian_control.storage.database import Database, utc
 from meridian_control.storage.tables import budgets

@@ -9,7 +9,7 @@ import numpy as np
 
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_agent.core.step_signals import StepSignals
-from meridian_control.table.control_group import held_out
+from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.telemetry.control_group_metrics import control_group
 from tests.contract.control.fleet.test_harm_guard import savings
 from tests.contract.ctl import run

@@ -12,8 +12,8 @@ import pytest
 from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.app.main import save
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.fleet.budget_sharing import SHARE_S
 from meridian_control.policy import formats
 from tests.contract.control.app.test_server import Process

@@ -28,7 +28,7 @@ from tests.fakes.tables import policy
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from meridian_control.engine.experiments import Experiment
+    from meridian_control.capabilities.control_group.experiments import Experiment
     from meridian_control.policy.model import Policy
     from tests.contract.streams import Control
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
+from meridian_control.engine.request_table import RequestTable
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
 from meridian_control.offline.candidates import give_ups, loosened
@@ -21,7 +22,6 @@ from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
-from meridian_control.table.request_table import RequestTable
 from tests.fakes import traces
 from tests.fakes.replays import GOAL, recorded_in
 from tests.fakes.tables import add_sample

@@ -13,6 +13,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.cli.tables import savings_lines
 from meridian_control.common.inference import ShiftTest
@@ -24,7 +25,6 @@ from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import give_ups, single_rules
 from meridian_control.offline.rule_replay import EAT_NEAR, EAT_SENTENCE, MARGIN, RANK, RPDI, SOFT, either
 from meridian_control.policy.drift_schema import SIGNALS, EatBin, SignalBin, bin_of
-from meridian_control.table.control_group import held_out
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
-from meridian_control.budgets.stages import LOWER_CAP
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.fleet.recording import (
     down_record,
     end_record,

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control.budgets.stages import UNSHORTENED
+from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.rollout.driver import IDLE_TICKS

@@ -10,9 +10,9 @@ import pytest
 from meridian.v1 import agent_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.engine.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.journal.log import DecisionLog
-from meridian_control.table.request_table import OUTPUT, PROMPT, THINK
-from meridian_control.table.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.telemetry import request_traces
 from meridian_control.telemetry.request_traces import Tracing, phases
 from tests.fakes.tables import policy, tokens

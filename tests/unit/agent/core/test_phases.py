@@ -25,7 +25,7 @@ from meridian_agent.core.phases import (
     Work,
     begin,
 )
-from meridian_control.table.request_table import RequestTable
+from meridian_control.engine.request_table import RequestTable
 
 # Markers of one token each; two spellings of one and of two tokens; gpt-oss channels, which share their first token.
 SINGLE = Markers(((1,),), ((2,),))

@@ -22,7 +22,7 @@ from meridian_agent.link.message_sizes import (
 )
 from meridian_agent.link.messages import opened_message, step_report
 from meridian_agent.link.unreported import Group
-from meridian_control.table.token_rows import columns_of
+from meridian_control.engine.token_rows import columns_of
 
 # Every text is taken in through `clean`, so none is longer than the longest text that a row may have.
 TEXTS = st.text(max_size=300).map(clean)

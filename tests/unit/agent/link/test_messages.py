@@ -15,10 +15,10 @@ from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import decisions_in, mergeable, opened_message, parts_of, step_report
+from meridian_control.common.table_columns import COLUMNS, NO_TOKEN
 from meridian_control.engine.merged_steps import ages_ms
-from meridian_control.table.request_table import RequestTable
-from meridian_control.table.table_columns import COLUMNS, NO_TOKEN
-from meridian_control.table.token_rows import columns_of, spell_out
+from meridian_control.engine.request_table import RequestTable
+from meridian_control.engine.token_rows import columns_of, spell_out
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 
 

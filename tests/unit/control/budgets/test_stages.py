@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meridian_control.budgets.stages import (
+from meridian_control.engine.shortening import (
     FLOOR,
     LOWER_CAP,
     SOFT_CLOSE,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meridian_control.budgets import tenant_usage
-from meridian_control.budgets.tenant_usage import OTHER, TenantUsage
+from meridian_control.capabilities.budgets.tenant_usage import OTHER, TenantUsage
 
 
 def session(**tokens: int) -> Any:

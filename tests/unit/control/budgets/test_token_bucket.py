@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.budgets.token_bucket import Account, Usage, charged, left, left_ratio, settled
+from meridian_control.capabilities.budgets.token_bucket import Account, Usage, charged, left, left_ratio, settled
 from meridian_control.policy.shortening_schema import BudgetPolicy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

@@ -8,12 +8,12 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
-from meridian_control.budgets.charges import OTHERS, Carried
-from meridian_control.budgets.charges import ROOM as SETS_ROOM
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.capabilities.budgets.charges import OTHERS, Carried
+from meridian_control.capabilities.budgets.charges import ROOM as SETS_ROOM
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.journal.messages import explain_request
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id

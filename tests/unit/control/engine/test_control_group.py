@@ -12,14 +12,14 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.control_group.experiments import MAX_EXPERIMENTS, Experiments, rules_of
+from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.engine.experiments import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.session import Session
 from meridian_control.fleet import savings
 from meridian_control.fleet.harm_guard import HarmGuard, Watch
 from meridian_control.policy.shortening_kinds import ENTROPY, without
-from meridian_control.table.control_group import held_out
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy

@@ -19,12 +19,12 @@ from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import compared
-from meridian_control.table.request_table import OUTPUT, PROMPT, THINK
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.sessions import NOW

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, HANDED_OVER, RECOMPUTED, Handovers
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.fleet.status_messages import engine_view
-from meridian_control.handover.results import CLIENT_GONE, FINISHED, HANDED_OVER, RECOMPUTED, Handovers
 from meridian_control.journal.messages import explain_request, refs_in, related_lives
 from meridian_control.policy.model import Policy
 from tests.unit.control.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello

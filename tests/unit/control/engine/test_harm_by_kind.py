@@ -9,7 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy

@@ -9,22 +9,22 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.capabilities.pressure.rule import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
+from meridian_control.capabilities.pressure.shown import pressure_messages
 from meridian_control.common.errors import InvalidRequest
+from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.session import Session
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.journal.messages import explain_request
-from meridian_control.journal.pressure_messages import pressure_messages
-from meridian_control.pressure.controller import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
-from meridian_control.table.control_group import held_out
-from meridian_control.table.request_table import OUTPUT, THINK
-from meridian_control.table.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:
+    from meridian_control.capabilities.pressure.rule import Reading
     from meridian_control.policy.model import Policy
-    from meridian_control.pressure.controller import Reading
 
 CHAT: dict[str, Any] = {
     "name": "chat",

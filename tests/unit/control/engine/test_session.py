@@ -10,12 +10,12 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import ACK_INTERVAL_S
 from meridian_control.engine.think_ends import LONG_ANSWER, MIN_ANSWERS
+from meridian_control.engine.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.engine.totals import Totals
 from meridian_control.fleet.status_messages import engine_view, request_views
-from meridian_control.table.request_table import THINK
-from meridian_control.table.token_rows import FLAG_END, FLAG_MARKER
 from tests.fakes.agent import Script
 from tests.fakes.engine import START, TEXT
 from tests.fakes.tables import policy, tokens

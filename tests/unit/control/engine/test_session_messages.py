@@ -17,11 +17,11 @@ from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.common.report_bounds import MAX_EXACT, REFUSED
 from meridian_control.engine import decision_ledger as ledger
 from meridian_control.engine.merged_steps import MAX_STEPS
+from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.step_cost import WARM_STEPS
+from meridian_control.engine.token_rows import MAX_ROWS_PER_SLOT
 from meridian_control.fleet.status_messages import engine_view, request_views
-from meridian_control.table.request_table import THINK
-from meridian_control.table.token_rows import MAX_ROWS_PER_SLOT
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, step_report, stream

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from meridian_agent.core.phases import FLAG_SENTENCE
-from meridian_control.budgets.stages import LOWER_CAP
 from meridian_control.engine.shadow_comparison import Comparison
+from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.fleet.status_messages import engine_view
 from tests.fakes.agent import FakeAgent
 from tests.fakes.engine import TEXT

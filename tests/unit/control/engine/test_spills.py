@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.engine.experiments import Ends
+from meridian_control.capabilities.control_group.experiments import Ends
+from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.fleet import savings, spills
-from meridian_control.table.control_group import held_out
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 

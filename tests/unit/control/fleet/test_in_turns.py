@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_control.budgets.charges import Charges
-from meridian_control.budgets.store import BudgetStore
+from meridian_control.capabilities.budgets.charges import Charges
+from meridian_control.capabilities.budgets.store import BudgetStore
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet import fleet as module
 from meridian_control.fleet.budget_sharing import BudgetSharing

@@ -7,10 +7,10 @@ from typing import Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.handover.results import Handovers
+from meridian_control.capabilities.handover.rule import ThinkingEngine
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.session import Session
-from meridian_control.handover.results import Handovers
-from meridian_control.handover.rule import ThinkingEngine
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.policy.model import Policy

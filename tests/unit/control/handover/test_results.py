@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.handover.results import (
+from meridian_control.capabilities.handover.results import (
     CLIENT_GONE,
     FINISHED,
     HANDED_OVER,
@@ -21,7 +21,7 @@ from meridian_control.handover.results import (
     Handover,
     Handovers,
 )
-from meridian_control.handover.rule import Move
+from meridian_control.capabilities.handover.rule import Move
 from tests.unit.control.handover.engines import NOW, answering
 
 A, B, C = ("a", "1", "on-a"), ("b", "1", "on-b"), ("c", "1", "on-c")

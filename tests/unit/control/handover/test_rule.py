@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_control.handover.measured_costs import AnswerLength, TransferCost
-from meridian_control.handover.rule import (
+from meridian_control.capabilities.handover.measured_costs import AnswerLength, TransferCost
+from meridian_control.capabilities.handover.rule import (
     KV_PRESSURE,
     PREEMPTED_ANSWERS,
     STEP_GAIN,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from meridian_control.engine.request_table import RequestTable
 from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.rule_replay import (
     CAP,
@@ -24,7 +25,6 @@ from meridian_control.offline.rule_replay import (
 from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
-from meridian_control.table.request_table import RequestTable
 from tests.fakes import traces
 from tests.fakes.replays import GOAL, made, replay, separating
 from tests.fakes.tables import add_sample

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.engine.request_table import OUTPUT, THINK, RequestTable
+from meridian_control.engine.signals import rpdi
+from meridian_control.engine.token_rows import FLAG_BOUNDARY, FLAG_GOES_ON
 from meridian_control.offline.correctness import from_probes
 from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.offline.trace_file import FileError, TraceWriter, read
-from meridian_control.table.request_table import OUTPUT, THINK, RequestTable
-from meridian_control.table.signals import rpdi
-from meridian_control.table.token_rows import FLAG_BOUNDARY, FLAG_GOES_ON
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy

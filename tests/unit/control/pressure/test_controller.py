@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_control.budgets.stages import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
-from meridian_control.pressure.controller import (
+from meridian_control.capabilities.pressure.rule import (
     FIRST_HOLD,
     FORGET,
     MAX_HOLD,
@@ -19,6 +18,7 @@ from meridian_control.pressure.controller import (
     stage_at,
     worst,
 )
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

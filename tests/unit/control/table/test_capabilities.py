@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.table.needed_capabilities import missing
+from meridian_control.policy.needed_capabilities import missing
 from tests.fakes.agent import ALL, hello
 from tests.fakes.tables import policy
 

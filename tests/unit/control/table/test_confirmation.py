@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.entropy.rule import ends
+from meridian_control.common.table_columns import PROBE_COLUMNS
+from meridian_control.engine.moments import Moments, sentence_ends
+from meridian_control.engine.request_table import THINK
+from meridian_control.engine.token_rows import FLAG_BOUNDARY
 from meridian_control.journal.records import Decision
-from meridian_control.table.moments import Moments, sentence_ends
-from meridian_control.table.request_table import THINK
-from meridian_control.table.table_columns import PROBE_COLUMNS
-from meridian_control.table.token_rows import FLAG_BOUNDARY
 from tests.fakes.tables import add_sample, policy, table, thinking, tokens
 from tests.unit.sessions import stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
-    from meridian_control.table.request_table import RequestTable
 
 EAT, RANK = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK
 MARGIN, RPDI = agent_pb2.FORCE_REASON_MARGIN, agent_pb2.FORCE_REASON_RPDI

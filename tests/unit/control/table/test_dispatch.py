@@ -30,10 +30,10 @@ from meridian_control.capabilities.order.rule import (
     ranks,
     share,
 )
+from meridian_control.common.table_columns import UNTOLD
+from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK, RequestTable
 from meridian_control.engine.step_cost import WARM_STEPS, StepCost
 from meridian_control.policy.schema import SchedulerPolicy
-from meridian_control.table.request_table import OUTPUT, PROMPT, THINK, RequestTable
-from meridian_control.table.table_columns import UNTOLD
 from tests.fakes.tables import answering, table, thinking
 
 # Budgets that fit the step times below.

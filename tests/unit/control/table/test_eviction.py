@@ -9,8 +9,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.order.rule import hold_admission
 from meridian_control.capabilities.tiers.rule import newly_unreachable, reusable_again
+from meridian_control.engine.request_table import PROMPT
 from meridian_control.policy.schema import KvMemoryPolicy
-from meridian_control.table.request_table import PROMPT
 from tests.fakes.tables import answering, table, thinking
 
 REUSABLE, UNREACHABLE = agent_pb2.EVICTION_TIER_REUSABLE, agent_pb2.EVICTION_TIER_UNREACHABLE

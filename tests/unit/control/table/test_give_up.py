@@ -11,7 +11,7 @@ from meridian_control.capabilities.entropy.probes import probes_due
 from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.journal.messages import decision_message
 from meridian_control.policy.effects import hold_ms
-from meridian_control.table.needed_capabilities import missing
+from meridian_control.policy.needed_capabilities import missing
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy, table, thinking
 from tests.unit.control.engine.test_control_group import CONTROL, TREATED, counts

@@ -13,10 +13,10 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import phases
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT, MAX_TEXT_BYTES
-from meridian_control.table import token_rows as rows
-from meridian_control.table.request_table import OUTPUT, PROMPT, THINK, RequestTable
-from meridian_control.table.table_columns import COLUMNS, HISTORIES, UNTOLD
-from meridian_control.table.token_rows import FLAG_BOUNDARY
+from meridian_control.common.table_columns import COLUMNS, HISTORIES, UNTOLD
+from meridian_control.engine import token_rows as rows
+from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK, RequestTable
+from meridian_control.engine.token_rows import FLAG_BOUNDARY
 from tests.fakes.lines import lines_run
 from tests.fakes.tables import table, thinking, tokens
 

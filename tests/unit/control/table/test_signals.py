@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_MARKER
-from meridian_control.table.request_table import OUTPUT, THINK
-from meridian_control.table.signals import add_eat_samples, rpdi
+from meridian_control.engine.request_table import OUTPUT, THINK
+from meridian_control.engine.signals import add_eat_samples, rpdi
 from tests.fakes.tables import add_sample, table, thinking, tokens
 
 

@@ -11,10 +11,10 @@ from meridian.v1 import agent_pb2
 from meridian_control.capabilities.entropy.probes import probes_due
 from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.common.opened_request import OpenedRequest
+from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
+from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.policy.effects import cap, needs_signals, reads_sentence_ends
 from meridian_control.policy.schema import EntropyPolicy, RankCondition, SchedulerPolicy
-from meridian_control.table.request_table import OUTPUT, PROMPT, THINK
-from meridian_control.table.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 
 EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.engine.request_table import RequestTable
 
 
 def least_gain_first(table: RequestTable, slots: NDArray[np.intp]) -> NDArray[np.intp]:

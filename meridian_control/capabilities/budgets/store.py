@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Row, func, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from meridian_control.budgets.token_bucket import Account, charged, settled
+from meridian_control.capabilities.budgets.token_bucket import Account, charged, settled
 from meridian_control.storage.database import utc
 from meridian_control.storage.tables import budgets as _budgets
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncConnection
 
-    from meridian_control.budgets.token_bucket import Usage
+    from meridian_control.capabilities.budgets.token_bucket import Usage
     from meridian_control.policy.shortening_schema import BudgetPolicy
     from meridian_control.storage.database import Database
 

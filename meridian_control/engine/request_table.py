@@ -15,19 +15,7 @@ from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import OpenedRequest
 from meridian_control.common.report_bounds import is_measured
-from meridian_control.table.decided_columns import DecidedColumns
-from meridian_control.table.history import (
-    COUNT_WORDS,
-    PHASE,
-    THINK_TOKENS,
-    Before,
-    History,
-    no_history,
-    running_counts,
-    values_at_ends,
-    window_entropies,
-)
-from meridian_control.table.table_columns import (
+from meridian_control.common.table_columns import (
     BY_TYPE,
     COLUMNS,
     EAT_SHIFTED,
@@ -39,7 +27,19 @@ from meridian_control.table.table_columns import (
     SIGNAL_ROW,
     place_of,
 )
-from meridian_control.table.token_rows import (
+from meridian_control.engine.decided_columns import DecidedColumns
+from meridian_control.engine.history import (
+    COUNT_WORDS,
+    PHASE,
+    THINK_TOKENS,
+    Before,
+    History,
+    no_history,
+    running_counts,
+    values_at_ends,
+    window_entropies,
+)
+from meridian_control.engine.token_rows import (
     ENCODED_SIGNALS,
     FLAG_BOUNDARY,
     FLAG_END,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.table.token_rows import TokenRows
+    from meridian_control.engine.token_rows import TokenRows
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 # The table keeps this phase if an agent of a newer version sends a phase that the control plane does not know.
@@ -171,10 +171,8 @@ class RequestTable(DecidedColumns):
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
         # Most new requests have none of the following.
-        if think_tokens := opened.think_tokens:
-            self.think_tokens[slot] = think_tokens
-            # Thinking from before, unless no stream has brought it, has been counted for budgets where it happened.
-            self.charged_tokens[slot] = max(0, think_tokens - opened.unreported_think_tokens)
+        if opened.think_tokens:
+            self.think_tokens[slot] = opened.think_tokens
         if opened.output_tokens:
             self.output_tokens[slot] = opened.output_tokens
         if told.preempted:
@@ -183,8 +181,6 @@ class RequestTable(DecidedColumns):
             self.queued[slot] = True
         if opened.min_think_tokens:
             self.own_min_think_tokens[slot] = opened.min_think_tokens
-        if told.hand_over_candidate:
-            self.hand_over_candidate[slot] = True
         if told.forced:
             self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP
             self.ended[slot] = self.forced[slot] = True
@@ -364,7 +360,7 @@ class RequestTable(DecidedColumns):
         self.group[slot] = group
 
     def set_arm(self, slot: int, control: bool, counted: bool) -> None:
-        """Note whether a request belongs to the control group, and whether it counts when it closes."""
+        """Note whether a request is held out, and whether it counts when it closes."""
         self.control[slot], self.counted[slot] = control, counted
 
     def await_signals(self, slot: int, signals: int) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meridian_control.table.history import ratio_of_means
+from meridian_control.engine.history import ratio_of_means
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.table.moments import Moments
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.engine.moments import Moments
+    from meridian_control.engine.request_table import RequestTable
 
 
 def add_eat_samples(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meridian_control.capabilities.pressure.rule import Reading
 from meridian_control.common.histogram import Histogram
 from meridian_control.policy.shortening_schema import TARGETS
-from meridian_control.pressure.controller import Reading
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.budgets.charges import NOTHING_CARRIED
-from meridian_control.budgets.stages import UNSHORTENED, matching, stage_of
-from meridian_control.budgets.token_bucket import Account, Usage, charged, full, left, left_ratio
+from meridian_control.capabilities.budgets.charges import NOTHING_CARRIED
+from meridian_control.capabilities.budgets.rule import stage_of
+from meridian_control.capabilities.budgets.token_bucket import Account, Usage, charged, full, left, left_ratio
+from meridian_control.engine.shortening import UNSHORTENED, matching
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from meridian.v1 import policy_pb2
 
-    from meridian_control.budgets.charges import Carried, Charges
-    from meridian_control.budgets.store import BudgetStore
+    from meridian_control.capabilities.budgets.charges import Carried, Charges
+    from meridian_control.capabilities.budgets.store import BudgetStore
     from meridian_control.policy.shortening_schema import BudgetPolicy
 
 

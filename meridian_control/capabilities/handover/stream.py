@@ -1,7 +1,7 @@
 """Decides the handovers of one engine's requests, and passes on what its reports say about handovers.
 
-The rule is in `handover.rule`, and `handover.results` finds what became of each request. The code does no I/O and reads
-no clock; each object belongs to one session.
+The rule is in `rule`, and `results` finds what became of each request. The code does no I/O and reads no clock; each
+object belongs to one session.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.handover import rule
+from meridian_control.capabilities.handover.measured_costs import AnswerLength, TransferCost
+from meridian_control.capabilities.handover.results import Handover, Handovers
 from meridian_control.common.errors import BadReport
 from meridian_control.common.report_bounds import is_measured
+from meridian_control.engine.part import Part
+from meridian_control.engine.request_table import OUTPUT
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.engine.think_ends import FINISHED
-from meridian_control.handover import rule
-from meridian_control.handover.measured_costs import AnswerLength, TransferCost
-from meridian_control.handover.results import Handover
 from meridian_control.policy.disagg_schema import DisaggPolicy
-from meridian_control.table.request_table import OUTPUT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from datetime import datetime
 
+    from meridian_control.capabilities.handover.results import Key
     from meridian_control.common.slices import Sliced
-    from meridian_control.engine.decision_ledger import Ledger
+    from meridian_control.engine.part import Stream, Turn
     from meridian_control.engine.step_cost import StepCost
-    from meridian_control.engine.totals import Totals
-    from meridian_control.handover.results import Handovers, Key
     from meridian_control.journal.records import Decision
-    from meridian_control.table.request_table import RequestTable
-
 
 # Requests after which work about many requests pauses: about a millisecond of work.
 ROWS_AT_ONCE = 512
@@ -45,28 +44,24 @@ class _Made(NamedTuple):
     shadow: bool
 
 
-class SessionHandovers:
-    """The handovers of one session.
+class EngineHandovers(Part):
+    """The handovers from one engine, and to it.
 
-    `pool` has the engines to which requests may be handed over. `shadowed` sums up the handovers in shadow that would
-    have happened.
+    `results` keeps what became of requests that were to be handed over, over all engines, or of this engine alone if
+    none are given. `pool` has the engines to
+    which requests may be handed over; whoever changes it does so between two reports. `shadowed` sums up the handovers
+    in shadow that would have happened.
     """
 
-    def __init__(
-        self,
-        session_id: str,
-        hello: agent_pb2.Hello,
-        table: RequestTable,
-        ledger: Ledger,
-        *,
-        totals: Totals,
-        results: Handovers,
-    ) -> None:
-        self._session_id, self._hello, self._table, self._ledger = session_id, hello, table, ledger
-        self._totals, self.results = totals, results
+    def __init__(self, stream: Stream, results: Handovers | None = None) -> None:
+        self._stream, self._hello, self._table, self._ledger = stream, stream.hello, stream.table, stream.ledger
+        self.results = results or Handovers()
         self.pool: tuple[fleet_pb2.AnsweringEngine, ...] = ()
         self.shadowed = fleet_pb2.ShadowHandovers()
         self.transfer, self.answers = TransferCost(), AnswerLength()
+        # Slots of live requests that a relay can continue on another engine.
+        self._candidates: set[int] = set()
+        self._has_reported = False
         self._made: dict[int, _Made] = {}
         # Ids of requests that the engine has refused to hand over.
         self._refused: set[str] = set()
@@ -75,10 +70,18 @@ class SessionHandovers:
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
-    def take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
-        """Take in a report whose requests the table still holds. Raises BadReport if columns differ in length."""
-        self._kv_used = report.kv_used
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None] | None:
+        self._kv_used, self._has_reported = report.kv_used, True
+        if not (report.opened or report.closed or report.HasField("continued")):
+            return None
+        return self._take(report, now)
+
+    def _take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
         for count, opened in enumerate(report.opened, 1):
+            if opened.hand_over_candidate:
+                self._candidates.add(opened.slot)
+            else:
+                self._candidates.discard(opened.slot)
             if opened.handed_over_ref:
                 self._open(opened.slot, now)
             if not count % ROWS_AT_ONCE:
@@ -107,11 +110,12 @@ class SessionHandovers:
             return
         if transferred_tokens:
             self.transfer.add(transferred_tokens, first_token_ms)
-        self._totals.ttot.add_one(first_token_ms / 1e3)
+        self._stream.add_ttot(first_token_ms)
         key = self._key(info.request_id)
         self.results.first_token(info.handed_over_ref, key, transferred_tokens, first_token_ms, now)
 
     def _closed(self, closed: agent_pb2.RequestClosed, now: datetime) -> None:
+        self._candidates.discard(closed.slot)
         info = self._table.info[closed.slot] if self._table.holds(closed.slot) else None
         if info is None:
             return
@@ -123,29 +127,46 @@ class SessionHandovers:
             self.results.continuation_closed(info.handed_over_ref, key, closed.reason, now)
         self._refused.discard(info.request_id)
 
-    def begin_anew(self, now: datetime) -> Sliced[None]:
-        """Take in the requests of a snapshot, which the table already has."""
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        self._candidates = {opened.slot for opened in snapshot.requests if opened.hand_over_candidate}
+
+    def snapshot_ends(self, now: datetime) -> Sliced[None]:
         ids: set[str] = set()
         for count, (_, info) in enumerate(self._table.requests(), 1):
             ids.add(info.request_id)
             if not count % ROWS_AT_ONCE:
                 yield
-        self.results.relisted(self._engine, ids, now)
+        self.results.relisted(self._stream.identity, ids, now)
         for count, (slot, _) in enumerate(self._table.requests(), 1):
             self._open(slot, now)
             if not count % ROWS_AT_ONCE:
                 yield
         self._refused &= ids
 
-    def close(self, now: datetime, followed: bool) -> None:
-        """Note that the stream has ended. followed: whether a newer stream goes on with the engine's requests."""
+    def stream_ended(self, now: datetime, followed: bool) -> None:
         if not followed:
-            self.results.lost(self._engine, now)
+            self.results.lost(self._stream.identity, now)
+
+    # ------------------------------------------------------------------------------------------------------- recordings
+
+    def records(self) -> Iterable[fleet_pb2.TraceRecord]:
+        return [self.record()] if self.pool else []
+
+    def record(self) -> fleet_pb2.TraceRecord:
+        """Return a record of the engines to which requests may be handed over."""
+        record = fleet_pb2.TraceRecord(answering_pool=fleet_pb2.TracedPool(engines=self.pool))
+        record.answering_pool.SetInParent()
+        return record
+
+    def recorded(self, record: fleet_pb2.TraceRecord) -> None:
+        if record.HasField("answering_pool"):
+            self.pool = tuple(record.answering_pool.engines)
 
     # -------------------------------------------------------------------------------------------------------- decisions
 
-    def decide(self, policy: DisaggPolicy, out: agent_pb2.Directives, cost: StepCost) -> None:
+    def decide(self, turn: Turn) -> None:
         """Decide handovers, and take handovers back. Nothing is decided for an engine outside the thinking pool."""
+        policy, out, cost = turn.policy.disagg, turn.out, self._stream.step_cost
         in_force = self._in_force()
         changed = policy is not self._policy and policy != self._policy
         self._policy = policy
@@ -179,12 +200,12 @@ class SessionHandovers:
         made = Handover("", move)
         if move.engine is not None:
             # The session's id makes the reference unique in the fleet.
-            made.ref = told.ref = f"{self._session_id}-{decision.decision_id}"
+            made.ref = told.ref = f"{self._stream.session_id}-{decision.decision_id}"
             told.url = move.engine.url
             self._made[move.slot] = _Made(decision, move, shadow)
             if not shadow:
                 self.results.decided(self._key(decision.request_id), made)
-        decision.hand_over = made
+        decision.own_detail = made
 
     def _in_force(self) -> dict[int, rule.Move]:
         """Return the handovers without an outcome by slot, and take in the outcomes of the others."""
@@ -204,7 +225,9 @@ class SessionHandovers:
     def _holding(self) -> list[rule.Holding]:
         """Return the thinking requests that a relay can continue and that hold their KV blocks."""
         table, size = self._table, max(1, self._hello.block_size_tokens)
-        chosen = table.thinking & table.hand_over_candidate & ~table.preempted & ~table.ended
+        if not self._candidates:
+            return []
+        chosen = table.thinking & table.mask(np.array(list(self._candidates))) & ~table.preempted & ~table.ended
         found = []
         for slot in np.flatnonzero(chosen).tolist():
             info, tokens = table.info[slot], int(table.prompt_tokens[slot] + table.think_tokens[slot])
@@ -230,11 +253,22 @@ class SessionHandovers:
             answer_tokens=self.answers.tokens,
         )
 
-    def answering_engine(self, cost: StepCost, unfit: str) -> fleet_pb2.AnsweringEngine:
-        """Return the facts on which handovers to this engine depend. unfit: reason why none can be made, from the
-        state of the session; empty if there is none."""
-        hello = self._hello
-        base_ms, sequence_ms, prefill_token_ms = _step_cost(cost)
+    @property
+    def _unfit(self) -> str:
+        """The reason why no request can be handed over to this engine at the moment; empty if there is none."""
+        if self._hello.fault:
+            return "its agent is off"
+        if self._stream.freezing.frozen:
+            return "it is frozen"
+        if self._stream.policies.policy is None:
+            return "no policy is in force on it yet"
+        # An engine without requests sends no report; its KV cache is empty.
+        return "it has not reported yet" if not self._has_reported and self._table.live.any() else ""
+
+    def answering_engine(self) -> fleet_pb2.AnsweringEngine:
+        """Return the facts on which handovers to this engine depend."""
+        hello, unfit = self._hello, self._unfit
+        base_ms, sequence_ms, prefill_token_ms = _step_cost(self._stream.step_cost)
         transfer_ms, transfer_token_ms = self.transfer.coefficients
         if not hello.capabilities.answer_handed_over:
             unfit = hello.no_answer_handed_over or "the engine lacks answer_handed_over"
@@ -272,12 +306,8 @@ class SessionHandovers:
     def _running(self) -> int:
         return int(np.count_nonzero(self._table.live & ~self._table.preempted))
 
-    @property
-    def _engine(self) -> tuple[str, str]:
-        return self._hello.engine_id, self._hello.incarnation
-
     def _key(self, request_id: str) -> Key:
-        return (*self._engine, request_id)
+        return (*self._stream.identity, request_id)
 
 
 def _step_cost(cost: StepCost) -> tuple[float, float, float]:

@@ -6,12 +6,13 @@ reads no clock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from meridian_control.common.masks import any_in
-from meridian_control.table.history import (
+from meridian_control.common.table_columns import END_WORDS, MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
+from meridian_control.engine.history import (
     COUNT_WORDS,
     CYCLES,
     END_RANK,
@@ -27,33 +28,18 @@ from meridian_control.table.history import (
     SentenceEnds,
     kept,
 )
-from meridian_control.table.table_columns import END_WORDS, MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
-from meridian_control.table.token_rows import FLAG_END, TAKE_BACK_SHIFT, differs
+from meridian_control.engine.token_rows import FLAG_END, TAKE_BACK_SHIFT, differs
+from meridian_control.journal.records import RequestChange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.engine.request_table import RequestTable
 
 # The live requests of an engine in one state: now, or at moments of the newest report.
 Seen: TypeAlias = "RequestTable | Moments"
-
-
-class RequestChange(NamedTuple):
-    """An event of a request in a step, with the request's phase and token counts after the event.
-
-    flags: flags of the token row, 0 if the event has no row.
-    """
-
-    kind: str
-    flags: int
-    step: int
-    slot: int
-    phase: int
-    think_tokens: int
-    output_tokens: int
 
 
 class Moments:

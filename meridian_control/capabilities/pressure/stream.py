@@ -12,9 +12,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
+from meridian.v1 import fleet_pb2
 
-from meridian_control.budgets.stages import UNSHORTENED
-from meridian_control.pressure.controller import (
+from meridian_control.capabilities.pressure.gains import least_gain_first
+from meridian_control.capabilities.pressure.rule import (
     FORGET,
     MAX_HOLD,
     MAX_LEVEL,
@@ -24,43 +25,52 @@ from meridian_control.pressure.controller import (
     stage_at,
     worst,
 )
-from meridian_control.pressure.gains import least_gain_first
-from meridian_control.pressure.window import DECIMALS, Window
-from meridian_control.table.request_table import OUTPUT, THINK
-from meridian_control.table.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
-from meridian_control.table.token_rows import FLAG_FROM_OUTPUT, differs
+from meridian_control.capabilities.pressure.shown import PressureDetail, pressure_message
+from meridian_control.capabilities.pressure.window import DECIMALS, Window
+from meridian_control.common.slices import at_once
+from meridian_control.common.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
+from meridian_control.engine.part import Part
+from meridian_control.engine.request_table import OUTPUT, THINK
+from meridian_control.engine.shortening import UNSHORTENED, Staged, matching
+from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, differs
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from datetime import datetime
 
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
-    from meridian_control.policy.shortening_schema import PressurePolicy, Shortener
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.common.slices import Sliced
+    from meridian_control.engine.part import Stream
+    from meridian_control.engine.shortening import Shortening
+    from meridian_control.policy.model import Policy, Who
+    from meridian_control.policy.shortening_schema import PressurePolicy
 
+# Counters: changes of the level by entry and direction, and windows by entry and missed target.
+CHANGES_TOTAL, MISSED_TOTAL = "meridian_pressure_changes_total", "meridian_pressure_missed_windows_total"
 # Number of newest changes that are kept of each entry.
 CHANGES = 8
 # Windows of an idle engine that are judged at most; after so many, every level is 0 and earlier misses are forgotten.
 MOST_IDLE = 1 + MAX_LEVEL * (MAX_HOLD + 1) + FORGET
 
 
-class EnginePressure:
-    """The pressure entries on one engine.
+class EnginePressure(Part):
+    """The pressure entries on one engine, which shorten its requests in stages.
 
     levels: by the entry's name, without those at level 0. readings: by name, those of the newest complete window.
-    changes: by name, the newest changes, newest first. counts: changes by name and direction. missed: windows by name
-    and missed target.
+    changes: by name, the newest changes, newest first.
     """
 
-    def __init__(self, table: RequestTable, counts: Counter[tuple[str, str]], missed: Counter[tuple[str, str]]) -> None:
-        self._table = table
+    section = "pressure"
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._table = stream, stream.table
+        stream.policies.shorteners.append(self)
         self.entries: tuple[PressurePolicy, ...] = ()
         self.readings: dict[str, list[Reading]] = {}
         self.changes: dict[str, deque[LevelChange]] = {}
-        self.counts, self.missed = counts, missed
         self._unlogged: list[LevelChange] = []
         self._controllers: dict[str, Controller] = {}
         self._windows: list[Window] = []
@@ -80,9 +90,14 @@ class EnginePressure:
     def levels(self) -> dict[str, int]:
         return {name: one.level for name, one in self._controllers.items() if one.level}
 
-    def newest_change(self, name: str) -> LevelChange | None:
-        """Return the newest change of an entry's level, None if its level has not changed on this stream."""
-        return self.changes[name][0] if name in self.changes else None
+    def messages(self) -> list[fleet_pb2.Pressure]:
+        """Return the entries, in the policy's order."""
+        levels, readings, changes = self.levels, self.readings, self.changes
+        names = ((entry, entry.name) for entry in self.entries)
+        return [
+            pressure_message(entry, levels.get(name, 0), readings.get(name, ()), changes.get(name, ()))
+            for entry, name in names
+        ]
 
     def take_unlogged(self) -> list[LevelChange]:
         """Return the changes since the last call."""
@@ -91,15 +106,33 @@ class EnginePressure:
         self._unlogged = []
         return found
 
-    def resume(self, levels: Mapping[str, int]) -> None:
+    # --------------------------------------------------------------------------------------------------- recordings
+
+    def records(self) -> Iterable[fleet_pb2.TraceRecord]:
+        return [self.record()] if self.levels else []
+
+    def record(self) -> fleet_pb2.TraceRecord:
+        """Return a record of the levels."""
+        record = fleet_pb2.TraceRecord(pressure_levels=fleet_pb2.TracedLevels(levels=self.levels))
+        record.pressure_levels.SetInParent()
+        return record
+
+    def recorded(self, record: fleet_pb2.TraceRecord) -> None:
+        if record.HasField("pressure_levels"):
+            self.set_levels(record.pressure_levels.levels)
+
+    def set_levels(self, levels: Mapping[str, int]) -> None:
         """Set the levels by the entry's name, as they were when a recording began; a missing entry has level 0."""
         self._controllers = {name: Controller(levels.get(name, 0)) for name in {*self._controllers, *levels}}
+        if self.entries:
+            at_once(self._stream.shorten_again(self._table.slots().tolist()))
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def apply(self, entries: tuple[PressurePolicy, ...], now_ms: float) -> None:
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
         """Put a policy's entries in force. An entry keeps its level and those that gain least under its name; all
-        windows begin anew. All live requests must be assigned again."""
+        windows begin anew."""
+        entries = policy.pressure
         if not self.entries:
             self._forget()
         before, self.entries = {entry.name: index for index, entry in enumerate(self.entries)}, entries
@@ -112,12 +145,10 @@ class EnginePressure:
         self._controllers = {name: self._controllers.get(name, Controller()) for name in sorted(names)}
         self.readings = {}
         self.changes = {name: kept for name, kept in self.changes.items() if name in names}
-        self._windows = [Window(entry, now_ms) for entry in entries]
+        self._windows = [Window(entry, self._stream.clock_ms(now)) for entry in entries]
 
-    def assign(self, slot: int, entries: Collection[PressurePolicy], again: bool) -> None:
-        """Note the entries that match a request, which the table has already opened. again: whether the request was in
-        the slot under the previous policy, too."""
-        table = self._table
+    def assign(self, slot: int, opened: OpenedRequest, who: Who, again: bool) -> tuple[PressurePolicy, ...]:
+        table, entries = self._table, matching(self.entries, who)
         if slot >= len(self._members):
             self._grow(len(table.info))
         self._members[slot] = sum(1 << index for index, entry in enumerate(self.entries) if entry in entries)
@@ -127,6 +158,7 @@ class EnginePressure:
             has_tokens = bool(table.think_tokens[slot] or table.output_tokens[slot])
             self._opened_ms[slot] = np.nan if has_tokens else table.token_ms[slot]
             self._begun[slot], self._hit[slot] = has_tokens, False
+        return entries
 
     def _grow(self, capacity: int) -> None:
         for name, empty in (("_members", 0), ("_first", 0), ("_opened_ms", np.nan), ("_begun", 1), ("_answered", 1)):
@@ -136,7 +168,10 @@ class EnginePressure:
             setattr(self, name, grown)
         self._hit = np.concatenate([self._hit, np.zeros(capacity - len(self._hit), bool)])
 
-    def stages(self, slot: int) -> tuple[tuple[int, int], ...]:
+    def staged(self, slot: int) -> tuple[Staged, ...]:
+        return tuple([Staged(self.section, self.entries[index], stage) for index, stage in self._stages(slot)])
+
+    def _stages(self, slot: int) -> tuple[tuple[int, int], ...]:
         """Return the entries that shorten the request in a slot, by their index in the policy, each with its stage."""
         if slot >= len(self._members) or not (members := int(self._members[slot])):
             return ()
@@ -148,18 +183,20 @@ class EnginePressure:
         return tuple(found)
 
     def has_shadow(self, slot: int) -> bool:
-        """Whether an entry in shadow matches the request in a slot."""
         members = int(self._members[slot]) if slot < len(self._members) else 0
         return any(entry.shadow and members >> index & 1 for index, entry in enumerate(self.entries))
 
-    def in_stages(self, stages: Sequence[tuple[int, int]]) -> list[tuple[Shortener, int]]:
-        """Return the entries themselves, as `shortened` reads them. stages: as `stages` returns them."""
-        return [(self.entries[index], stage) for index, stage in stages]
+    def detail(self, by: Shortening) -> PressureDetail:
+        """Return what the decision log shows of an entry: its stage, and the newest change of its level if the level
+        has changed on this stream."""
+        return PressureDetail(by.stage, self.changes[by.name][0] if by.name in self.changes else None)
 
     # ---------------------------------------------------------------------------------------------------- measuring
 
-    def take(self, report: agent_pb2.StepReport) -> None:
-        """Measure a report that the table has taken in; the requests that it closes must still be there."""
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
+        """Measure the report."""
+        if not self.entries:
+            return
         table, rows = self._table, self._table.history.rows
         if len(rows.s):
             fresh = (~self._begun[rows.s]).nonzero()[0]
@@ -234,17 +271,23 @@ class EnginePressure:
 
     # ------------------------------------------------------------------------------------------------------- levels
 
-    def restart(self, now_ms: float) -> None:
-        """Begin all windows anew, with the answers of the requests that are assigned: after a policy or a snapshot, and
-        while no decisions are made."""
-        for index, window in enumerate(self._windows):
-            window.restart(now_ms, self._answering(index))
+    def policy_changed(self, now: datetime) -> None:
+        self._restart(now)
 
-    def rest(self, now_ms: float, now: datetime) -> None:
+    def snapshot_ends(self, now: datetime) -> None:
+        self._restart(now)
+
+    def _restart(self, now: datetime) -> None:
+        """Begin all windows anew, with the answers of the requests that are assigned."""
+        for index, window in enumerate(self._windows):
+            window.restart(self._stream.clock_ms(now), self._answering(index))
+
+    def rest(self, now: datetime) -> None:
         """Judge the windows that are over on an engine without requests, which sends no reports. Windows keep their
         length, so the levels do not depend on how often the method is called."""
-        if self._table.live.any():
+        if not self.entries or self._table.live.any():
             return
+        now_ms = self._stream.clock_ms(now)
         self._follow_clock(now_ms)
         for index, window in enumerate(self._windows):
             over = int(round(now_ms - window.start_ms, DECIMALS) / window.length_ms)
@@ -257,18 +300,26 @@ class EnginePressure:
                 for _ in range(min(over - 1, MOST_IDLE)):
                     self._decide(window.entry, readings, now)
 
-    def judge(self, now_ms: float, now: datetime) -> list[int]:
+    def report_begins(self, now: datetime, decides: bool) -> Sliced[None] | None:
+        """Change the levels by the reports so far; the newest report's decisions read them."""
+        if not decides:
+            self._restart(now)
+        elif slots := self._judge_windows(self._stream.clock_ms(now), now):
+            return self._stream.shorten_again(slots)
+        return None
+
+    def _judge_windows(self, now_ms: float, now: datetime) -> list[int]:
         """Compare the values of windows that are over with the targets; return the slots of the live requests whose
-        stage changes. The table must not have taken in the next report yet."""
+        stage changes."""
         over = [index for index, window in enumerate(self._windows) if window.is_over(now_ms)]
         if not over:
             self._follow_clock(now_ms)
             return []
-        before = {slot: self.stages(slot) for slot in self._table.slots().tolist()}
+        before = {slot: self._stages(slot) for slot in self._table.slots().tolist()}
         for index in over:
             self._judge(index, now_ms, now)
             self._windows[index].restart(now_ms, self._answering(index))
-        return [slot for slot, stages in before.items() if stages != self.stages(slot)]
+        return [slot for slot, stages in before.items() if stages != self._stages(slot)]
 
     def _follow_clock(self, now_ms: float) -> None:
         """Begin the windows anew if the wall clock was set back."""
@@ -278,7 +329,9 @@ class EnginePressure:
     def _judge(self, index: int, now_ms: float, now: datetime) -> None:
         window, entry = self._windows[index], self.entries[index]
         readings = self.readings[entry.name] = window.readings(self._waiting_ms(index, now_ms))
-        self.missed.update((entry.name, reading.target) for reading in readings if reading.missed)
+        for reading in readings:
+            if reading.missed:
+                self._stream.count(MISSED_TOTAL, (entry.name, reading.target))
         self._decide(entry, readings, now)
         self._choose(index)
 
@@ -290,7 +343,7 @@ class EnginePressure:
         change = LevelChange(entry.name, now, before, level, worst(readings), entry.shadow)
         self.changes.setdefault(entry.name, deque(maxlen=CHANGES)).appendleft(change)
         self._unlogged.append(change)
-        self.counts[entry.name, "shortened" if level > before else "restored"] += 1
+        self._stream.count(CHANGES_TOTAL, (entry.name, "shortened" if level > before else "restored"))
 
     def _answering(self, index: int) -> int:
         """Return the number of live requests of an entry that have begun their answer."""

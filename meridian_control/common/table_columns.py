@@ -44,8 +44,6 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "preempted": (bool, False),
     # Whether the request waits for its first step, and the agent will report its queueing time.
     "queued": (bool, False),
-    # Whether a relay can continue the request on another engine.
-    "hand_over_candidate": (bool, False),
     # Time of the request's newest token, or of its opening before the first token: milliseconds on the session's clock.
     "token_ms": (np.float64, 0.0),
     "newest_token": (np.uint8, NO_TOKEN),
@@ -98,14 +96,10 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # How thinking ended the first time; whether thinking has ended more than once.
     "first_end": (np.uint8, NO_END),
     "reentered": (bool, False),
-    # Whether the request belongs to the control group, which nothing shortens; whether it counts as treated or as
-    # control when it closes.
+    # Whether the request is held out, so that nothing shortens it; whether it counts as treated or as held out when it
+    # closes.
     "control": (bool, False),
     "counted": (bool, False),
-    # Combination of thinking budgets that the request counts towards, as an index among the session's combinations, and
-    # the thinking tokens that were counted for them.
-    "budget_set": (np.int64, 0),
-    "charged_tokens": (np.int64, 0),
     # The signals whose first value that a rule could read is still to be compared with the calibration, one bit for
     # each of drift_schema.SIGNALS.
     "awaited_signals": (np.uint8, 0),
@@ -209,7 +203,6 @@ class Columns:
     output_tokens: NDArray[np.int64]
     preempted: NDArray[np.bool_]
     queued: NDArray[np.bool_]
-    hand_over_candidate: NDArray[np.bool_]
     token_ms: NDArray[np.float64]
     newest_token: NDArray[np.uint8]
     entropy_nats: NDArray[np.float32]
@@ -246,8 +239,6 @@ class Columns:
     reentered: NDArray[np.bool_]
     control: NDArray[np.bool_]
     counted: NDArray[np.bool_]
-    budget_set: NDArray[np.int64]
-    charged_tokens: NDArray[np.int64]
     awaited_signals: NDArray[np.uint8]
     end_decided: NDArray[np.uint8]
     shadow_decided: NDArray[np.uint32]

@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import all_in, any_in
 from meridian_control.common.packed_fields import NOTHING, floats, integers, packed_fields
-from meridian_control.table.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
+from meridian_control.common.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""The part of the request table that the control plane's decisions write: ranks, tiers, caps, ends and probes;
-and the budgets that requests count towards.
+"""The part of the request table that the control plane's decisions write: ranks, tiers, caps, ends and probes.
 
 `RequestTable` inherits this part; no other class does. The module does no I/O and knows neither a clock nor a policy.
 """
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.table.table_columns import UNTOLD, Columns
+from meridian_control.common.table_columns import UNTOLD, Columns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,15 +91,3 @@ class DecidedColumns(Columns):
     def note_cap_probe(self, slots: NDArray[np.intp]) -> None:
         """Note that these requests are probed near their cap, which happens once per request."""
         self.cap_probed[slots] = True
-
-    def set_budget_set(self, slot: int, index: int) -> None:
-        """Note which of the session's combinations of budgets a request counts towards."""
-        self.budget_set[slot] = index
-
-    def note_charged(self, slots: NDArray[np.intp] | int) -> None:
-        """Note that all thinking tokens so far of these requests were counted for their budgets."""
-        self.charged_tokens[slots] = self.think_tokens[slots]
-
-    def resume_charge(self, slot: int, think_tokens: int) -> None:
-        """Note the thinking tokens of a request that were counted before the engine's newest snapshot."""
-        self.charged_tokens[slot] = think_tokens

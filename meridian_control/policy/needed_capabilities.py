@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.loop_schema import LoopPolicy
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
-    from meridian_control.policy.shortening_schema import Shortener
+    from meridian_control.policy.shortening_schema import StagedEntry
 
 NEEDS = {
     "scheduler": {
@@ -144,7 +144,7 @@ def _handovers(disagg: DisaggPolicy, hello: agent_pb2.Hello) -> Iterator[tuple[s
 def _shorteners(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     """Yield what the budgets and pressure entries in force need that may match a request for the engine's own model."""
     caps = policy.scheduler.enabled and not policy.scheduler.shadow
-    sections: dict[str, tuple[Shortener, ...]] = {"budget": policy.budget, "pressure": policy.pressure}
+    sections: dict[str, tuple[StagedEntry, ...]] = {"budget": policy.budget, "pressure": policy.pressure}
     for section, entries in sections.items():
         for index, entry in enumerate(entries):
             if entry.shadow or (entry.model and not fnmatchcase(hello.model, entry.model)):

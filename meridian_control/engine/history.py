@@ -13,7 +13,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
-from meridian_control.table.table_columns import (
+from meridian_control.common.table_columns import (
     END_WORDS,
     MARGINS,
     PROBE_PLACES,
@@ -24,14 +24,14 @@ from meridian_control.table.table_columns import (
     place_of,
     words_of,
 )
-from meridian_control.table.token_rows import FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT, rows_of
+from meridian_control.engine.token_rows import FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from meridian_control.table.token_rows import TokenRows
+    from meridian_control.engine.token_rows import TokenRows
 
 # Columns of `History.counts`: thinking tokens, output tokens, sentence ends with a rank, and token entropies.
 THINK_TOKENS, OUTPUT_TOKENS, SENTENCE_ENDS, ENTROPIES = range(4)

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.histogram import Histogram, answer_histogram
+from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
 from meridian_control.policy.shortening_kinds import Kind, kinds_of, not_measured
-from meridian_control.table.table_columns import NATURAL_END
 
 if TYPE_CHECKING:
-    from meridian_control.engine.control_requests import ControlRequest
+    from meridian_control.capabilities.control_group.requests import ControlRequest
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.drift_schema import Bins
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.shortening_schema import Shortener
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.policy.shortening_schema import StagedEntry
 
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
@@ -255,7 +255,7 @@ class Experiments:
 def rules_of(policy: Policy) -> str:
     """Return a fingerprint of all in the policy that decides when thinking ends."""
     text = policy.model_dump_json(exclude=UNRELATED)
-    entries: tuple[Shortener, ...] = (*policy.budget, *policy.pressure)
+    entries: tuple[StagedEntry, ...] = (*policy.budget, *policy.pressure)
     text += "".join(entry.model_dump_json() for entry in entries if not entry.shadow)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
     from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.table.request_table import RequestTable
+    from meridian_control.engine.request_table import RequestTable
 
 K = TypeVar("K")
 # A tenant and a model.
@@ -53,17 +53,25 @@ class Carried(NamedTuple):
 NOTHING_CARRIED = Carried("", {})
 
 
-class Charges:
-    """The tokens that have not been taken yet. The table's column `budget_set` holds indices into a list of
-    combinations of budgets, of which the first has none.
+class Counted(NamedTuple):
+    """What a request counts towards: the names of its budgets. counts: whether its tokens count for them here."""
 
-    has_policy: whether a policy is in force, so that the budgets of live requests are known.
-    """
+    names: tuple[str, ...]
+    counts: bool
+
+
+class Charges:
+    """The tokens that have not been taken yet."""
 
     def __init__(self, table: RequestTable, carried: Carried = NOTHING_CARRIED) -> None:
-        self._table, self._carried, self.has_policy = table, carried, False
-        self._sets: list[tuple[str, ...]] = [()]
-        self._indices: dict[tuple[str, ...], int] = {(): 0}
+        self._table, self._carried = table, carried
+        # Whether a policy is in force, so that the budgets of live requests are known.
+        self._has_policy = False
+        # For each slot of the table an index into the list of combinations of budgets, of which the first has none; and
+        # the thinking tokens that were counted of its request.
+        self._set, self._charged = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._sets = [Counted((), True)]
+        self._indices = {self._sets[0]: 0}
         # Tokens that were counted of each request before a snapshot of which only a part is taken in, by its id.
         self._counted: dict[str, int] = {}
         self._open: Counter[str] = Counter()
@@ -73,31 +81,59 @@ class Charges:
 
     def names(self, slot: int) -> tuple[str, ...]:
         """Return the names of the budgets that the request in a slot counts towards."""
-        return self._sets[int(self._table.budget_set[slot])]
+        return self._sets[int(self._set[slot])].names
 
-    def assign(self, slot: int, names: tuple[str, ...]) -> None:
-        """Note the budgets that a live request counts towards. Tokens for its earlier budgets must be settled."""
-        if names == self.names(slot):
+    def begin_policy(self, *, has_budgets: bool) -> None:
+        """Count the tokens of all live requests, because their budgets change. Tokens of requests without a budget will
+        not count for a budget that they get now. has_budgets: whether the new policy has any."""
+        if self._has_policy:
+            self._count()
+        self._has_policy = True
+        if not has_budgets:
+            self._set[:] = 0
+
+    def open(self, slot: int) -> None:
+        """Begin to count the tokens of a request that the table has opened, which has no budgets yet."""
+        self._fit()
+        opened, charged = self._table.info[slot], 0
+        if opened is not None and opened.think_tokens:
+            # Thinking from before, unless no stream has brought it, has been counted where it happened. The snapshot
+            # does not know of reports that were lost with the stream.
+            charged = max(0, opened.think_tokens - opened.unreported_think_tokens)
+        if opened is not None and self._counted:
+            charged = self._counted.pop(opened.request_id, charged)
+        self._set[slot], self._charged[slot] = 0, charged
+
+    def _fit(self) -> None:
+        """Make room for all slots of the table."""
+        if more := len(self._table.info) - len(self._set):
+            self._set = np.concatenate([self._set, np.zeros(more, np.int64)])
+            self._charged = np.concatenate([self._charged, np.zeros(more, np.int64)])
+
+    def assign(self, slot: int, names: tuple[str, ...], *, counts: bool = True) -> None:
+        """Note the budgets of a live request, whose tokens for its earlier budgets are settled. counts: whether its
+        tokens count for them."""
+        wanted = Counted(names, counts or not names)
+        if wanted == self._sets[int(self._set[slot])]:
             return
-        if names not in self._indices:
+        if wanted not in self._indices:
             if len(self._sets) >= ROOM:
                 self._forget_unused()
-            self._indices[names] = len(self._sets)
-            self._sets.append(names)
-        self._table.set_budget_set(slot, self._indices[names])
+            self._indices[wanted] = len(self._sets)
+            self._sets.append(wanted)
+        self._set[slot] = self._indices[wanted]
 
     def settle(self, slot: int) -> None:
         """Count the tokens of a request that closes, if it is live."""
         table = self._table
-        if table.holds(slot) and (new := int(table.think_tokens[slot] - table.charged_tokens[slot])):
-            self._open.update(dict.fromkeys(self.names(slot), new))
+        if table.holds(slot) and (new := int(table.think_tokens[slot] - self._charged[slot])):
+            self._add(int(self._set[slot]), new)
             self._count_one(slot, new)
-            table.note_charged(slot)
+            self._charged[slot] = table.think_tokens[slot]
 
-    def settle_all(self) -> None:
-        """Count the tokens of all live requests, because their budgets change. Tokens of requests without a budget will
-        not count for a budget that they get now."""
-        self._count()
+    def _add(self, index: int, tokens: int) -> None:
+        if self._sets[index].counts:
+            self._open.update(dict.fromkeys(self._sets[index].names, tokens))
 
     def take(self) -> Counter[str]:
         """Return the thinking tokens since the last call, by the budget's name."""
@@ -130,29 +166,31 @@ class Charges:
         return taken
 
     def _count(self) -> None:
+        self._fit()
         table = self._table
-        slots = (table.live & (table.think_tokens != table.charged_tokens)).nonzero()[0]
+        slots = (table.live & (table.think_tokens != self._charged)).nonzero()[0]
         if not len(slots):
             return
-        new = table.think_tokens[slots] - table.charged_tokens[slots]
-        sums = np.bincount(table.budget_set[slots], weights=new, minlength=len(self._sets))
+        new = table.think_tokens[slots] - self._charged[slots]
+        sums = np.bincount(self._set[slots], weights=new, minlength=len(self._sets))
         for index in sums.nonzero()[0].tolist():
-            self._open.update(dict.fromkeys(self._sets[index], int(sums[index])))
+            self._add(index, int(sums[index]))
         for slot, tokens in zip(slots.tolist(), new.tolist(), strict=True):
             self._count_one(slot, tokens)
-        table.note_charged(slots)
+        self._charged[slots] = table.think_tokens[slots]
 
     def _count_one(self, slot: int, tokens: int) -> None:
         opened = self._table.info[slot]
         # The first token of a request that another engine decodes is generated there once more.
         if opened is None or opened.remote_decode:
             return
-        if not self.has_policy:
+        if not self._has_policy:
             self._add_unmatched(_user(opened), tokens)
         self._by_tenant[opened.tenant, opened.model] += tokens
 
     def begin_snapshot(self, reported_session_id: str) -> None:
-        """Count the tokens of all live requests, and keep what was counted of each for `resume`.
+        """Count the tokens of all live requests, and keep what was counted of each for `open`: tokens that no report
+        brought count too.
 
         reported_session_id: as in Snapshot. An earlier session's counts are old if a later stream has brought tokens
         elsewhere.
@@ -161,12 +199,6 @@ class Charges:
         carried, self._carried = self._carried, NOTHING_CARRIED
         self._counted = dict(carried.tokens) if reported_session_id in ("", carried.session_id) else {}
         self._counted |= self._counted_of_live()
-
-    def resume(self, slot: int, request_id: str) -> None:
-        """Note how many tokens of a request that a snapshot lists were counted before, so that tokens that no report
-        brought count too. The snapshot itself says it of all other requests."""
-        if (tokens := self._counted.pop(request_id, None)) is not None:
-            self._table.resume_charge(slot, tokens)
 
     def end_snapshot(self) -> None:
         """Drop what was counted of requests that the snapshot does not list."""
@@ -183,16 +215,16 @@ class Charges:
     def _counted_of_live(self) -> dict[str, int]:
         """Return the tokens that were counted of each live request, by its id."""
         table, slots = self._table, self._table.slots()
-        rows = zip(map(table.info.__getitem__, slots), table.charged_tokens[slots].tolist(), strict=True)
+        rows = zip(map(table.info.__getitem__, slots), self._charged[slots].tolist(), strict=True)
         return {info.request_id: tokens for info, tokens in rows if info is not None}
 
     def _forget_unused(self) -> None:
         """Drop combinations that no live request has. Clients choose which budgets match, so the list could grow."""
-        used = {0: (), **{int(index): self._sets[index] for index in self._table.budget_set[self._table.live]}}
-        self._sets = list(used.values())
-        self._indices = {names: index for index, names in enumerate(self._sets)}
-        for slot in self._table.slots().tolist():
-            self._table.set_budget_set(slot, self._indices[used[int(self._table.budget_set[slot])]])
+        self._fit()
+        used = sorted({0, *self._set[self._table.live].tolist()})
+        self._set = np.where(self._table.live, np.searchsorted(used, self._set), 0)
+        self._sets = [self._sets[index] for index in used]
+        self._indices = {combination: index for index, combination in enumerate(self._sets)}
 
 
 def _user(told: OpenedRequest | agent_pb2.EndedThinking) -> User:

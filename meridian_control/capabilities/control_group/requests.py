@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from meridian_control.common.table_columns import NO_CAP
+from meridian_control.engine.request_table import THINK
 from meridian_control.policy.schema import EntropyPolicy
-from meridian_control.table.request_table import THINK
-from meridian_control.table.table_columns import NO_CAP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.shortening_kinds import Kind
-    from meridian_control.table.request_table import RequestTable
 
 # From the place of the end on, a request is probed every eighth of its thinking, so that the answer that stays is
 # known, but not more often than each MIN_GAP_TOKENS, and no less often than by the policy's or the default interval.
@@ -32,9 +32,6 @@ MISSING_GAPS = 2
 # A cap is known before it is reached. From so many tokens before it on, a request is probed each NEAR_GAP_TOKENS,
 # because a probe that is asked for at the cap is measured some tokens later, where the answer may already be right.
 NEAR_CAP_TOKENS, NEAR_GAP_TOKENS = 24, 4
-
-# Reason of probes that no rule reads, because they only judge what shortening would have changed.
-HARM_PROBE = "harm"
 
 
 class Probe(NamedTuple):

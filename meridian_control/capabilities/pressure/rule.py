@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from meridian_control.budgets.stages import UNSHORTENED
+from meridian_control.engine.shortening import UNSHORTENED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

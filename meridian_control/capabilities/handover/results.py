@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.handover import shown
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
     from datetime import datetime
 
-    from meridian_control.handover.rule import Move
+    from meridian_control.capabilities.handover.rule import Move
+    from meridian_control.journal.records import Compared
+    from meridian_control.policy.model import Policy
 
 # Results of a request that was to be handed over. HANDED_OVER: the answering engine read the KV blocks. RECOMPUTED: the
 # answering engine computed them again. FINISHED: an engine of the thinking pool gave the answer. CLIENT_GONE: nobody
@@ -43,12 +47,21 @@ Key = tuple[str, str, str]
 
 @dataclass(eq=False, slots=True)
 class Handover:
-    """A decision to hand a request over, and the result if this decision has it."""
+    """A decision to hand a request over, and the result if this decision has it; the decision log shows both."""
 
     ref: str
     move: Move
     result: str = ""
     detail: str = ""
+
+    def compared(self, policy: Policy) -> Iterable[Compared]:
+        return shown.compared(self.move, policy.disagg)
+
+    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
+        message = told.hand_over
+        message.ref, message.result, message.result_detail = self.ref, self.result, self.detail
+        message.SetInParent()
+        shown.fill(self.move, message)
 
 
 @dataclass(eq=False, slots=True)

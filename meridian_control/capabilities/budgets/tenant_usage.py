@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.budgets.charges import Account, Charges
+    from meridian_control.capabilities.budgets.charges import Account, Charges
 
 # Largest number of accounts; the tokens of all further ones are counted together, under OTHER.
 MAX_ACCOUNTS = 1000

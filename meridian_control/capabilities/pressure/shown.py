@@ -1,0 +1,71 @@
+"""Shows pressure in messages of FleetService and in the decision log: levels, measured values, and changes of level.
+
+All functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from meridian.v1 import fleet_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from meridian_control.capabilities.pressure.rule import LevelChange, Reading
+    from meridian_control.journal.records import Compared
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.shortening_schema import PressurePolicy
+
+
+def pressure_message(
+    entry: PressurePolicy, level: int, readings: Iterable[Reading], changes: Iterable[LevelChange]
+) -> fleet_pb2.Pressure:
+    """Return a pressure entry on an engine."""
+    return fleet_pb2.Pressure(
+        name=entry.name,
+        level=level,
+        shadow=entry.shadow,
+        readings=map(_reading, readings),
+        changes=map(change_message, changes),
+    )
+
+
+def change_message(change: LevelChange) -> fleet_pb2.PressureChange:
+    told = fleet_pb2.PressureChange(
+        name=change.name,
+        level_before=change.level_before,
+        level=change.level,
+        reading=_reading(change.reading) if change.reading is not None else None,
+        shadow=change.shadow,
+    )
+    told.time.FromDatetime(change.time)
+    return told
+
+
+def _reading(reading: Reading) -> fleet_pb2.PressureReading:
+    return fleet_pb2.PressureReading(**reading._asdict())
+
+
+class PressureDetail(NamedTuple):
+    """What the decision log shows of a pressure entry that has shortened a request: the request's stage, and the newest
+    change of the entry's level, None if the level has not changed."""
+
+    stage: int
+    change: LevelChange | None
+
+    @property
+    def ref(self) -> str:
+        return ""
+
+    def compared(self, policy: Policy) -> Iterator[Compared]:
+        """Yield the measured value and the target behind the level."""
+        change = self.change
+        if change is not None and (reading := change.reading) is not None:
+            operator = ">" if reading.measured > reading.limit else "<="
+            yield reading.target, reading.measured, operator, f"pressure {change.name} {reading.target}", reading.limit
+
+    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
+        told.budget_stage = self.stage  # type: ignore[assignment]
+        if self.change is not None:
+            told.pressure.CopyFrom(change_message(self.change))

@@ -1,0 +1,197 @@
+"""What shortens the thinking of single requests in stages (`Shortener`), and what leaves requests unshortened
+(`Holdout`); and the policy that holds for a request once its entries have shortened it.
+
+A capability implements a Protocol and adds its part to `EffectivePolicies`. Several entries that match a request all
+shorten it, so that no rise of a stage lets it think longer; the strictest one is named. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.policy.model import AnyStagedEntry, Policy, Who, matches_globs
+from meridian_control.policy.shortening_kinds import Kind
+from meridian_control.policy.shortening_schema import floors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.journal.records import Detail
+    from meridian_control.policy.schema import SchedulerPolicy
+    from meridian_control.policy.shortening_schema import StagedEntry
+
+UNSHORTENED = fleet_pb2.BUDGET_STAGE_UNSHORTENED
+SOFT_CLOSE, LOWER_CAP = fleet_pb2.BUDGET_STAGE_SOFT_CLOSE, fleet_pb2.BUDGET_STAGE_LOWER_CAP
+FLOOR = fleet_pb2.BUDGET_STAGE_FLOOR
+
+
+class Staged(NamedTuple):
+    """An entry of a section of the policy, with the stage, above unshortened, in which it puts a request."""
+
+    section: str
+    entry: StagedEntry
+    stage: int
+
+    def __hash__(self) -> int:
+        # The entries of a section have different names, and to hash all of their fields would take long.
+        return hash((self.section, self.entry.name, self.stage))
+
+
+class Shortening(NamedTuple):
+    """The entry that shortens a request: its section and its name. Beside it the request's stage, and the request's
+    policy without the entry."""
+
+    section: str
+    name: str
+    stage: int
+    without: Policy
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.section, self.name)
+
+
+class ShortenedBy(NamedTuple):
+    """The entries that shorten a request: the one that sets its cap, the one that lets soft close begin, and the one
+    that puts the entropy rules in force, or the strictest one if none does."""
+
+    cap: Shortening
+    soft: Shortening
+    rules: Shortening
+
+
+class Held(NamedTuple):
+    """A policy that holds for requests.
+
+    by: the entries that shorten it, None if none does. own: the policy without these entries. treated: for held-out
+    requests the policy that would hold for them otherwise, for others the policy itself.
+    """
+
+    policy: Policy
+    by: ShortenedBy | None
+    own: Policy
+    treated: Policy
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.treated is not self.policy
+
+
+class Shortener(Protocol):
+    """A section of the policy whose entries shorten the requests that they match, on one engine.
+
+    section: the section's name. entries: those of the policy in force. When it puts a live request into another stage,
+    it calls `Stream.shorten_again`. All methods are called by `EffectivePolicies`.
+    """
+
+    section: str
+
+    @property
+    def entries(self) -> Sequence[StagedEntry]: ...
+
+    def assign(self, slot: int, opened: OpenedRequest, who: Who, again: bool) -> Sequence[StagedEntry]:
+        """Find the entries that match a request, keep them, and return them. again: whether the request was in the slot
+        under the previous policy, too."""
+        ...
+
+    def staged(self, slot: int) -> tuple[Staged, ...]:
+        """Return the entries that put the request in a slot into a stage, those in shadow included, in their order."""
+        ...
+
+    def has_shadow(self, slot: int) -> bool:
+        """Return whether an entry in shadow matches the request in a slot."""
+        ...
+
+    def detail(self, by: Shortening) -> Detail:
+        """Return what the decision log shows of an entry of this section that stands behind a decision."""
+        ...
+
+
+class Holdout(Protocol):
+    """Leaves some of an engine's requests unshortened, so that the others can be compared with them.
+
+    `EffectivePolicies` calls `assign`, `exposed` and the two functions of policies, `Stream` calls `would_end`, and the
+    ledger `carried_out`. A held-out request has its mark in the table's column `control`.
+    """
+
+    def assign(
+        self, slot: int, opened: OpenedRequest, own: Policy, entries: Sequence[StagedEntry], again: bool
+    ) -> bool:
+        """Decide whether a request is held out, and return it. own: the policy that would hold for it, without entries.
+        entries: those that match it. again: as in `Shortener.assign`."""
+        ...
+
+    def unshortened(self, policy: Policy) -> Policy:
+        """Return the policy that holds for a held-out request. policy: the one that would hold otherwise."""
+        ...
+
+    def unshortened_cap(self, scheduler: SchedulerPolicy) -> SchedulerPolicy:
+        """Return the section with the cap that really holds for a held-out request."""
+        ...
+
+    def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged]) -> None:
+        """Note what would shorten held-out requests from now on. The policies still have the earlier state."""
+        ...
+
+    def would_end(self, slot: int, reason: str, think_tokens: int, *, reported: bool) -> None:
+        """Note that a rule has fired for a held-out request. reported: whether a report has just led to it."""
+        ...
+
+    def carried_out(self, slot: int, reason: str, think_tokens: int) -> None:
+        """Note where the engine would have carried out a rule's end for a held-out request."""
+        ...
+
+
+def matching(entries: Iterable[AnyStagedEntry], who: Who) -> tuple[AnyStagedEntry, ...]:
+    """Return the entries that match a request."""
+    return tuple(entry for entry in entries if matches_globs(entry, who))
+
+
+def shortened(own: Policy, staged: Iterable[Staged], *, shadow: bool = False) -> tuple[Policy, ShortenedBy | None]:
+    """Return the policy that holds for a request once its entries have shortened it, and the entries that did.
+
+    own: the request's policy without them. staged: those that match the request. shadow: whether to ask the entries in
+    shadow, which shorten nothing, instead of those in force. The result is None if the request's own values are as
+    strict.
+    """
+    chosen = [one for one in staged if one.entry.shadow is shadow]
+    if not chosen:
+        return own, None
+    scheduler, entropy = own.scheduler, own.entropy
+    for one in chosen:
+        scheduler = _shortened(scheduler, one)
+    ruling = [one for one in chosen if getattr(one.entry, "entropy_in_force", False)]
+    if ruling:
+        entropy = entropy.model_copy(update={"shadow": False})
+    if (scheduler, entropy) == (own.scheduler, own.entropy):
+        return own, None
+    held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
+    chosen.sort(key=_strictness, reverse=True)
+    softest = min(chosen, key=lambda one: _shortened(own.scheduler, one).soft_think_tokens)
+    strictest = max(ruling or chosen, key=_strictness)
+    return held, ShortenedBy(
+        *(Shortening(one.section, one.entry.name, one.stage, own) for one in (chosen[0], softest, strictest))
+    )
+
+
+def _strictness(one: Staged) -> tuple[int, int]:
+    entry, stage = one.entry, one.stage
+    return stage, -(entry.soft_think_tokens if stage == SOFT_CLOSE else entry.max_think_tokens)
+
+
+def _shortened(scheduler: SchedulerPolicy, one: Staged) -> SchedulerPolicy:
+    """Return the scheduler values in a stage; no value falls below the floors of the entry and of the section, nor
+    rises, also from stage to stage."""
+    entry, stage = one.entry, one.stage
+    floor, soft_floor = (max(own, scheduler.min_think_tokens) for own in floors_of(entry))
+    cap, soft = scheduler.max_think_tokens, entry.soft_think_tokens
+    if stage >= LOWER_CAP:
+        cap = min(cap, max(floor, entry.max_think_tokens if stage == LOWER_CAP else floor))
+        soft = min(soft, cap // 2)
+    soft = max(soft_floor, soft)
+    if scheduler.soft_think_tokens:
+        soft = min(scheduler.soft_think_tokens, soft)
+    return scheduler.model_copy(update={"soft_think_tokens": soft, "max_think_tokens": cap})
