@@ -351,6 +351,7 @@ class Session:
 
     def _ends_of_thinking(self, now: datetime, reported: bool = False) -> Sliced[agent_pb2.ConnectResponse]:
         self._ledger.check()
+        self._end_void()
         response = agent_pb2.ConnectResponse()
         if (policy := self._deciding) is not None:
             yield from self._parts.ends(self._turn(policy, response, now, reported))
@@ -359,9 +360,11 @@ class Session:
     @property
     def _deciding(self) -> Policy | None:
         """The policy by which decisions are made; None while no decision is made."""
-        freezing = self.freezing
-        freezing.void = freezing.void and bool(self.table.live.any())
-        return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
+        return None if self.hello.fault or self.freezing.frozen or self.freezing.void else self.policy
+
+    def _end_void(self) -> None:
+        """Note that no snapshot need come after a freeze if the engine has no requests."""
+        self.freezing.void = self.freezing.void and bool(self.table.live.any())
 
     def _turn(self, policy: Policy, response: agent_pb2.ConnectResponse, now: datetime, reported: bool) -> Turn:
         return Turn(policy, self._policies.in_use(), response.directives, reported, self._stream.clock_ms(now))
@@ -373,6 +376,7 @@ class Session:
 
         reported: whether a report led to the decisions. awaited: whether the agent waits for a response.
         """
+        self._end_void()
         if (policy := self._deciding) is not None:
             yield from self._parts.decide(self._turn(policy, response, now, reported))
         return self._answer(response, now, awaited)

@@ -51,12 +51,8 @@ class Replayed:
         elif record.HasField("end_thinking"):
             ended = self.session.on_end_thinking(record.end_thinking.request_id, "", self._now)
             self._say(ended.responses if ended is not None else [])
-        elif record.HasField("answering_pool"):
-            self.session.on_answering_engines(record.answering_pool.engines)
-        elif record.HasField("budget_stages"):
-            self.session.on_budget_stages(dict(record.budget_stages.stages))
-        elif record.HasField("pressure_levels"):
-            self.session.on_pressure_levels(record.pressure_levels.levels)
+        elif not record.HasField("down"):
+            self.session.on_record(record)
         elif record.down.HasField("freeze"):
             self.session.on_freezes(given_freezes(record), self._now)
         elif record.down.WhichOneof("message") in SAID:

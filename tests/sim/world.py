@@ -23,11 +23,14 @@ from meridian_agent.engine import probe_runner as probing_module
 from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
+from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.order import rule as dispatch
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
+from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.common.slices import at_once
 from meridian_control.engine.operator_ends import ENDING
 from meridian_control.fleet import connection as connection_module
-from meridian_control.fleet.recording import level_record, stages_record
+from meridian_control.fleet.recording import part_record
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, mix, share_tokenizer, words
 from tests.sim.faults import FAULTS
@@ -258,12 +261,13 @@ class World:
         self.invariants.note(f"budgets are in stages {fleet.budgets.stages} at tick {self.tick}")
         # The fleet keeps its sessions in a set, whose order would make a run differ from its repetition.
         for session in sorted(fleet.counted_sessions(), key=lambda one: (one.hello.engine_id, one.connected_at)):
-            session.on_budget_stages(fleet.budgets.stages)
-            fleet.note(session, stages_record(session, self.timeline.utc_now()))
-            if session.pressure.entries:
+            at_once(session.part(EngineBudgets).set_stages(fleet.budgets.stages))
+            fleet.note(session, part_record(session, self.timeline.utc_now(), session.part(EngineBudgets).record()))
+            if session.part(EnginePressure).entries:
                 # The runs are shorter than a window, so that the levels are drawn too.
-                session.on_pressure_levels({name: rng.randint(0, MAX_LEVEL) for name in BUDGETS})
-                fleet.note(session, level_record(session, self.timeline.utc_now()))
+                session.part(EnginePressure).set_levels({name: rng.randint(0, MAX_LEVEL) for name in BUDGETS})
+                levels = session.part(EnginePressure).record()
+                fleet.note(session, part_record(session, self.timeline.utc_now(), levels))
 
     # ----------------------------------------------------------------------------------------------------- the faults
 

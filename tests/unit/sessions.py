@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link.messages import step_report as merge
+from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.common.slices import at_once
 from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
@@ -89,7 +91,7 @@ class Stream:
     def stages(self, **stages: int) -> None:
         """Set the stages of thinking budgets."""
         self.trace.append((self.now, stages))
-        self.session.on_budget_stages(stages)
+        at_once(self.session.part(EngineBudgets).set_stages(stages))
 
     def thinks_under(self, stages: dict[int, int], think: int, answer: int) -> None:
         """Run request `a` to its end while the stage of budget `b` changes before these steps."""

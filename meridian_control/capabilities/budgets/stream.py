@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.budgets.charges import NOTHING_CARRIED, Carried, Charges
+from meridian_control.capabilities.budgets.rule import SECTION, in_stages
 from meridian_control.capabilities.budgets.shown import BudgetDetail
 from meridian_control.common.slices import SLICE_ROWS, at_once
 from meridian_control.engine.part import Part
-from meridian_control.engine.shortening import UNSHORTENED, Staged, matching
+from meridian_control.engine.shortening import matching
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream
-    from meridian_control.engine.shortening import Shortening
+    from meridian_control.engine.shortening import Shortening, Staged
     from meridian_control.policy.model import Policy, Who
     from meridian_control.policy.shortening_schema import BudgetPolicy
 
@@ -34,7 +35,7 @@ class EngineBudgets(Part):
     budget is unshortened. carried: the tokens that an earlier session of the engine has counted.
     """
 
-    section = "budget"
+    section = SECTION
 
     def __init__(self, stream: Stream, carried: Carried = NOTHING_CARRIED) -> None:
         self._stream, self._table = stream, stream.table
@@ -85,10 +86,7 @@ class EngineBudgets(Part):
         return budgets
 
     def staged(self, slot: int) -> tuple[Staged, ...]:
-        stages = ((name, self.stages.get(name, UNSHORTENED)) for name in self.charges.names(slot))
-        return tuple(
-            [Staged(self.section, self._by_name[name], stage) for name, stage in stages if stage > UNSHORTENED]
-        )
+        return in_stages(map(self._by_name.__getitem__, self.charges.names(slot)), self.stages)
 
     def has_shadow(self, slot: int) -> bool:
         return any(self._by_name[name].shadow for name in self.charges.names(slot))

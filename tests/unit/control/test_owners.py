@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOURCES = sorted((ROOT / "meridian_control").rglob("*.py"))
-OWNERS = {ROOT / "meridian_control/table" / name for name in ("request_table.py", "decided_columns.py")}
+OWNERS = {ROOT / "meridian_control/engine" / name for name in ("request_table.py", "decided_columns.py")}
 # The columns, and what else the table keeps by slot.
 NAMES = {*COLUMNS, *HISTORIES, "window", "info", "slot"}
 # Attributes of the table's `history` that are kept by slot.

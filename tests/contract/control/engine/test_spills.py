@@ -10,6 +10,7 @@ import numpy as np
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_agent.core.step_signals import StepSignals
 from meridian_control.capabilities.control_group.rule import held_out
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.telemetry.control_group_metrics import control_group
 from tests.contract.control.fleet.test_harm_guard import savings
 from tests.contract.ctl import run
@@ -68,7 +69,7 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
             engine.open(name)
         await engine.steps_until(lambda: not any(map(engine.engine.thinking, TREATED)))
         (connection,) = control.fleet.connections
-        requests = connection.session._groups.control.by_slot
+        requests = connection.session.part(ControlGroup).requests.by_slot
         await engine.steps_until(lambda: sum(request.stopped for request in requests.values()) == len(HELD))
         assert all(map(engine.engine.thinking, HELD)), "the rule only shadows them"
         spilling = TREATED[::2]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
+from meridian_control.capabilities.handover.stream import EngineHandovers
 from tests.contract.control.fleet.test_record import replayed
 from tests.fakes.linked import until
 from tests.unit.control.handover.engines import ANSWERING, disagg, hello
@@ -91,4 +92,4 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         again = [move for response in replayed(records) for move in response.directives.hand_overs]
         assert [(m.decision_id, m.slot, m.url, m.ref) for m in again] == [(move.decision_id, 0, move.url, move.ref)]
         b.call.cancel()
-        await until(lambda: [c.session.handovers.pool for c in control.fleet.connections] == [()])
+        await until(lambda: [c.session.part(EngineHandovers).pool for c in control.fleet.connections] == [()])

@@ -99,14 +99,10 @@ def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResp
         elif record.HasField("end_thinking"):
             ended = session.on_end_thinking(record.end_thinking.request_id, "", record.time.ToDatetime(UTC))
             said += ended.responses if ended is not None else []
-        elif record.HasField("answering_pool"):
-            session.on_answering_engines(record.answering_pool.engines)
-        elif record.HasField("budget_stages"):
-            session.on_budget_stages(dict(record.budget_stages.stages))
-        elif record.HasField("pressure_levels"):
-            session.on_pressure_levels(record.pressure_levels.levels)
         elif record.HasField("up"):
             said += session.on_message(record.up, record.time.ToDatetime(UTC))
+        else:
+            session.on_record(record)
     return said
 
 

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.control_group.rule import held_out
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.cli.tables import savings_lines
 from meridian_control.common.inference import ShiftTest
@@ -136,12 +137,12 @@ def test_a_calibration_with_one_bin_tells_nothing() -> None:
 
 def told_of(made: Stream) -> fleet_pb2.Savings:
     """Return the counts under the rules in force."""
-    answer = fleet_pb2.GetSavingsResponse(savings=savings.messages(made.session._groups._experiments, None))
+    answer = fleet_pb2.GetSavingsResponse(savings=savings.messages(made.session.part(ControlGroup).experiments, None))
     return savings.merged([answer]).savings[0]
 
 
 def samples(made: Stream) -> dict[str, list[int]]:
-    return made.session._groups._experiments.newest()[0].samples
+    return made.session.part(ControlGroup).experiments.newest()[0].samples
 
 
 def seen(made: Stream) -> list[int]:
@@ -384,7 +385,7 @@ def test_live_requests_count_as_the_calibration_counts_them(tmp_path: Path, fami
     for record in traces.records(made):
         if record.up.WhichOneof("message") in ("snapshot", "step"):
             session.on_message(record.up, NOW)
-    counted = session._groups._experiments.newest()[0].samples[family.lower()]
+    counted = session.part(ControlGroup).experiments.newest()[0].samples[family.lower()]
     assert sum(counted) == sum(each.requests for each in reference) >= 40
     # An edge is a rounded sample, which may lie on either side of the edge.
     assert max(abs(count - each.requests) for count, each in zip(counted, reference, strict=True)) <= 1
@@ -454,4 +455,4 @@ def test_a_recorded_stream_with_a_description_replays_byte_for_byte(signal: str)
         elif not isinstance(message, str | dict):
             replayed += session.on_message(message, now)
     assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
-    assert session._groups._experiments.newest()[0].samples == samples(recorded)
+    assert session.part(ControlGroup).experiments.newest()[0].samples == samples(recorded)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
+from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.fleet.recording import (
@@ -20,8 +22,8 @@ from meridian_control.fleet.recording import (
     end_record,
     freeze_records,
     hello_record,
+    part_record,
     policy_record,
-    stages_record,
     up_record,
 )
 from meridian_control.offline.policy_replay import changes
@@ -78,7 +80,7 @@ class Recorded(Stream):
 
     def stages(self, **stages: int) -> None:
         super().stages(**stages)
-        self.records.append(stages_record(self.session, self.now))
+        self.records.append(part_record(self.session, self.now, self.session.part(EngineBudgets).record()))
 
     def end(self, name: str, reason: str = "") -> OperatorEnd:
         self.records.append(end_record(self.session, self.now, name))
@@ -421,7 +423,7 @@ def test_pressure_is_measured_again_and_decided_by_the_targets_of_the_policy(tmp
         made.open(f"t{number}", 50, 5)
         made.step(8, then_ms=100.0)
     made.step(60)
-    assert made.session.pressure.levels == {"a": 6}
+    assert made.session.part(EnginePressure).levels == {"a": 6}
     same = told(tmp_path, made.records, pressed)
     changes_nothing(same)
     looser = told(tmp_path, made.records, policy(**limits, pressure=[target | {"output_itl_p99_ms": 400}]))

@@ -200,10 +200,10 @@ def test_the_policy_in_force_sets_the_limits() -> None:
 
 
 def test_what_a_stream_counted_is_for_the_next_stream_of_the_same_process() -> None:
-    made, rows = replica(), table(thinking(think_tokens=7, budget_set=1))
-    charges = Charges(rows)
-    charges.has_policy = True
-    charges._sets.append(("a",))
+    made, charges = replica(), Charges(table(thinking(think_tokens=7)))
+    charges.begin_policy(has_budgets=True)
+    charges.open(0)
+    charges.assign(0, ("a",))
     known = Carried("s", {"r0": 7})
     made.carry(("e", "1"), "s", charges)
     assert made.counted == {"a": 7}
@@ -225,6 +225,7 @@ def test_tokens_of_a_session_without_a_policy_count_for_the_budgets_that_match()
     made.set_budgets([policy(budget=budgets)])
     rows.open(agent_pb2.RequestOpened(tenant="acme", think_tokens=50, unreported_think_tokens=7))
     charges = Charges(rows)
+    charges.open(0)
     charges.add_ended(agent_pb2.EndedThinking(tenant="acme", think_tokens=100))
     charges.add_ended(agent_pb2.EndedThinking(tenant="third", think_tokens=1000))
     made.collect(charges)

@@ -14,11 +14,12 @@ from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.messages import step_report
 from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
+from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
-from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.session import Session
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine
+from tests.fakes.parts import parts
 from tests.fakes.tables import policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -37,8 +38,8 @@ class Replica:
         self.budgets.set_budgets([HELD])
 
     def take(self, session: Session) -> None:
-        self.tenants.take([session.charges])
-        self.budgets.collect(session.charges)
+        self.tenants.take([session.part(EngineBudgets).charges])
+        self.budgets.collect(session.part(EngineBudgets).charges)
 
 
 class World:
@@ -87,7 +88,8 @@ class World:
         self.replica, self.streams = self.draw.randrange(2), self.streams + 1
         name = f"s{self.streams}"
         carried = self.replicas[self.replica].budgets.carried(("engine", "1"), {})
-        self.session = session = Session(name, hello(), self.now, carried=carried, parts=STREAM_PARTS)
+        makers = parts(budgets=lambda stream: EngineBudgets(stream, carried))
+        self.session = session = Session(name, hello(), self.now, parts=makers)
         self.link.outbox.new_ring()
         self.link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id=name)))
         for response in session.on_policy(1, HELD):
@@ -123,7 +125,7 @@ class World:
             elif isinstance(item, SnapshotRecord):
                 # The tokens of the snapshot's own step.
                 self.under_way += len(item.rows)
-        replica.budgets.carry(("engine", "1"), self.session.session_id, self.session.charges)
+        replica.budgets.carry(("engine", "1"), self.session.session_id, self.session.part(EngineBudgets).charges)
         replica.take(self.session)
         self.session = None
         self.link.mailbox.lose_stream()

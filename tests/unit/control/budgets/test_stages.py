@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from meridian_control.capabilities.budgets.rule import in_stages, stage_of
 from meridian_control.engine.shortening import (
     FLOOR,
     LOWER_CAP,
     SOFT_CLOSE,
     UNSHORTENED,
-    in_stages,
+    Staged,
     matching,
     shortened,
-    stage_of,
 )
 from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
@@ -154,8 +154,8 @@ def test_pressure_puts_entropy_rules_in_force(pressure: dict[str, Any], stage: i
     """Beside it a budget is stricter."""
     entry = {"name": "chat", "ttot_p99_ms": 1, "shadow": False, "entropy_in_force": True, **pressure}
     own = policy(entropy={"shadow": True}, budget=[ACME], pressure=[entry])
-    pressed = [(own.pressure[0], stage)] if stage > UNSHORTENED else []
-    held, by = shortened(own, [(own.budget[0], FLOOR), *pressed])
+    pressed = [Staged("pressure", own.pressure[0], stage)] if stage > UNSHORTENED else []
+    held, by = shortened(own, [Staged("budget", own.budget[0], FLOOR), *pressed])
     assert held.entropy == own.entropy.model_copy(update={"shadow": not in_force})
     assert by is not None
     assert by.cap.name == "acme"
@@ -164,7 +164,7 @@ def test_pressure_puts_entropy_rules_in_force(pressure: dict[str, Any], stage: i
 def test_pressure_may_change_the_entropy_rules_alone() -> None:
     entry = {"name": "chat", "ttot_p99_ms": 1, "soft_think_tokens": 4096, "shadow": False, "entropy_in_force": True}
     own = policy(scheduler={"soft_think_tokens": 2048}, entropy={"shadow": True}, pressure=[entry])
-    held, by = shortened(own, [(own.pressure[0], SOFT_CLOSE)])
+    held, by = shortened(own, [Staged("pressure", own.pressure[0], SOFT_CLOSE)])
     assert (held.scheduler, held.entropy.shadow) == (own.scheduler, False)
     assert by is not None
     assert (by.cap.section, by.cap.name) == ("pressure", "chat")

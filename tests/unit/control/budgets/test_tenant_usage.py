@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from meridian_control.budgets import tenant_usage
+from meridian_control.capabilities.budgets import tenant_usage
 from meridian_control.capabilities.budgets.tenant_usage import OTHER, TenantUsage
 
 

@@ -10,12 +10,13 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.budgets.charges import OTHERS, Carried
 from meridian_control.capabilities.budgets.charges import ROOM as SETS_ROOM
-from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.journal.messages import explain_request
 from tests.fakes.engine import TEXT
+from tests.fakes.parts import parts
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import Stream, step_report, stream
@@ -29,6 +30,12 @@ BUDGETS: list[dict[str, Any]] = [
     {"name": "acme", "tenant": "acme", "tokens_per_minute": 1000, "max_think_tokens": 20, **STAGES},
     {"name": "high", "effort": "high", "tokens_per_day": 1000, "max_think_tokens": 30, **STAGES},
 ]
+
+
+def following(made: Stream, session_id: str, carried: Carried) -> Session:
+    """Return the engine's next session, which goes on with what an earlier one has counted."""
+    makers = parts(budgets=lambda stream: EngineBudgets(stream, carried))
+    return Session(session_id, made.hello, made.now, parts=makers)
 
 
 def budgeted(shadow: bool = False, entropy: bool = False, **scheduler: Any) -> Policy:
@@ -150,7 +157,7 @@ def test_a_budget_in_shadow_and_a_scheduler_that_is_off_shorten_nothing(acts: di
     made.open("a", tenant="acme")
     made.step(50)
     assert made.session.totals.ends == {}
-    assert made.session.charges.take() == {"acme": 50}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 50}
 
 
 def shadowed(made: Stream) -> tuple[int, ...]:
@@ -235,19 +242,19 @@ def test_tokens_count_for_every_budget_that_matches_and_once() -> None:
     made.open("one", tenant="acme")
     made.open("none", tenant="else")
     made.step(7)
-    assert made.session.charges.take() == {"acme": 14, "high": 7}
-    assert made.session.charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 14, "high": 7}
+    assert made.session.part(EngineBudgets).charges.take() == {}
     made.step(2)
     made.agent.abort("both")
     made.step()
-    assert made.session.charges.take() == {"acme": 2 + 3, "high": 2}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 2 + 3, "high": 2}
 
 
 def test_only_thinking_counts() -> None:
     made = stream(budgeted())
     made.open("a", 5, 20, tenant="acme")
     made.step(40)
-    assert made.session.charges.take() == {"acme": 5}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 5}
 
 
 def test_tokens_from_before_the_stream_do_not_count() -> None:
@@ -256,7 +263,7 @@ def test_tokens_from_before_the_stream_do_not_count() -> None:
         slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, think_tokens=500
     )
     made.session.on_message(step_report(opened=[opened], tokens=tokens(3)), made.now)
-    assert made.session.charges.take() == {"acme": 3}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 3}
 
 
 def tokens(count: int) -> agent_pb2.TokenColumns:
@@ -285,23 +292,25 @@ def test_a_snapshot_brings_tokens_that_no_report_brought() -> None:
     made.open("a", tenant="acme")
     made.step(5)
     made.session.on_message(snapshot(40), made.now)
-    assert made.session.charges.take() == {"acme": 40}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 40}
 
 
 def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     made = stream(budgeted())
     made.open("a", tenant="acme")
     made.step(5)
-    counted = made.session.charges.hand_on("s").tokens
-    assert (counted, made.session.charges.take()) == ({"a": 5}, {"acme": 5})
-    again = Session("s2", made.hello, made.now, carried=Carried("s", counted), parts=STREAM_PARTS)
+    counted = made.session.part(EngineBudgets).charges.hand_on("s").tokens
+    assert (counted, made.session.part(EngineBudgets).charges.take()) == ({"a": 5}, {"acme": 5})
+    again = following(made, "s2", Carried("s", counted))
     again.on_message(snapshot(30), made.now)
     settings = again.on_policy(1, budgeted())[0].settings
     status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=1)
     again.on_message(agent_pb2.ConnectRequest(settings_status=status), made.now)
-    assert again.charges.take() == {"acme": 25}
+    assert again.part(EngineBudgets).charges.take() == {"acme": 25}
     again.on_message(snapshot(31), made.now)
-    assert again.charges.take() == {"acme": 1}, "what was carried over holds for the first snapshot only"
+    assert again.part(EngineBudgets).charges.take() == {"acme": 1}, (
+        "what was carried over holds for the first snapshot only"
+    )
 
 
 def from_another_replica(reported_session_id: str = "", **fields: Any) -> agent_pb2.ConnectRequest:
@@ -317,12 +326,12 @@ def test_a_snapshot_says_what_no_stream_has_brought() -> None:
     ended = agent_pb2.EndedThinking(tenant="acme", model="m", effort="high", think_tokens=100)
     responses = made.session.on_message(from_another_replica(ended=[ended]), made.now)
     assert [response.directives.step for response in responses] == [9], "the agent waits for the answer"
-    assert made.session.charges.take() == {"acme": 4}
-    assert made.session.charges.take_by_tenant() == {("acme", ""): 4, ("acme", "m"): 100}
-    assert dict(made.session.charges.take_unmatched()) == {("m", "acme", "", "high"): 100}
-    assert not made.session.charges.take_unmatched()
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 4}
+    assert made.session.part(EngineBudgets).charges.take_by_tenant() == {("acme", ""): 4, ("acme", "m"): 100}
+    assert dict(made.session.part(EngineBudgets).charges.take_unmatched()) == {("m", "acme", "", "high"): 100}
+    assert not made.session.part(EngineBudgets).charges.take_unmatched()
     made.session.on_message(snapshot(31), made.now)
-    assert made.session.charges.take() == {"acme": 1}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 1}
     ended.tenant = "t" * 1025
     with pytest.raises(InvalidRequest, match="at most 1024 characters"):
         made.session.on_message(from_another_replica(ended=[ended]), made.now)
@@ -341,18 +350,18 @@ def test_a_snapshot_is_answered_at_once_if_it_says_what_no_stream_has_brought() 
 @pytest.mark.parametrize(("reported", "tokens"), [("s", 25), ("", 25), ("elsewhere", 4)])
 def test_what_an_older_session_counted_is_not_carried_past_another_replica(reported: str, tokens: int) -> None:
     made = stream(budgeted())
-    again = Session("s3", made.hello, made.now, carried=Carried("s", {"a": 5}), parts=STREAM_PARTS)
+    again = following(made, "s3", Carried("s", {"a": 5}))
     again.on_message(from_another_replica(reported), made.now)
-    again.charges.take()
-    assert again.charges.take_by_tenant() == {("acme", ""): tokens}
+    again.part(EngineBudgets).charges.take()
+    assert again.part(EngineBudgets).charges.take_by_tenant() == {("acme", ""): tokens}
 
 
 def test_a_session_without_a_snapshot_hands_on_what_it_was_given() -> None:
     made, carried = stream(budgeted()), Carried("s", {"a": 5})
-    again = Session("s3", made.hello, made.now, carried=carried, parts=STREAM_PARTS)
-    assert again.charges.hand_on("s3") == carried
+    again = following(made, "s3", carried)
+    assert again.part(EngineBudgets).charges.hand_on("s3") == carried
     again.on_message(snapshot(30), made.now)
-    assert again.charges.hand_on("s3") == Carried("s3", {"a": 30})
+    assert again.part(EngineBudgets).charges.hand_on("s3") == Carried("s3", {"a": 30})
 
 
 def test_tokens_from_before_the_policy_wait_for_their_budgets() -> None:
@@ -360,19 +369,19 @@ def test_tokens_from_before_the_policy_wait_for_their_budgets() -> None:
     made = Stream()
     made.open("a", tenant="acme", effort="high")
     made.step(3)
-    assert made.session.charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take() == {}
     made.apply(budgeted())
     made.step(2)
-    assert made.session.charges.take() == {"acme": 2, "high": 2}
-    assert dict(made.session.charges.take_unmatched()) == {("model", "acme", "slo", "high"): 3}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 2, "high": 2}
+    assert dict(made.session.part(EngineBudgets).charges.take_unmatched()) == {("model", "acme", "slo", "high"): 3}
 
 
 def test_users_without_a_policy_are_bounded() -> None:
     made = Stream()
     for number in range(SETS_ROOM + 3):
         ended = agent_pb2.EndedThinking(tenant=f"t{number}", think_tokens=2)
-        made.session.charges.add_ended(ended)
-    counted = made.session.charges.take_unmatched()
+        made.session.part(EngineBudgets).charges.add_ended(ended)
+    counted = made.session.part(EngineBudgets).charges.take_unmatched()
     assert (len(counted), counted[OTHERS], counted.total()) == (SETS_ROOM + 1, 6, 2 * (SETS_ROOM + 3))
 
 
@@ -382,13 +391,13 @@ def test_a_new_budget_begins_with_the_tokens_from_now_on() -> None:
     made.step(5)
     made.apply(budgeted())
     made.step(2)
-    assert made.session.charges.take() == {"acme": 2}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 2}
     made.apply(policy(entropy={"enabled": False}))
     made.step(2)
-    assert made.session.charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take() == {}
     made.apply(budgeted())
     made.step()
-    assert made.session.charges.take() == {"acme": 1}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 1}
 
 
 def test_a_budget_that_goes_keeps_what_it_counted() -> None:
@@ -397,7 +406,7 @@ def test_a_budget_that_goes_keeps_what_it_counted() -> None:
     made.step(5)
     made.apply(policy(entropy={"enabled": False}))
     made.step(5)
-    assert made.session.charges.take() == {"acme": 5}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 5}
 
 
 def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
@@ -406,12 +415,14 @@ def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
     budgets = [{"name": letter, "tenant": f"*{letter}*", "tokens_per_day": 1} for letter in letters]
     made = stream(policy(entropy={"enabled": False}, budget=budgets))
     made.open("kept", tenant="b")
-    charges, table = made.session.charges, made.session.table
+    charges, table = made.session.part(EngineBudgets).charges, made.session.table
     for number in range(1 << len(letters)):
         tenant = "".join(letter for bit, letter in enumerate(letters) if number >> bit & 1)
         opened = agent_pb2.RequestOpened(slot=9, request_id=f"r{number}", tenant=tenant)
         table.close(9)
-        made.session._groups.assign(9, table.open(opened, 0.0))
+        request = table.open(opened, 0.0)
+        charges.open(9)
+        made.session._policies.assign(9, request)
         assert charges.names(9) == tuple(tenant)
         assert len(charges._sets) <= SETS_ROOM
     table.close(9)
@@ -437,7 +448,7 @@ def test_thinking_counts_for_its_tenant_without_any_budget() -> None:
     for name, tenant in (("a", "acme"), ("b", "acme"), ("c", "")):
         made.open(name, tenant=tenant)
     made.step(7)
-    charges = made.session.charges
+    charges = made.session.part(EngineBudgets).charges
     assert charges.take_by_tenant() == {("acme", "model"): 14, ("", "model"): 7}
     assert charges.take() == charges.take_by_tenant() == {}
     made.agent.abort("a")
@@ -450,10 +461,10 @@ def test_budgets_and_tenants_count_apart() -> None:
     made = stream(budgeted())
     made.open("a", tenant="acme")
     made.step(3)
-    assert made.session.charges.take() == {"acme": 3}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 3}
     made.step(4)
-    assert made.session.charges.take_by_tenant() == {("acme", "model"): 7}
-    assert made.session.charges.take() == {"acme": 4}
+    assert made.session.part(EngineBudgets).charges.take_by_tenant() == {("acme", "model"): 7}
+    assert made.session.part(EngineBudgets).charges.take() == {"acme": 4}
 
 
 def test_the_first_token_of_a_prefill_engine_counts_where_it_is_generated_again() -> None:
@@ -462,14 +473,14 @@ def test_the_first_token_of_a_prefill_engine_counts_where_it_is_generated_again(
         slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, remote_decode=True
     )
     made.session.on_message(step_report(opened=[opened], tokens=tokens(1)), made.now)
-    assert made.session.charges.take() == {}
-    assert made.session.charges.take_by_tenant() == {}
+    assert made.session.part(EngineBudgets).charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take_by_tenant() == {}
 
 
 def test_tokens_that_a_marker_takes_back_are_set_off_later() -> None:
     """A counter that falls would look like a restart of the replica."""
     made = stream(budgeted())
-    charges, table = made.session.charges, made.session.table
+    charges, table = made.session.part(EngineBudgets).charges, made.session.table
     table.open(agent_pb2.RequestOpened(slot=0, tenant="acme", model="m", phase=agent_pb2.PHASE_THINK), 0.0)
     charges.assign(0, ("acme",))
     for think_tokens, counted in ((5, 5), (3, None), (4, None), (6, 1)):

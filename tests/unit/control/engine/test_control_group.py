@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.control_group.experiments import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.capabilities.control_group.rule import held_out
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.session import Session
@@ -38,7 +39,7 @@ CONTROL, TREATED = (
 
 def counts(made: Stream) -> fleet_pb2.Savings:
     """Return the counts under the rules in force, with the estimates."""
-    return told_of(made.session._groups._experiments)
+    return told_of(made.session.part(ControlGroup).experiments)
 
 
 def told_of(experiments: Experiments) -> fleet_pb2.Savings:
@@ -127,7 +128,7 @@ def test_there_is_no_group_without_rules_in_force_or_without_a_share(entropy: di
     table = made.session.table
     assert not table.control.any()
     assert not table.counted.any()
-    assert savings.messages(made.session._groups._experiments, None) == []
+    assert savings.messages(made.session.part(ControlGroup).experiments, None) == []
 
 
 def test_overrides_decide_for_whom_rules_are_in_force() -> None:
@@ -282,7 +283,7 @@ def test_requests_of_a_frozen_engine_do_not_count() -> None:
     made.pump()
     made.step(20)
     assert not made.agent.engine.live
-    assert savings.messages(made.session._groups._experiments, None) == [], "nothing has been counted"
+    assert savings.messages(made.session.part(ControlGroup).experiments, None) == [], "nothing has been counted"
 
 
 def test_experiments_are_few_and_their_sums_never_fall() -> None:

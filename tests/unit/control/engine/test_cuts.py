@@ -18,6 +18,7 @@ from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.engine.session import Session
@@ -111,7 +112,7 @@ class Engine:
 
     def samples(self) -> dict[str, list[int]]:
         """Return the number of first values of each described signal in each bin."""
-        return self.session._groups._experiments.newest()[0].samples
+        return self.session.part(ControlGroup).experiments.newest()[0].samples
 
     def probed(self) -> list[tuple[Any, ...]]:
         made = list(self.log.decisions(lambda d: d.kind == "probe", None))

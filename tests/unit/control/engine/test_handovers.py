@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, HANDED_OVER, RECOMPUTED, Handovers
+from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
@@ -54,7 +56,7 @@ def test_a_candidate_is_handed_over_under_pressure() -> None:
     (move,) = made.report(kv_used=0.95)
     assert (move.slot, move.shadow, move.url, move.ref) == (0, False, "http://b:8000", f"s-a-{move.decision_id}")
     assert made.report(kv_used=0.95) == []
-    assert made.session.handovers.promised()["b"] == fleet_pb2.PromisedRequests(requests=1, blocks=10)
+    assert made.session.part(EngineHandovers).promised()["b"] == fleet_pb2.PromisedRequests(requests=1, blocks=10)
 
 
 NO_CANDIDATES: list[dict[str, Any]] = [
@@ -91,7 +93,7 @@ def test_other_requests_stay(fields: dict[str, Any]) -> None:
 def test_an_engine_that_cannot_hands_nothing_over(policy: Policy, fields: dict[str, Any], why: str) -> None:
     made = pressed(policy, **fields)
     assert made.report(opened=[made.opened()], kv_used=0.95) == []
-    assert made.session.handovers.no_hand_over(policy.disagg) == why
+    assert made.session.part(EngineHandovers).no_hand_over(policy.disagg) == why
 
 
 def test_a_handover_is_taken_back_once_the_answering_engine_is_gone() -> None:
@@ -141,7 +143,7 @@ def test_a_session_replays_its_handovers_from_its_inputs() -> None:
         elif given and isinstance(given[0], int):
             session.on_policy(*given)
         else:
-            session.on_answering_engines(given)
+            session.part(EngineHandovers).pool = tuple(given)
     assert {d.decision_id: (d.kind, d.reason) for d in session.open_decisions.values()} == recorded
     assert {reason for _, reason in recorded.values()} == {"kv_pressure", "taken_back"}
 
@@ -155,7 +157,7 @@ def test_a_shadow_sums_up_what_handovers_would_have_cost_and_saved() -> None:
     made.pool(answering(prefill_token_ms=0.5))
     (move,) = made.report(opened=[made.opened()], kv_used=0.95)
     assert move.shadow
-    assert made.session.handovers.promised() == {}
+    assert made.session.part(EngineHandovers).promised() == {}
     made.report(**outcome(move.decision_id, SHADOWED), **made.end_of_thinking())
     made.report()
     shadowed = engine_view(made.session, connected=True).shadow_handovers
@@ -235,7 +237,7 @@ def test_a_continued_request_is_no_new_request_and_its_first_token_counts_as_tto
     assert totals.think_tokens.counts.sum() == 0
     assert totals.ttot.counts.sum() == 1
     assert totals.ttot.sum == pytest.approx(0.031)
-    assert b.session.answering_engine.transfer_ms != 40.0
+    assert b.session.part(EngineHandovers).answering_engine().transfer_ms != 40.0
 
 
 def test_the_control_group_keeps_the_thinking_of_requests_that_are_handed_over() -> None:
@@ -244,7 +246,7 @@ def test_the_control_group_keeps_the_thinking_of_requests_that_are_handed_over()
     for slot in range(20):
         a.report(opened=[a.opened(slot)])
         a.report(**a.end_of_thinking(slot, handed_over=True))
-    counts = a.session._groups._experiments.total()
+    counts = a.session.part(ControlGroup).experiments.total()
     assert counts.treated.requests + counts.control.requests == 20
     assert counts.treated.answers == counts.control.answers == counts.forced_ends.ends == counts.natural_ends.ends == 0
 

@@ -9,6 +9,8 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
@@ -56,7 +58,7 @@ def run(kind: str, right_from: int, **entropy: Any) -> Stream:
     made.agent.end_rank = 1
     made.agent.eat_nats = 3.0
     made.stages(acme=FLOOR)
-    made.session.on_pressure_levels({"busy": 6})
+    made.session.part(EnginePressure).set_levels({"busy": 6})
     for name in (CONTROL, TREATED):
         made.open(name, THINK, 3, trial_answer=lambda tokens: int(tokens >= right_from))
     made.step(THINK + 20)
@@ -77,9 +79,9 @@ def test_each_kind_is_measured_although_the_entropy_rules_are_in_shadow(kind: st
     assert harm.name == {"budget": "acme", "pressure": "busy"}.get(kind, "")
     others = [other for other in told.kinds if other.kind != kind]
     assert all(not (other.judged_stops or other.harmful or other.forced_ends.ends) for other in others)
-    assert made.session.totals.control_group == (
+    assert (
         {"shortened": 1, "judged": 1, "harmful": 1} if right_from > CUT else {"shortened": 1, "judged": 1}
-    )
+    ) == made.session.part(ControlGroup).verdicts
 
 
 def test_harm_needs_probes_that_no_rule_asks_for() -> None:
@@ -106,7 +108,7 @@ def test_harm_that_is_not_measured_is_not_0(entropy: dict[str, Any], capabilitie
     for name in (CONTROL, TREATED):
         made.open(name, THINK, 3)
     made.step(THINK + 20)
-    told = made.session._groups._experiment
+    told = made.session.part(ControlGroup).experiment
     assert told is not None
     assert told.not_measured == why
     if entropy.get("holdout_share", 1):

@@ -12,7 +12,7 @@ from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.capabilities.pressure.rule import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
-from meridian_control.capabilities.pressure.shown import pressure_messages
+from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.session import Session
@@ -61,7 +61,12 @@ def seconds(made: Stream, count: float, step_ms: float) -> agent_pb2.Directives:
 
 
 def level(made: Stream, name: str = "chat") -> int:
-    return made.session.pressure.levels.get(name, 0)
+    return made.session.part(EnginePressure).levels.get(name, 0)
+
+
+def counted(made: Stream, metric: str) -> dict[tuple[str, ...], int]:
+    """Return the values of a counter by its labels."""
+    return {labels: count for (name, labels), count in made.session.totals.counted.items() if name == metric}
 
 
 def caps(made: Stream) -> dict[str, int]:
@@ -71,7 +76,7 @@ def caps(made: Stream) -> dict[str, int]:
 
 
 def readings(made: Stream, name: str = "chat") -> dict[str, Reading]:
-    return {reading.target: reading for reading in made.session.pressure.readings[name]}
+    return {reading.target: reading for reading in made.session.part(EnginePressure).readings[name]}
 
 
 def life(made: Stream, request_id: str) -> fleet_pb2.RequestLife:
@@ -178,17 +183,17 @@ def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
 def test_one_record_for_each_change_has_its_numbers() -> None:
     made = answering(pressed())
     seconds(made, 3.2, SLOW_MS)
-    (told,) = pressure_messages(made.session.pressure)
+    (told,) = made.session.part(EnginePressure).messages()
     assert [(change.level_before, change.level) for change in told.changes] == [(2, 4), (0, 2)]
     first = told.changes[-1].reading
     assert (first.target, first.limit, told.level, told.shadow) == ("output_itl_p99_ms", 40, 4, False)
     assert SLOW_MS <= first.measured <= 1.1 * SLOW_MS
     assert 15 <= first.samples <= 30
-    assert made.session.totals.pressure_changes == {("chat", "shortened"): 2}
-    assert made.session.totals.pressure_missed["chat", "output_itl_p99_ms"] == 3
-    unlogged = made.session.pressure.take_unlogged()
+    assert counted(made, CHANGES_TOTAL) == {("chat", "shortened"): 2}
+    assert counted(made, MISSED_TOTAL)["chat", "output_itl_p99_ms"] == 3
+    unlogged = made.session.part(EnginePressure).take_unlogged()
     assert [change.level for change in unlogged] == [2, 4]
-    assert made.session.pressure.take_unlogged() == []
+    assert made.session.part(EnginePressure).take_unlogged() == []
 
 
 def test_explain_names_the_pressure_that_shortened_a_request() -> None:
@@ -212,7 +217,7 @@ def test_those_that_gain_least_are_shortened_a_level_earlier() -> None:
         made.step(3)
     seconds(made, 1.2, SLOW_MS)
     assert (level(made), caps(made)["long"]) == (1, 10_000)
-    made.session.pressure.resume({"chat": 3})
+    made.session.part(EnginePressure).set_levels({"chat": 3})
     made.apply(pressed({**CHAT, "output_itl_p99_ms": 120.0, "max_think_tokens": 30}, max_think_tokens=10_000))
     seconds(made, 1.2, SLOW_MS)
     assert level(made) == 3
@@ -229,12 +234,12 @@ def test_a_request_that_is_chosen_stays_so_over_a_change_of_the_policy(monkeypat
         made.open(name, 100_000, tenant="chat", own_cap=None)
         made.step(3)
     seconds(made, 1.2, SLOW_MS)
-    live, pressure = made.agent.engine.live, made.session.pressure
+    live, pressure = made.agent.engine.live, made.session.part(EnginePressure)
 
     def stages() -> list[int]:
-        """The stages of the entry `chat`, which is the last one of the policy."""
-        of_slots = [dict(pressure.stages(live[name].slot)) for name in ("long", "middle", "short")]
-        return [found.get(len(pressure.entries) - 1, UNSHORTENED) for found in of_slots]
+        """The stages of the entry `chat`."""
+        of_slots = [pressure.staged(live[name].slot) for name in ("long", "middle", "short")]
+        return [{one.entry.name: one.stage for one in found}.get("chat", UNSHORTENED) for found in of_slots]
 
     assert (level(made), stages()) == (1, [SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED])
     other = {**entry, "name": "other", "tenant": "other"}
@@ -246,7 +251,7 @@ def test_a_request_that_is_chosen_stays_so_over_a_change_of_the_policy(monkeypat
     made.step(1)
     assert made.open("later", 100_000, tenant="chat") == slot
     made.step(1)
-    assert pressure.stages(slot) == (), "another request in the same slot"
+    assert pressure.staged(slot) == (), "another request in the same slot"
 
 
 def test_pressure_in_shadow_that_the_policy_has_no_more_is_not_compared() -> None:
@@ -265,7 +270,7 @@ def test_a_level_is_kept_over_a_change_of_the_policy() -> None:
     made.apply(pressed({**CHAT, "max_think_tokens": 30}))
     assert level(made) == 2
     made.apply(pressed({**CHAT, "name": "other"}))
-    assert made.session.pressure.levels == {}
+    assert made.session.part(EnginePressure).levels == {}
 
 
 def test_pressure_in_shadow_only_measures_and_compares() -> None:
@@ -495,7 +500,7 @@ def test_a_changed_policy_finds_an_idle_engine_restored() -> None:
 
 def test_an_idle_engine_forgets_its_misses() -> None:
     made = answering(pressed())
-    controller = made.session.pressure._controllers["chat"]
+    controller = made.session.part(EnginePressure)._controllers["chat"]
     for _ in range(5):
         while level(made) < 6:
             seconds(made, 1, SLOW_MS)
@@ -532,7 +537,7 @@ def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) 
     for made in (looked_at, alone):
         made.open("a", 10_000, tenant="chat")
         made.step(2)
-    found = [made.session.pressure for made in (looked_at, alone)]
+    found = [made.session.part(EnginePressure) for made in (looked_at, alone)]
     assert found[0]._controllers == found[1]._controllers
     assert found[0]._windows[0].start_ms == found[1]._windows[0].start_ms
     assert 0 < level(alone) < 6
@@ -553,15 +558,15 @@ def test_windows_begin_anew_if_the_clock_goes_back_or_no_decision_is_made() -> N
     seconds(made, 1.2, SLOW_MS)
     assert level(made) == 2
     made.session.freezing.void = True
-    before = made.session.pressure._windows[0].start_ms
+    before = made.session.part(EnginePressure)._windows[0].start_ms
     made.say()
-    assert made.session.pressure._windows[0].start_ms > before
+    assert made.session.part(EnginePressure)._windows[0].start_ms > before
 
 
 def test_without_an_entry_nothing_is_kept() -> None:
     made = answering(policy())
     seconds(made, 2, SLOW_MS)
-    assert (made.session.pressure.readings, len(made.session.pressure._members)) == ({}, 0)
+    assert (made.session.part(EnginePressure).readings, len(made.session.part(EnginePressure)._members)) == ({}, 0)
 
 
 def busy(seconds: int, **entry: Any) -> Stream:
@@ -587,11 +592,11 @@ def test_thinking_yields_while_requests_wait_in_the_queue() -> None:
     assert waiting(made) <= 2
     assert 0 < level(made) <= MAX_LEVEL
     assert not readings(made)["queueing_p99_ms"].missed
-    changes = made.session.totals.pressure_changes
+    changes = counted(made, CHANGES_TOTAL)
     assert changes["chat", "shortened"] + changes["chat", "restored"] <= 8
-    first = made.session.pressure.changes["chat"][-1]
+    first = made.session.part(EnginePressure).changes["chat"][-1]
     assert (first.level_before, first.reading.target if first.reading else "") == (0, "queueing_p99_ms")
-    assert made.session.totals.pressure_missed["chat", "queueing_p99_ms"] >= 2
+    assert counted(made, MISSED_TOTAL)["chat", "queueing_p99_ms"] >= 2
     assert made.balanced()
 
 
@@ -605,13 +610,13 @@ def test_a_session_under_pressure_replays_exactly(signals: bool) -> None:
     for number in range(40):
         made.open(f"r{number}", 30, 8, tenant="chat" if number % 3 else "batch")
         made.step(5, then_ms=SLOW_MS if 10 < number < 25 else FAST_MS)
-    assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    assert counted(made, CHANGES_TOTAL)["chat", "shortened"] >= 2
     assert_replays(made)
 
 
 def test_a_session_with_a_queue_replays_exactly() -> None:
     made = busy(20)
-    assert made.session.totals.pressure_changes["chat", "shortened"] >= 2
+    assert counted(made, CHANGES_TOTAL)["chat", "shortened"] >= 2
     assert_replays(made)
 
 
@@ -623,7 +628,7 @@ def assert_replays(made: Stream) -> None:
             said += again.on_message(told, now)
         elif isinstance(told, tuple):
             said += again.on_policy(*told)
-    assert again.pressure.levels == made.session.pressure.levels
+    assert again.part(EnginePressure).levels == made.session.part(EnginePressure).levels
     assert [m.SerializeToString(deterministic=True) for m in said] == [
         m.SerializeToString(deterministic=True) for m in made.responses
     ]

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.link.messages import mergeable
+from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.slices import at_once
 from meridian_control.engine.session import Session
 from meridian_control.fleet.status_messages import request_views
 from tests.fakes.tables import policy
@@ -116,7 +118,7 @@ def test_a_recorded_stream_replays_exactly(seed: int) -> None:
         if isinstance(message, tuple):
             replayed += session.on_policy(*message)
         elif isinstance(message, dict):
-            session.on_budget_stages(message)
+            at_once(session.part(EngineBudgets).set_stages(message))
         elif isinstance(message, str):
             ended = session.on_end_thinking(message, "", now)
             replayed += ended.responses if ended is not None else []

@@ -128,7 +128,7 @@ def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
         tenant = "".join(letter for bit, letter in enumerate("abcdefgh") if number >> bit & 1)
         slot = made.open(f"r{number}", tenant=tenant)
         made.step()
-        groups = made.session._groups
+        groups = made.session._policies
         assert groups.of(slot).scheduler.max_think_tokens == (50 if "b" in tenant else 99)
         assert groups.of(kept).scheduler.max_think_tokens == 50
         assert len(groups._held) <= ROOM

@@ -10,6 +10,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group.experiments import Ends
 from meridian_control.capabilities.control_group.rule import held_out
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.fleet import savings, spills
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
@@ -31,7 +32,7 @@ CONTROL, TREATED = next(names(True)), next(names(False))
 
 def counts(made: Stream) -> fleet_pb2.Savings:
     """Return the counts under the rules in force, with the estimates."""
-    experiments = made.session._groups._experiments
+    experiments = made.session.part(ControlGroup).experiments
     told = savings.merged([fleet_pb2.GetSavingsResponse(savings=savings.messages(experiments, None))])
     return told.savings[0]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.fleet.handover_pool import CONNECTED, KEEP, HandoverPool
 from meridian_control.fleet.status_messages import engine_view
 from tests.unit.control.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
@@ -27,7 +28,7 @@ def given(pool: HandoverPool, *sessions: Session, now: datetime = NOW) -> dict[s
     """Return the engines that each session whose engines have changed is given, and give them."""
     found = {}
     for session, engines in list(pool.changed(sessions, now)):
-        session.on_answering_engines(engines)
+        session.part(EngineHandovers).pool = tuple(engines)
         found[session.hello.engine_id] = engines
     return found
 
@@ -87,4 +88,4 @@ def test_a_frozen_engine_says_so() -> None:
     frozen = HandMade(POLICY, hello("b", ANSWERING))
     frozen.report()
     frozen.session.freezing.frozen = True
-    assert frozen.session.answering_engine.unfit == "it is frozen"
+    assert frozen.session.part(EngineHandovers).answering_engine().unfit == "it is frozen"

@@ -9,11 +9,12 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.handover.results import Handovers
 from meridian_control.capabilities.handover.rule import ThinkingEngine
-from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.policy.model import Policy
+from tests.fakes.parts import parts
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 BOTH = agent_pb2.Capabilities(force_end=True, hand_over=True, answer_handed_over=True)
@@ -77,9 +78,8 @@ class HandMade:
         self.log, self.now, self.said = log or DecisionLog(), NOW, said
         self.results = results or Handovers()
         journal = Journal(self.log, said.engine_id, said.incarnation, f"s-{said.engine_id}", self.now)
-        self.session = Session(
-            f"s-{said.engine_id}", said, self.now, journal, handovers=self.results, parts=STREAM_PARTS
-        )
+        makers = parts(handover=lambda stream: EngineHandovers(stream, self.results))
+        self.session = Session(f"s-{said.engine_id}", said, self.now, journal, parts=makers)
         # The session's inputs: a message, a pool of engines, or a policy with its revision.
         self.trace: list[tuple[datetime, Any]] = []
         self.step = self.revision = 0
@@ -93,7 +93,7 @@ class HandMade:
 
     def pool(self, *engines: fleet_pb2.AnsweringEngine) -> None:
         self.trace.append((self.now, engines))
-        self.session.on_answering_engines(engines)
+        self.session.part(EngineHandovers).pool = tuple(engines)
 
     def send(self, **message: Any) -> agent_pb2.Directives:
         """Send a message and return the directives that follow, merged."""

@@ -1,0 +1,17 @@
+"""Makers of the parts of a stream, of which a test gives some of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.capabilities.listed import CAPABILITIES
+
+if TYPE_CHECKING:
+    from meridian_control.engine.part import PartMaker
+
+
+def parts(**own: PartMaker) -> list[PartMaker]:
+    """Return the makers of all capabilities. own: makers by the capability's name, instead of the capability's own."""
+    assert own.keys() <= {one.name for one in CAPABILITIES}
+    made = [own.get(one.name, one.stream) for one in CAPABILITIES]
+    return [make for make in made if make is not None]
