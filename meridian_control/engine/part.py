@@ -16,7 +16,7 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.engine.step_cost import StepCost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
 
     import numpy as np
@@ -277,7 +277,25 @@ class Parts:
 
     def __init__(self, stream: Stream, makers: Iterable[PartMaker]) -> None:
         self.all = [part for make in makers if (part := make(stream)) is not None]
-        self._with = {name: [part for part in self.all if _has(part, name)] for name in HOOKS}
+        self._policy_begins = self._having("policy_begins")
+        self._policy_changed = self._having("policy_changed")
+        self._revise = self._having("revise")
+        self._shortened = self._having("shortened")
+        self._rest = self._having("rest")
+        self._snapshot_begins = self._having("snapshot_begins")
+        self._snapshot_ends = self._having("snapshot_ends")
+        self._report_begins = self._having("report_begins")
+        self._opened = self._having("opened")
+        self._probed = self._having("probed")
+        self._reported = self._having("reported")
+        self._ends = self._having("ends")
+        self._thinking_ended = self._having("thinking_ended")
+        self._closed = self._having("closed")
+        self._decide = self._having("decide")
+        self._stream_ended = self._having("stream_ended")
+
+    def _having(self, method: str) -> list[Part]:
+        return [part for part in self.all if getattr(type(part), method) is not getattr(Part, method)]
 
     def of(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class. Raises LookupError if the stream has none."""
@@ -287,61 +305,73 @@ class Parts:
         raise LookupError(f"the stream has no {kind.__name__}")
 
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
-        for part in self._with["policy_begins"]:
+        for part in self._policy_begins:
             part.policy_begins(revision, policy, now)
 
     def policy_changed(self, now: datetime) -> None:
-        for part in self._with["policy_changed"]:
+        for part in self._policy_changed:
             part.policy_changed(now)
 
     def revise(self) -> None:
-        for part in self._with["revise"]:
+        for part in self._revise:
             part.revise()
 
     def shortened(self) -> None:
-        for part in self._with["shortened"]:
+        for part in self._shortened:
             part.shortened()
 
     def rest(self, now: datetime) -> None:
-        for part in self._with["rest"]:
+        for part in self._rest:
             part.rest(now)
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> Sliced[None]:
-        yield from _each(part.snapshot_begins(snapshot) for part in self._with["snapshot_begins"])
+        for part in self._snapshot_begins:
+            if (work := part.snapshot_begins(snapshot)) is not None:
+                yield from work
 
     def snapshot_ends(self, now: datetime) -> Sliced[None]:
-        yield from _each(part.snapshot_ends(now) for part in self._with["snapshot_ends"])
+        for part in self._snapshot_ends:
+            if (work := part.snapshot_ends(now)) is not None:
+                yield from work
 
     def report_begins(self, now: datetime, decides: bool) -> Sliced[None]:
-        yield from _each(part.report_begins(now, decides) for part in self._with["report_begins"])
+        for part in self._report_begins:
+            if (work := part.report_begins(now, decides)) is not None:
+                yield from work
 
     def opened(self, slots: Sequence[int]) -> None:
-        for part in self._with["opened"]:
+        for part in self._opened:
             part.opened(slots)
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
-        for part in self._with["probed"]:
+        for part in self._probed:
             part.probed(results)
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
-        yield from _each(part.reported(report, now) for part in self._with["reported"])
+        for part in self._reported:
+            if (work := part.reported(report, now)) is not None:
+                yield from work
 
     def ends(self, turn: Turn) -> Sliced[None]:
-        yield from _each(part.ends(turn) for part in self._with["ends"])
+        for part in self._ends:
+            if (work := part.ends(turn)) is not None:
+                yield from work
 
     def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:
-        for part in self._with["thinking_ended"]:
+        for part in self._thinking_ended:
             part.thinking_ended(ends)
 
     def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
-        for part in self._with["closed"]:
+        for part in self._closed:
             part.closed(rows, governed)
 
     def decide(self, turn: Turn) -> Sliced[None]:
-        yield from _each(part.decide(turn) for part in self._with["decide"])
+        for part in self._decide:
+            if (work := part.decide(turn)) is not None:
+                yield from work
 
     def stream_ended(self, now: datetime, followed: bool) -> None:
-        for part in self._with["stream_ended"]:
+        for part in self._stream_ended:
             part.stream_ended(now, followed)
 
 
@@ -362,19 +392,3 @@ class Capability:
     section: type[Section] | None = None
     metrics: Sequence[Entry] = ()
     shown: Callable[[Totals], Sequence[tuple[str, str]]] | None = None
-
-
-HOOKS = (
-    *("policy_begins", "policy_changed", "revise", "shortened", "rest", "snapshot_begins", "snapshot_ends"),
-    *("report_begins", "opened", "probed", "reported", "ends", "thinking_ended", "closed", "decide", "stream_ended"),
-)
-
-
-def _has(part: Part, method: str) -> bool:
-    return getattr(type(part), method) is not getattr(Part, method)
-
-
-def _each(works: Iterator[Sliced[None] | None]) -> Sliced[None]:
-    for work in works:
-        if work is not None:
-            yield from work

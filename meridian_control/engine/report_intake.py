@@ -97,7 +97,7 @@ class Intake:
         _check(report)
         table, now_ms = self._table, self._stream.clock_ms(now)
         self._totals.reports += 1
-        for some in _slices(report.opened):
+        for some in _slices(report.opened) if report.opened else ():
             self._assign([self._open(told, now_ms) for told in some])
             if len(some) == SLICE_ROWS:
                 yield
@@ -139,7 +139,7 @@ class Intake:
             self._compare(ended[begin : begin + SLICE_ROWS])
             if begin:
                 yield
-        for some in _slices(self._known(report.closed)):
+        for some in _slices(self._known(report.closed)) if report.closed else ():
             for closed in some:
                 if self._is_cut(closed):
                     self._compare([(closed.slot, int(table.think_tokens[closed.slot]))])

@@ -364,7 +364,8 @@ class Session:
 
     def _end_void(self) -> None:
         """Note that no snapshot need come after a freeze if the engine has no requests."""
-        self.freezing.void = self.freezing.void and bool(self.table.live.any())
+        if self.freezing.void:
+            self.freezing.void = bool(self.table.live.any())
 
     def _turn(self, policy: Policy, response: agent_pb2.ConnectResponse, now: datetime, reported: bool) -> Turn:
         return Turn(policy, self._policies.in_use(), response.directives, reported, self._stream.clock_ms(now))

@@ -16,7 +16,7 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.policy.schema import EntropyPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
@@ -186,12 +186,6 @@ class ControlRequests:
         request = self.by_slot.get(slot)
         if request is not None and request.stopped_by == kind and request.stop_tokens < 0:
             request.stop_tokens = think_tokens
-
-    def probed(self, rows: Iterable[tuple[int, int, bool, int]]) -> None:
-        """Take in measured probes: slot, thinking tokens, whether the answer would be empty, and equal answers."""
-        for slot, think_tokens, is_empty, same_answer in rows:
-            if (request := self.by_slot.get(slot)) is not None:
-                request.probed(think_tokens, is_empty, same_answer)
 
     def probes_due(self, policy_of: Callable[[int], Policy]) -> list[int]:
         """Return the slots of requests that a probe is due for. policy_of: gives the policy that holds for a slot."""

@@ -140,12 +140,13 @@ class ControlGroup(Part):
             self.requests.carried_out(slot, kind, think_tokens)
 
     def ends(self, turn: Turn) -> None:
-        if self._stream.ends_thinking:
+        if self.requests.by_slot and self._stream.ends_thinking:
             self.requests.pass_caps()
 
     def decide(self, turn: Turn) -> None:
-        for slot in self.requests.probes_due(self._policies.of) if self._stream.may_probe else ():
-            self._stream.probe(turn, UNREAD_PROBE, np.array([slot]))
+        if self.requests.by_slot and self._stream.may_probe:
+            for slot in self.requests.probes_due(self._policies.of):
+                self._stream.probe(turn, UNREAD_PROBE, np.array([slot]))
 
     # ------------------------------------------------------------------------------------------------- what comes of it
 
@@ -154,8 +155,10 @@ class ControlGroup(Part):
         self._ended_by.clear()
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
-        self.requests.probed((one.slot, one.think_tokens, one.is_empty, one.same_answer) for one in results)
         for one in results:
+            if (request := self.requests.by_slot.get(one.slot)) is not None:
+                request.probed(one.think_tokens, one.is_empty, one.same_answer)
+        for one in results if self.experiment is not None and self.experiment.references else ():
             # NaN is no sample.
             is_sample = one.reason != UNREAD_PROBE and np.isfinite(one.eat_nats)
             is_awaited = is_sample and int(self._table.awaited_signals[one.slot]) & BITS["eat"]
@@ -165,7 +168,7 @@ class ControlGroup(Part):
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
         """Count the report's values at sentence ends that are the first ones that a rule could read."""
         table = self._table
-        if self._policy is None or self.experiment is None or not self.experiment.references:
+        if self.experiment is None or not self.experiment.references or self._policy is None:
             return
         at_ends = table.history.rows.slot[table.history.ends.row]
         if not np.count_nonzero(table.awaited_signals[at_ends] & BITS_AT_SENTENCE_ENDS):

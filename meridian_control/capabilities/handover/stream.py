@@ -167,6 +167,9 @@ class EngineHandovers(Part):
     def decide(self, turn: Turn) -> None:
         """Decide handovers, and take handovers back. Nothing is decided for an engine outside the thinking pool."""
         policy, out, cost = turn.policy.disagg, turn.out, self._stream.step_cost
+        if not (policy.enabled or self._made):
+            self._policy = policy
+            return
         in_force = self._in_force()
         changed = policy is not self._policy and policy != self._policy
         self._policy = policy

@@ -302,6 +302,8 @@ class EnginePressure(Part):
 
     def report_begins(self, now: datetime, decides: bool) -> Sliced[None] | None:
         """Change the levels by the reports so far; the newest report's decisions read them."""
+        if not self.entries:
+            return None
         if not decides:
             self._restart(now)
         elif slots := self._judge_windows(self._stream.clock_ms(now), now):
