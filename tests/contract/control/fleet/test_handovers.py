@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from tests.contract.control.fleet.test_record import replayed
 from tests.fakes.linked import until
-from tests.unit.control.handover.engines import ANSWERING, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
 
 if TYPE_CHECKING:
     from tests.contract.streams import Control

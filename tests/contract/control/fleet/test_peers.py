@@ -21,7 +21,7 @@ from meridian_control.policy.model import Policy
 from tests.contract.proxies import proxy
 from tests.fakes.control import utc_now
 from tests.patient import LONG_S
-from tests.unit.control.handover.engines import disagg
+from tests.unit.control.capabilities.handover.engines import disagg
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

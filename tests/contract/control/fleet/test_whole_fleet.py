@@ -27,7 +27,7 @@ from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
 from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
-from tests.unit.control.handover.engines import ANSWERING, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

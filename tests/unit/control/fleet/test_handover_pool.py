@@ -10,7 +10,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.fleet.handover_pool import CONNECTED, KEEP, HandoverPool
 from meridian_control.fleet.status_messages import engine_view
-from tests.unit.control.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
 
 if TYPE_CHECKING:
     from meridian_control.engine.session import Session

@@ -18,7 +18,7 @@ from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.storage.database import Database
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
-from tests.unit.control.handover.engines import hello
+from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -8,8 +8,8 @@ from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.handover_pool import HandoverPool
 from tests.fakes.control import utc_now
+from tests.unit.control.capabilities.handover.engines import hello
 from tests.unit.control.fleet.test_in_turns import counting
-from tests.unit.control.handover.engines import hello
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

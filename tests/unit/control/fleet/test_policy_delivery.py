@@ -12,7 +12,7 @@ from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
 from meridian_control.policy.store import StoredRevision
 from tests.fakes.control import utc_now
 from tests.fakes.tables import policy
-from tests.unit.control.handover.engines import hello
+from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
     import pytest

@@ -18,7 +18,7 @@ from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.fleet.status_messages import engine_view
 from meridian_control.journal.messages import explain_request, refs_in, related_lives
 from meridian_control.policy.model import Policy
-from tests.unit.control.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
 REFUSED, SUPERSEDED = agent_pb2.OUTCOME_REFUSED, agent_pb2.OUTCOME_SUPERSEDED

@@ -14,7 +14,7 @@ from meridian_control.policy.effects import hold_ms
 from meridian_control.policy.needed_capabilities import missing
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy, table, thinking
-from tests.unit.control.engine.test_control_group import CONTROL, TREATED, counts
+from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
 EAT, MARGIN, GIVE_UP = (

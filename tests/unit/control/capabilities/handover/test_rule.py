@@ -19,7 +19,7 @@ from meridian_control.capabilities.handover.rule import (
     decide,
     unfit,
 )
-from tests.unit.control.handover.engines import answering, disagg, hello, thinking
+from tests.unit.control.capabilities.handover.engines import answering, disagg, hello, thinking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from meridian_control.engine.shortening import FLOOR, LOWER_CAP
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.control.engine.test_control_group import CONTROL, TREATED, counts
+from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import Stream, stream
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from meridian_control.capabilities.handover.results import (
     Handovers,
 )
 from meridian_control.capabilities.handover.rule import Move
-from tests.unit.control.handover.engines import NOW, answering
+from tests.unit.control.capabilities.handover.engines import NOW, answering
 
 A, B, C = ("a", "1", "on-a"), ("b", "1", "on-b"), ("c", "1", "on-c")
 STOP, ABORT = agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_ABORT
