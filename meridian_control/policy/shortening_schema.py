@@ -88,7 +88,8 @@ def _check_floor(entry: "StagedEntry") -> None:
 
 class BudgetPolicy(Section):
     """Limits the thinking tokens of all requests that match every glob, over all engines and replicas. No request is
-    rejected: the less of the budget is left, the earlier thinking ends ([stages](../budgets/budgets.md))."""
+    rejected: the less of the budget is left, the earlier thinking ends
+    ([stages](../capabilities/budgets/README.md))."""
 
     name: Annotated[str, AfterValidator(_name)] = field(
         "",
@@ -145,7 +146,7 @@ Milliseconds = Annotated[float, Field(ge=0, le=86_400_000)]
 
 class PressurePolicy(Section):
     """Shortens the thinking of all requests on an engine that match every glob while they miss a target there, and
-    restores it once there is room ([levels](../pressure/pressure.md))."""
+    restores it once there is room ([levels](../capabilities/pressure/README.md))."""
 
     name: Annotated[str, AfterValidator(_name)] = field(
         "",
