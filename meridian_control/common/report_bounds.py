@@ -12,7 +12,7 @@ from itertools import repeat
 from operator import attrgetter, ge, le
 from typing import TYPE_CHECKING
 
-from meridian_control.common.errors import BadReport
+from meridian_control.common.errors import BadReport, InvalidRequest
 from meridian_control.common.opened_request import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -66,6 +66,22 @@ LEFT_OUT: dict[str, tuple[float, float]] = {
     # The entropy of any vocabulary is far below, and rounding may bring it just below 0.
     "probes.eat_nats": (-1, 100),
 }
+# Bounds for the bytes of a Hello, and for the characters of ids, which appear in logs and as labels of metrics.
+MAX_HELLO_BYTES, MAX_ID_CHARS = 64 << 10, 512
+
+
+def check_hello(hello: agent_pb2.Hello) -> None:
+    """Raise InvalidRequest if an id of the Hello is empty or too long, or if the message is too large."""
+    if not hello.engine_id:
+        raise InvalidRequest("hello.engine_id", "must not be empty")
+    for name in ("engine_id", "incarnation"):
+        said = getattr(hello, name)
+        if len(said) > MAX_ID_CHARS or not said.isprintable():
+            raise InvalidRequest(
+                f"hello.{name}", f"must have at most {MAX_ID_CHARS} characters, all printable; got {said[:20]!a}"
+            )
+    if (size := hello.ByteSize()) > MAX_HELLO_BYTES:
+        raise InvalidRequest("hello", f"must be at most {MAX_HELLO_BYTES} bytes; got {size}")
 
 
 def check_step(step: int) -> None:

@@ -120,6 +120,17 @@ class Ledger:
         info = self._table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
+    def ends_under_way(self) -> list[tuple[Decision, int]]:
+        """Return the forced ends without an outcome, each with the rule that the table holds for its request."""
+        forces = [decision for decision in self.open.values() if decision.kind == "force" and self.concerns(decision)]
+        return [(decision, int(self._table.end_decided[decision.slot])) for decision in forces]
+
+    def go_on(self, under_way: list[tuple[Decision, int]]) -> None:
+        """Restore in the table the forced ends that the engine still carries out, for requests that still live."""
+        for decision, reason in under_way:
+            if decision.slot is not None and self.concerns(decision):
+                self._table.restore_end(decision.slot, reason)
+
     def settle(
         self, outcomes: Sequence[agent_pb2.DecisionOutcome], step: int | None = None
     ) -> Sliced[list[int | None]]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 # Largest number of bytes of Directives; gRPC accepts four times as many. A plan, which stays whole, has at most 8 bytes
 # for each request of the largest engine.
 DIRECTIVES_BYTES = 1 << 20
-# Lists of decisions in the order in which an agent takes them in; the plan comes last.
-KINDS = ("forces", "caps", "tiers", "probes", "hand_overs")
+# Lists of decisions in the order in which an agent takes them in, which is that of the fields; the plan comes last.
+KINDS = tuple(field.name for field in agent_pb2.Directives.DESCRIPTOR.fields if field.is_repeated)
 
 
 def parts_of(directives: agent_pb2.Directives) -> list[agent_pb2.ConnectResponse]:

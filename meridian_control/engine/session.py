@@ -46,11 +46,8 @@ if TYPE_CHECKING:
 # A report that leads to no decision is answered after ACK_INTERVAL_S seconds, or after ACK_LEASE_SHARE of the shortest
 # lease if that is sooner, so that the agent knows that the control plane receives its reports.
 ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
-MAX_HELLO_BYTES = 64 << 10
 # About the memory of a decision without an outcome, with the values that its rule saw.
 DECISION_BYTES = 640
-# Bound for the characters of ids, which appear in logs and as labels of metrics.
-MAX_ID_CHARS = 512
 
 Out = list[agent_pb2.ConnectResponse]
 
@@ -73,7 +70,7 @@ class Session:
         *,
         parts: Iterable[PartMaker],
     ) -> None:
-        _check(hello)
+        report_bounds.check_hello(hello)
         hello.DiscardUnknownFields()
         self.session_id, self.hello, self.connected_at = session_id, hello, now
         # The policy that comes into force first sets the length of the entropy window.
@@ -296,9 +293,9 @@ class Session:
         self._parts.policy_changed(now)
         self._parts.revise()
         # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
-        under_way = self._ends_under_way()
+        under_way = self._ledger.ends_under_way()
         self.table.forget_ends()
-        self._go_on(under_way)
+        self._ledger.go_on(under_way)
         return (yield from self._decide(now))
 
     def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
@@ -310,25 +307,14 @@ class Session:
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
         # A freeze has ended all forced ends, so none is kept after it.
-        under_way = [] if self.freezing.void else self._ends_under_way()
+        under_way = [] if self.freezing.void else self._ledger.ends_under_way()
         self.freezing.void = False
         awaited = yield from self._intake.begin_anew(snapshot, now)
-        self._go_on(under_way)
+        self._ledger.go_on(under_way)
         yield from self._ledger.forget_gone()
         self._ledger.step = snapshot.step
         response = yield from self._ends_of_thinking(now)
         return (yield from self._respond(now, response, awaited=awaited))
-
-    def _ends_under_way(self) -> list[tuple[Decision, int]]:
-        """Return the forced ends without an outcome, each with the rule that the table holds for its request."""
-        forces = [d for d in self.open_decisions.values() if d.kind == "force" and self._ledger.concerns(d)]
-        return [(d, int(self.table.end_decided[d.slot])) for d in forces]
-
-    def _go_on(self, under_way: list[tuple[Decision, int]]) -> None:
-        """Restore in the table the forced ends that the engine still carries out, for requests that still live."""
-        for decision, reason in under_way:
-            if decision.slot is not None and self._ledger.concerns(decision):
-                self.table.restore_end(decision.slot, reason)
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[Out]:
         report_bounds.check(report)
@@ -395,17 +381,3 @@ class Session:
             return []
         self._answered_at = now
         return [response] if size <= DIRECTIVES_BYTES else parts_of(directives)
-
-
-def _check(hello: agent_pb2.Hello) -> None:
-    """Raise InvalidRequest if an id of the Hello is empty or too long, or if the message is too large."""
-    if not hello.engine_id:
-        raise InvalidRequest("hello.engine_id", "must not be empty")
-    for name in ("engine_id", "incarnation"):
-        said = getattr(hello, name)
-        if len(said) > MAX_ID_CHARS or not said.isprintable():
-            raise InvalidRequest(
-                f"hello.{name}", f"must have at most {MAX_ID_CHARS} characters, all printable; got {said[:20]!a}"
-            )
-    if (size := hello.ByteSize()) > MAX_HELLO_BYTES:
-        raise InvalidRequest("hello", f"must be at most {MAX_HELLO_BYTES} bytes; got {size}")

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.shortening import LOWER_CAP
@@ -428,6 +429,14 @@ def test_pressure_is_measured_again_and_decided_by_the_targets_of_the_policy(tmp
     changes_nothing(same)
     looser = told(tmp_path, made.records, policy(**limits, pressure=[target | {"output_itl_p99_ms": 400}]))
     assert looser["ends"]["new"].get("unknown", 0) == same["ends"]["new"]["hard_cap"] > 3
+
+
+def test_a_recording_of_an_engine_that_may_hand_over_replays(tmp_path: Path) -> None:
+    made = recorded(DENSE)
+    handovers = made.session.part(EngineHandovers)
+    handovers.pool = (fleet_pb2.AnsweringEngine(engine_id="b"),)
+    made.records.insert(1, part_record(made.session, made.session.connected_at, handovers.record()))
+    changes_nothing(told(tmp_path, made.records, DENSE))
 
 
 # ------------------------------------------------------------------------------------------------------- the report
