@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.engine.effective_policies import EffectivePolicies
+from meridian_control.engine.request_table import RequestTable
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.fleet.status_messages import engine_view
-from tests.fakes.agent import FakeAgent
+from tests.fakes.agent import FakeAgent, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
@@ -79,15 +81,16 @@ def test_only_sections_in_shadow_are_compared_and_only_the_first_end() -> None:
 
 def test_other_rules_begin_anew_and_other_fields_do_not() -> None:
     made = Comparison()
-    made.applied(1, SHADOWED)
+    rules_of = EffectivePolicies(RequestTable(1), hello(), made).compared_rules
+    made.applied(1, rules_of(SHADOWED))
     made.fired(0, "eat", 10)
     made.ended(0, 20, SHADOWED, NO_CAP)
-    made.applied(2, SHADOWED.model_copy(update={"fallback": policy(fallback={"lease_ms": 500}).fallback}))
+    made.applied(2, rules_of(SHADOWED.model_copy(update={"fallback": policy(fallback={"lease_ms": 500}).fallback})))
     assert told(made)["entropy", ""][0] == 1
     assert {m.since_revision for m in made.messages()} == {1}
     made.fired(1, "eat", 10)
     changed = policy(scheduler={"shadow": True}, entropy={"shadow": True, "rpdi_threshold": 3.0})
-    made.applied(3, changed)
+    made.applied(3, rules_of(changed))
     made.ended(1, 20, changed, NO_CAP)
     assert told(made)["entropy", ""] == (1, 20, 0, 0, 0)
     assert {m.since_revision for m in made.messages()} == {3}
