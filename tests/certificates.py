@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.common.client_credentials import ClientCredentials
 
 if TYPE_CHECKING:
     from pathlib import Path

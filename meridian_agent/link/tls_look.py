@@ -2,7 +2,7 @@
 
 The look makes one connection of its own, with Python's ssl, and speaks TLS and the first bytes of HTTP/2. It runs on
 the link's thread, only after a failure, for at most a few seconds, and never raises.
-`meridian_control.access.tls_look` does the same for the control plane's clients.
+`meridian_control.common.tls_look` does the same for the control plane's clients.
 """
 
 from __future__ import annotations

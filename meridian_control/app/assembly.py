@@ -12,16 +12,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from meridian_control.access.audit_log import AuditLog
-from meridian_control.access.client_credentials import ClientCredentials
-from meridian_control.access.client_faults import ClientFaults
-from meridian_control.access.interceptor import Gate
-from meridian_control.access.rate_limits import CallLimits, Limiter
-from meridian_control.access.roles import Access
 from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.capabilities import listed
 from meridian_control.capabilities.budgets.store import BudgetStore
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.steady_clock import SteadyClock
 from meridian_control.fleet.budget_sharing import BudgetSharing
@@ -41,10 +36,15 @@ from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.server import agent_messages
 from meridian_control.server.agent_service import CONNECT_METHOD, AgentService
+from meridian_control.server.audit_log import AuditLog
 from meridian_control.server.audit_service import AuditService
+from meridian_control.server.client_faults import ClientFaults
 from meridian_control.server.fleet_service import FleetService
 from meridian_control.server.freeze_service import FreezeService
+from meridian_control.server.interceptor import Gate
 from meridian_control.server.policy_service import PolicyService
+from meridian_control.server.rate_limits import CallLimits, Limiter
+from meridian_control.server.roles import Access
 from meridian_control.server.rollout_service import RolloutService
 from meridian_control.server.server import ControlServer, Services
 from meridian_control.storage.database import Database

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meridian_control import __version__
-from meridian_control.access.rate_limits import CallLimits
-from meridian_control.access.server_tls import server_credentials
 from meridian_control.common import logs
 from meridian_control.common.addresses import is_loopback, split_address
 from meridian_control.common.environment import BadVariable, choice, read
@@ -19,6 +17,8 @@ from meridian_control.common.http_listener import host_name
 from meridian_control.fleet.fleet import HEARTBEAT_S
 from meridian_control.fleet.membership import own_host
 from meridian_control.fleet.memory import MemoryLimits
+from meridian_control.server.rate_limits import CallLimits
+from meridian_control.server.server_tls import server_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable

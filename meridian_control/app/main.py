@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY
 
 from meridian_control import __version__
-from meridian_control.access.handshakes import Handshakes
 from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.background import Job, keep_running
@@ -26,6 +25,7 @@ from meridian_control.common.plain_text import printable
 from meridian_control.journal.jsonl_file import decision_file
 from meridian_control.journal.log import DecisionLog
 from meridian_control.page.server import StatusPage
+from meridian_control.server.handshakes import Handshakes
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from meridian_control.telemetry.grpc_metrics import ServerMetrics
 

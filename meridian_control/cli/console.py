@@ -28,11 +28,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from meridian_control.access import tls_look
-from meridian_control.access.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.cli import contexts
+from meridian_control.common import tls_look
 from meridian_control.common.addresses import is_target
 from meridian_control.common.channels import proxy_option
+from meridian_control.common.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.common.environment import BadVariable, read
 from meridian_control.common.errors import PolicyError
 from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document

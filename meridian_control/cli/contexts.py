@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.environment import config_home, read
 from meridian_control.offline.trace_file import FileError
 

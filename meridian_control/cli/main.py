@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from meridian.v1 import fleet_pb2
 
-from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli.audit import audit
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
@@ -49,6 +48,7 @@ from meridian_control.cli.tables import (
 )
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.enum_names import entropy_backend_name
 from meridian_control.journal.request_ids import is_called
 

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
-from meridian_control.access import tls_look
-from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common import tls_look
 from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
+from meridian_control.common.reloading_file import Reloaded
 from meridian_control.fleet.peer_answers import reading
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from meridian_control.access.client_credentials import ClientCredentials
+    from meridian_control.common.client_credentials import ClientCredentials
     from meridian_control.fleet.membership import Replica
     from meridian_control.fleet.recording import Recording
 

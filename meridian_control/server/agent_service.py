@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
-from meridian_control.access.client_faults import CONNECTIONS, ClientFaults
-from meridian_control.access.interceptor import host_of
-from meridian_control.access.rate_limits import Rate
-from meridian_control.access.roles import caller
 from meridian_control.common.errors import InvalidRequest, MeridianError
+from meridian_control.server.client_faults import CONNECTIONS, ClientFaults
+from meridian_control.server.interceptor import host_of
+from meridian_control.server.rate_limits import Rate
+from meridian_control.server.roles import caller
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2, audit_pb2_grpc
 
-from meridian_control.access.audit_log import wanted
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import checked
+from meridian_control.server.audit_log import wanted
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     import grpc
 
-    from meridian_control.access.audit_log import AuditLog, Record
+    from meridian_control.server.audit_log import AuditLog, Record
 
 # Largest id of a record.
 MAX_ID = 2**63 - 1

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
-from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import page
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.server.interceptor import said_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable

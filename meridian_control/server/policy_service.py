@@ -15,8 +15,6 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
-from meridian_control.access.audit_log import before_etag
-from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import FieldChange, Subject, diff, explain
@@ -24,6 +22,8 @@ from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.policy.store import PolicyStore, RevisionHeader, StoredRevision
+from meridian_control.server.audit_log import before_etag
+from meridian_control.server.interceptor import said_by
 from meridian_control.storage.tables import MAX_REQUEST_ID_CHARS
 
 logger = logging.getLogger(__name__)

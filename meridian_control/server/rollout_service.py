@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control.access.audit_log import before_etag
-from meridian_control.access.interceptor import said_by
 from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import diff
@@ -21,6 +19,8 @@ from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, Rollout
+from meridian_control.server.audit_log import before_etag
+from meridian_control.server.interceptor import said_by
 from meridian_control.server.policy_service import check_texts
 
 if TYPE_CHECKING:

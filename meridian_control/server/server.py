@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from meridian_control.access.interceptor import Gate
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.server.agent_service import AgentService
     from meridian_control.server.audit_service import AuditService
     from meridian_control.server.fleet_service import FleetService
     from meridian_control.server.freeze_service import FreezeService
+    from meridian_control.server.interceptor import Gate
     from meridian_control.server.policy_service import PolicyService
     from meridian_control.server.rollout_service import RolloutService
 

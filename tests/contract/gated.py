@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from meridian_control.access.audit_log import AuditLog
-from meridian_control.access.interceptor import Gate
-from meridian_control.access.rate_limits import CallLimits, Limiter
-from meridian_control.access.roles import Access
+from meridian_control.server.audit_log import AuditLog
+from meridian_control.server.interceptor import Gate
+from meridian_control.server.rate_limits import CallLimits, Limiter
+from meridian_control.server.roles import Access
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

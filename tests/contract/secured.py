@@ -10,10 +10,10 @@ import grpc
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_agent.link import credentials as agent
-from meridian_control.access.roles import Access
-from meridian_control.access.server_tls import server_credentials
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
+from meridian_control.server.roles import Access
+from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
 from tests.fakes.control import control_plane, utc_now
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from meridian_control.access.client_credentials import ClientCredentials
-    from meridian_control.access.rate_limits import CallLimits
+    from meridian_control.common.client_credentials import ClientCredentials
     from meridian_control.fleet.fleet import Fleet
+    from meridian_control.server.rate_limits import CallLimits
 
 # A client whose certificate has one of these common names has the role of the same name; the client "nobody" has a
 # certificate and no role.

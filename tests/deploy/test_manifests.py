@@ -16,8 +16,8 @@ import yaml
 from packaging.version import Version
 
 from deploy.generate import ADDONS, HERE
-from meridian_control.access.roles import Identities
 from meridian_control.app.flags import parser
+from meridian_control.server.roles import Identities
 from tests.deploy.rendering import objects, only, rendered
 
 if TYPE_CHECKING:

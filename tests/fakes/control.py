@@ -14,9 +14,9 @@ from meridian_control.fleet.whole_fleet import WholeFleet
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from meridian_control.access.rate_limits import CallLimits
-    from meridian_control.access.roles import Access
     from meridian_control.policy.store import PolicyStore
+    from meridian_control.server.rate_limits import CallLimits
+    from meridian_control.server.roles import Access
 
 
 def utc_now() -> datetime:

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.harm_guard import HarmGuard

@@ -14,9 +14,9 @@ from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.fleet import recording
 from meridian_control.fleet.connection import QUEUE_BYTES, Responses
 from meridian_control.fleet.memory import Memory, MemoryLimits
-from tests.contract.control.access.test_flood import resident_mb
 from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_fair_share import Raw
+from tests.contract.control.server.test_flood import resident_mb
 from tests.contract.streams import failure
 from tests.fakes.linked import until
 

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
-from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.fleet import departed, whole_fleet
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import FORGET_S, LEASE_S, Replica

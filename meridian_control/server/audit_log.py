@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from meridian_control.access.rate_limits import Rate
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.server.rate_limits import Rate
 from meridian_control.storage.database import utc
 from meridian_control.storage.tables import audit_records as _records
 

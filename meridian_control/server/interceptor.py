@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, before_etag
-from meridian_control.access.client_faults import ClientFaults
-from meridian_control.access.handshakes import Handshakes
-from meridian_control.access.rate_limits import Kind, Limiter
-from meridian_control.access.roles import (
+from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
+from meridian_control.server.audit_log import AuditLog, AuditOutcome, Call, before_etag
+from meridian_control.server.client_faults import ClientFaults
+from meridian_control.server.handshakes import Handshakes
+from meridian_control.server.rate_limits import Kind, Limiter
+from meridian_control.server.roles import (
     NOBODY,
     OPEN,
     Access,
@@ -32,7 +33,6 @@ from meridian_control.access.roles import (
     caller_host,
     rule_of,
 )
-from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
-from meridian_control.access.rate_limits import CallLimits
 from meridian_control.fleet.fleet import INCARNATIONS
+from meridian_control.server.rate_limits import CallLimits
 from tests.contract.secured import Secured, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import until

@@ -12,10 +12,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from meridian_control.access.bearer_tokens import Tokens
-from meridian_control.access.reloading_file import Reloaded
-from meridian_control.access.roles import Access, Principal, Role, on_this_host
 from meridian_control.common.errors import PermissionDenied, Unauthenticated
+from meridian_control.common.reloading_file import Reloaded
+from meridian_control.server.bearer_tokens import Tokens
+from meridian_control.server.roles import Access, Principal, Role, on_this_host
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 
 if TYPE_CHECKING:
-    from meridian_control.access.client_credentials import ClientCredentials
+    from meridian_control.common.client_credentials import ClientCredentials
 
 CONNECT_S, ANSWER_S = 2.0, 2.0
 # Names of what sets the CA, and the certificate and its key, for the text.

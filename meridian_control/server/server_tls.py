@@ -12,7 +12,7 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common.reloading_file import Reloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable

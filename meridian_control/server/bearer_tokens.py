@@ -14,8 +14,8 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from meridian_control.access.reloading_file import Reloaded
 from meridian_control.common.errors import Unauthenticated
+from meridian_control.common.reloading_file import Reloaded
 
 if TYPE_CHECKING:
     from pathlib import Path

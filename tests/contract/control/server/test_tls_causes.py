@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
-from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli.main import app
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.fleet import peers
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers

@@ -17,9 +17,9 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
 from meridian_agent.link import credentials as agent_credentials
-from meridian_control.access.client_credentials import ClientCredentials
-from meridian_control.access.roles import OPEN, RULES, Role, rule_of
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.server import server as control_server
+from meridian_control.server.roles import OPEN, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
 from tests.contract.secured import ACCESS, ROLES, Clients, Secured, code_of, securing
 from tests.fakes.agent import hello

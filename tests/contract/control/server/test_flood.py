@@ -14,11 +14,11 @@ import grpc
 import pytest
 from meridian.v1 import policy_pb2
 
-from meridian_control.access.roles import Access
 from meridian_control.engine.session import Session
 from meridian_control.server import server as control_server
-from tests.contract.control.access.test_open_access import HERE, opened
+from meridian_control.server.roles import Access
 from tests.contract.control.app.test_server import Process
+from tests.contract.control.server.test_open_access import HERE, opened
 from tests.contract.control.telemetry.test_metrics import value
 from tests.contract.secured import Clients
 from tests.contract.streams import Clock

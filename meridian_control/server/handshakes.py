@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from meridian_control.access.rate_limits import Rate
+from meridian_control.server.rate_limits import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

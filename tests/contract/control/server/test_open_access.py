@@ -18,10 +18,8 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2
 
-from meridian_control.access.client_credentials import ClientCredentials
-from meridian_control.access.roles import Access, Role, rule_of
-from meridian_control.access.server_tls import server_credentials
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import PermissionDenied, ReplicaUnavailable
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica, own_host
@@ -30,6 +28,8 @@ from meridian_control.fleet.thinking_ends import end_thinking
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.store import PolicyStore
 from meridian_control.server import server as control_server
+from meridian_control.server.roles import Access, Role, rule_of
+from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
 from tests.contract.secured import Clients, code_of

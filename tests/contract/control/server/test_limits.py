@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
-from meridian_control.access.rate_limits import CallLimits, Kind, Limiter, Rate
 from meridian_control.common.errors import TooMany
+from meridian_control.server.rate_limits import CallLimits, Kind, Limiter, Rate
 from tests.contract.secured import Clients, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
@@ -66,7 +66,7 @@ def test_places() -> None:
 
 
 def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meridian_control.access.rate_limits.REMEMBERED", 10)
+    monkeypatch.setattr("meridian_control.server.rate_limits.REMEMBERED", 10)
     clock = Clock()
     limiter = Limiter(CallLimits(calls_per_s=1.0, burst=1), clock)
     limiter.place(Kind.CALL, "a").close()

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from meridian_control.access.rate_limits import Rate
+from meridian_control.server.rate_limits import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

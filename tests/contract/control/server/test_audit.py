@@ -13,12 +13,12 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_
 from sqlalchemy import text
 from typer.testing import CliRunner
 
-from meridian_control.access import audit_log as audit_module
-from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, wanted
-from meridian_control.access.interceptor import MAX_REQUEST_BYTES, Gate
-from meridian_control.access.rate_limits import CallLimits, Limiter
-from meridian_control.access.roles import Access
 from meridian_control.cli.main import app
+from meridian_control.server import audit_log as audit_module
+from meridian_control.server.audit_log import AuditLog, AuditOutcome, Call, wanted
+from meridian_control.server.interceptor import MAX_REQUEST_BYTES, Gate
+from meridian_control.server.rate_limits import CallLimits, Limiter
+from meridian_control.server.roles import Access
 from meridian_control.storage.database import Database
 from tests.contract.secured import Clients, Secured, securing
 from tests.fakes.agent import hello

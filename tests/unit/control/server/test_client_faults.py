@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from meridian_control.access.client_faults import ALL, FAULTS, REMEMBERED, ClientFaults
+from meridian_control.server.client_faults import ALL, FAULTS, REMEMBERED, ClientFaults
 
 
 class Clock:

@@ -29,9 +29,9 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meridian_control.access.bearer_tokens import Tokens
-from meridian_control.access.reloading_file import Reloaded
 from meridian_control.common.errors import HostOnly, PermissionDenied, Unauthenticated
+from meridian_control.common.reloading_file import Reloaded
+from meridian_control.server.bearer_tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -1,1 +1,0 @@
-"""Decides which callers may call which methods and how often, and records calls. The package imports no service."""
