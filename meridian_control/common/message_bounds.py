@@ -14,6 +14,8 @@ from google.protobuf.message import DecodeError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Messages of at most this many bytes make little work.
+SMALL_BYTES = 64 << 10
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import fleet_pb2
 
-from meridian_control.common.message_bounds import fields
+from meridian_control.common.message_bounds import SMALL_BYTES, fields
 from meridian_control.common.opened_request import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
-
-# Answers of at most this many bytes make little work. Larger ones have at most MAX_SLOTS entries.
-SMALL_BYTES = 64 << 10
 
 
 def reading(channel: grpc.aio.Channel) -> grpc.aio.Channel:
@@ -53,7 +50,8 @@ class _Reading:
 
 
 def read(given: bytes, parse: Callable[[bytes], Message]) -> Message:
-    """Return the message. Raises ValueError, and DecodeError if it cannot be parsed."""
+    """Return the message. Raises ValueError, also for a large one with over MAX_SLOTS entries, and DecodeError if it
+    cannot be parsed."""
     if len(given) > SMALL_BYTES and sum(1 for _ in fields(given, 0, len(given), MAX_SLOTS + 1)) > MAX_SLOTS:
         raise ValueError(f"more than {MAX_SLOTS} entries")
     message = parse(given)

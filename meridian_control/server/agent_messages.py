@@ -12,11 +12,9 @@ from typing import Any
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.errors import InvalidRequest
-from meridian_control.common.message_bounds import fields
+from meridian_control.common.message_bounds import SMALL_BYTES, fields
 from meridian_control.common.opened_request import MAX_SLOTS
 
-# Messages of at most this many bytes make little work.
-SMALL_BYTES = 64 << 10
 # Largest number of bytes of an entry, which has a few texts and numbers; and of what a message has beside entries. An
 # agent's reports have at most REPORT_BYTES with their entries, and any other message is smaller.
 ENTRY_BYTES, REPORT_BYTES, OTHER_BYTES = 64 << 10, 1 << 20, 256 << 10
