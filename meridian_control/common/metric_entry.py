@@ -16,13 +16,13 @@ class Entry:
     act: str
 
 
-def _counter(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
+def counter(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
     return Entry(name, "counter", labels, text, act)
 
 
-def _gauge(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
+def gauge(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
     return Entry(name, "gauge", labels, text, act)
 
 
-def _histogram(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
+def histogram(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
     return Entry(name, "histogram", labels, text, act)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.common.metric_entry import _counter, _gauge
+from meridian_control.common.metric_entry import counter, gauge
 from meridian_control.engine.shortening import UNSHORTENED
 
 if TYPE_CHECKING:
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 BUDGET = ("budget",)
 
 BUDGETS = (
-    _counter(
+    counter(
         "meridian_budget_think_tokens_total",
         BUDGET,
         "Thinking tokens that this replica has counted for the budget; the sum over replicas is that of the fleet.",
         "Compare its rate with the budget's `tokens_per_minute`; above it for long, thinking is shortened.",
     ),
-    _gauge(
+    gauge(
         "meridian_budget_left_ratio",
         BUDGET,
         "What is left of the budget's scarcer limit, as a share of what it can save up; below 0 thinking has exceeded "
         "the budget.",
         "Below 0.5: thinking is shortened, unless the budget is in shadow; `meridianctl budgets` shows the stage.",
     ),
-    _gauge(
+    gauge(
         "meridian_budget_stage",
         BUDGET,
         "Stage of the budget: 1 unshortened, 2 soft_close, 3 lower_cap, 4 floor.",
         "4 for long: raise the budget, or find the client that uses it up.",
     ),
-    _gauge(
+    gauge(
         "meridian_budget_unsaved_tokens",
         (),
         "Thinking tokens, summed over all budgets, that this replica has counted since it last reached the store.",

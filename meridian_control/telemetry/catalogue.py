@@ -6,7 +6,7 @@ writes the tables of the operations guide from it.
 
 from __future__ import annotations
 
-from meridian_control.common.metric_entry import _counter, _gauge, _histogram
+from meridian_control.common.metric_entry import counter, gauge, histogram
 from meridian_control.telemetry.budget_metrics import BUDGETS
 from meridian_control.telemetry.control_group_metrics import CONTROL_GROUP
 from meridian_control.telemetry.pressure_metrics import PRESSURES, QUEUEING
@@ -16,52 +16,52 @@ GRPC = ("grpc_type", "grpc_service", "grpc_method")
 
 
 REPLICA = (
-    _gauge("meridian_build_info", ("version",), "Always 1; the label has this replica's version.", "Compare replicas."),
-    _gauge(
+    gauge("meridian_build_info", ("version",), "Always 1; the label has this replica's version.", "Compare replicas."),
+    gauge(
         "meridian_replica_leads",
         (),
         "1 on the replica that leads, which alone drives rollouts.",
         "The sum over replicas is not 1 for longer than 10 s: replicas cannot reach PostgreSQL.",
     ),
-    _gauge(
+    gauge(
         "meridian_policy_revision",
         (),
         "Policy revision that this replica gives to engines that connect.",
         "Replicas differ for longer than 10 s: look at the store.",
     ),
-    _gauge(
+    gauge(
         "meridian_engines",
         (),
         "Engines connected to this replica.",
         "Fewer than the vLLM pods: run `meridianctl engines`, then read the log of the missing pod.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_memory_bytes",
         (),
         "About the memory that this replica uses for the requests of its engines.",
         "Near `--max-engines-mib`: streams will be refused (`memory_exceeded`); add replicas, or find the engine with "
         "very many requests or long texts by `meridianctl engines`.",
     ),
-    _histogram(
+    histogram(
         "meridian_event_loop_delay_seconds",
         (),
         "How late the event loop does what is due, measured ten times a second. Answers to engines are as late.",
         "Above 0.05 for minutes: the core is full; add replicas, or find the engine whose messages are large.",
     ),
-    _gauge(
+    gauge(
         "meridian_agents",
         ("state",),
         "Engines by their agent's state, including engines without a stream.",
         "`off` for more than a few minutes: the engines run as stock vLLM; `meridianctl engines` says why.",
     ),
-    _gauge(
+    gauge(
         "meridian_engines_sharing_name",
         (),
         "Engines connected to this replica under the name of another. `meridian_engines` counts a name once, and its "
         "series are those of the newest stream.",
         "Not 0 for longer than a minute: two engines run under one name. Give each a `MERIDIAN_ENGINE_ID` of its own.",
     ),
-    _gauge(
+    gauge(
         "meridian_engines_without_series",
         (),
         "Connected engines beyond the first 500, which have no series of their own.",
@@ -70,7 +70,7 @@ REPLICA = (
 )
 
 ROLLOUT = (
-    _gauge(
+    gauge(
         "meridian_rollout_state",
         ("state",),
         "1 for the newest rollout's state: running, paused, halted, completed, rolled_back, aborted. Like all metrics "
@@ -78,20 +78,20 @@ ROLLOUT = (
         "`halted`, `rolled_back`: `meridianctl rollout status` names the violated guardrail; correct the policy, or "
         "resume.",
     ),
-    _gauge(
+    gauge(
         "meridian_rollout_step",
         (),
         "Step that the newest rollout is in, counted from 1.",
         "Unchanged for longer than the step's bake time: `meridianctl rollout status` says what the rollout waits for.",
     ),
-    _gauge("meridian_rollout_steps", (), "Steps in the newest rollout.", "Compare with `meridian_rollout_step`."),
-    _gauge(
+    gauge("meridian_rollout_steps", (), "Steps in the newest rollout.", "Compare with `meridian_rollout_step`."),
+    gauge(
         "meridian_rollout_engines",
         ("policy",),
         "Connected engines that have applied the candidate, and the others, as last counted while the rollout ran.",
         "No `candidate` in a running rollout: no engine fits the step, or the engines refuse the candidate.",
     ),
-    _gauge(
+    gauge(
         "meridian_rollout_guardrail_ratio",
         ("guardrail",),
         "Newest reading of a guardrail, divided by its limit; above 1 the guardrail is violated.",
@@ -100,32 +100,32 @@ ROLLOUT = (
 )
 
 DECISIONS = (
-    _counter(
+    counter(
         "meridian_decisions_total",
         ("kind", "reason"),
         "Decisions made, by kind (cap, force, hand_over, plan, probe, tier); forces also by the rule that fired, and "
         "handovers by their reason.",
         "Forces stop or multiply without a policy change: the workload or the model has changed; calibrate again.",
     ),
-    _counter(
+    counter(
         "meridian_outcomes_total",
         ("kind", "reason", "outcome"),
         "Outcomes of decisions. Kind `probe` with outcome `applied` counts the probes that were measured.",
         "`refused` forces: run `meridianctl requests`, then read the engine's log; `agent_off`: streams end too often.",
     ),
-    _counter(
+    counter(
         "meridian_unknown_outcomes_total",
         (),
         "Outcomes that agents reported for decisions that were never made on their stream.",
         "Grows: agent and control plane disagree; compare their versions and report the bug.",
     ),
-    _histogram(
+    histogram(
         "meridian_decision_staleness_steps",
         (),
         "Engine steps between the report that a force or plan was decided from and the report that it was applied.",
         "Above a few steps: the link or the control plane is slow; see `meridian_agent_round_trip_seconds`.",
     ),
-    _counter(
+    counter(
         "meridian_handovers_total",
         ("result",),
         "Requests that were to be handed over, by result: handed_over, recomputed, finished_on_thinking_engine or "
@@ -133,7 +133,7 @@ DECISIONS = (
         "`recomputed`: the KV blocks cannot be read; look at the answering engines' logs. `client_gone` grows: the "
         "relay does not reach the answering engines.",
     ),
-    _counter(
+    counter(
         "meridian_policy_nacks_total",
         (),
         "Policies refused by agents.",
@@ -142,58 +142,58 @@ DECISIONS = (
 )
 
 THINKING = (
-    _histogram(
+    histogram(
         "meridian_ttot_seconds",
         (),
         "Time to output token: from the end of thinking to the first answer token.",
         "Rises: answers wait for thinking or for memory; look at preemptions, the plan and the step time.",
     ),
-    _histogram(
+    histogram(
         "meridian_output_itl_seconds",
         (),
         "Inter-token latency of answers, measured by when reports arrive.",
         "Above `output_tpot_budget_ms`: lower `think_batch_multiplier`, or scale out.",
     ),
-    _histogram(
+    histogram(
         "meridian_request_think_tokens",
         (),
         "Thinking tokens of a finished request that thought.",
         "Shifts without a policy change: the workload or the model has changed; calibrate again.",
     ),
-    _counter(
+    counter(
         "meridian_tenant_think_tokens_total",
         ("tenant", "model"),
         "Thinking tokens that this replica has counted for the tenant; the sum over replicas is that of the fleet. A "
         "replica counts all pairs after the first 1000 under `(other)`.",
         "Bill by it. `(other)` grows: let the gateway, not clients, set `meridian_tenant`.",
     ),
-    _counter(
+    counter(
         "meridian_think_ends_total",
         ("reason",),
         "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided.",
         "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated. Mostly `answer_reserve`: "
         "clients set `max_tokens` too low for the thinking, or the reserve is too large.",
     ),
-    _counter(
+    counter(
         "meridian_tokens_saved_against_cap_total",
         ("reason",),
         "Thinking tokens between a rule's end and the request's cap: an upper bound of the saving.",
         "No estimate: most requests would have ended before their cap.",
     ),
-    _counter(
+    counter(
         "meridian_tokens_saved_shadow_estimate_total",
         ("section", "reason"),
         "Thinking tokens after the place where a rule in shadow would have ended thinking: an estimate of its saving. "
         "Reason `any` counts from the first rule of the section.",
         "Large, and calibration found few harmful stops: take the rule out of shadow.",
     ),
-    _counter(
+    counter(
         "meridian_shadow_think_tokens_total",
         ("section",),
         "All thinking tokens of the requests that the shadow estimate covers.",
         "Divide the estimate's `any` by this value for the share that would be saved.",
     ),
-    _counter(
+    counter(
         "meridian_answers_total",
         ("kind",),
         "Ends of thinking by what followed: answered, empty, long or reentry, after natural or forced ends; unended.",
@@ -202,43 +202,43 @@ THINKING = (
 )
 
 STREAMS = (
-    _counter(
+    counter(
         "meridian_reports_total",
         (),
         "Step reports received.",
         "0 while engines serve: the agents are DEGRADED; see `meridian_stream_ends_total`.",
     ),
-    _counter("meridian_token_events_total", (), "Token rows received.", "Plan capacity: rows per second and core."),
-    _counter("meridian_requests_total", (), "Requests opened on engines.", "Compare with the gateway's count."),
-    _counter(
+    counter("meridian_token_events_total", (), "Token rows received.", "Plan capacity: rows per second and core."),
+    counter("meridian_requests_total", (), "Requests opened on engines.", "Compare with the gateway's count."),
+    counter(
         "meridian_unknown_efforts_total",
         (),
         "Requests with an effort that no override names and that is not a level of the APIs (none, minimal, low, "
         "medium, high, xhigh, max). They count as without an effort.",
         "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
     ),
-    _counter(
+    counter(
         "meridian_unread_prompts_total",
         (),
         "Requests whose prompts came as embeddings. Their thinking is neither known nor limited before the model "
         "writes a marker.",
         "Grows, and such requests think too long: let the clients send text or token ids.",
     ),
-    _counter(
+    counter(
         "meridian_stream_ends_total",
         ("reason",),
         "Agent streams that ended, by reason.",
         "`overflow`: the link is too slow; `invalid_request`: the versions do not fit; `disconnected`: the network or "
         "a pod failed.",
     ),
-    _counter(
+    counter(
         "meridian_client_faults_total",
         ("cause",),
         "Calls and streams refused because of their caller, by cause; the log names the callers of some of them.",
         "`invalid_request` grows fast: a client that is not an engine uses the port. `host_only`: access is not "
         "configured. `too_many`: a script calls without pauses.",
     ),
-    _counter(
+    counter(
         "meridian_preemptions_total",
         ("phase",),
         "Requests preempted, by their phase at that time.",
@@ -247,65 +247,65 @@ STREAMS = (
 )
 
 ENGINES = (
-    _gauge(
+    gauge(
         "meridian_engine_info",
         ("engine", "model", "vllm_version", "agent_version"),
         "Always 1, for every connected engine.",
         "Join on it for model and versions; find engines that an upgrade left out.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_state",
         ("engine", "state"),
         "1 for the agent's state: ready, stale, degraded or off; without a stream, the state it has if it still runs.",
         "`off`: `meridianctl engines` shows the fault and when it is over. `stale`, `degraded`: the engine is gone, or "
         "the network failed.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_revision",
         ENGINE,
         "Policy revision that the agent has applied.",
         "Behind the wanted revision for minutes: look at `meridian_engine_refused`, then at the link.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_wanted_revision",
         ENGINE,
         "Policy revision that the control plane wants the engine to have.",
         "Compare with `meridian_engine_revision`.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_refused",
         ENGINE,
         "1 while the engine refuses the newest revision that it was given.",
         "`meridianctl engines` shows the error; correct the policy or roll it back.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_frozen",
         ENGINE,
         "1 while the engine is frozen, until its agent confirms the thaw.",
         "Thaw the engine with `meridianctl thaw` once the reason for the freeze is gone.",
     ),
-    _gauge("meridian_engine_limit", ("engine", "limit"), "Engine limit in force.", "See `meridianctl engines`."),
-    _gauge("meridian_engine_running_requests", ENGINE, "Requests in vLLM's running queue.", "Plan capacity with it."),
-    _gauge(
+    gauge("meridian_engine_limit", ("engine", "limit"), "Engine limit in force.", "See `meridianctl engines`."),
+    gauge("meridian_engine_running_requests", ENGINE, "Requests in vLLM's running queue.", "Plan capacity with it."),
+    gauge(
         "meridian_engine_waiting_requests",
         ENGINE,
         "Requests in vLLM's waiting queue: the queue depth.",
         "Grows: scale out. If `hold_admission` is in force, thinking holds too much of the KV cache.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_requests",
         ("engine", "phase", "state"),
         "Live requests by phase; state is new (no token yet), generating or preempted.",
         "Preempted `output` is not 0: do as for `meridian_preemptions_total`. Many `new`: scale out.",
     ),
-    _gauge(
+    gauge(
         "meridian_engine_kv_used_ratio",
         ENGINE,
         "Share of the KV cache in use, 0 to 1.",
         "Near 1 with preemptions: memory is short.",
     ),
-    _gauge("meridian_engine_step_seconds", ENGINE, "Duration of the newest reported step.", "Compare engines."),
-    _gauge(
+    gauge("meridian_engine_step_seconds", ENGINE, "Duration of the newest reported step.", "Compare engines."),
+    gauge(
         "meridian_engine_open_decisions",
         ENGINE,
         "Decisions whose outcome is not yet known.",
@@ -314,75 +314,75 @@ ENGINES = (
 )
 
 AGENTS = (
-    _counter(
+    counter(
         "meridian_agent_preempted_think_total",
         ENGINE,
         "Thinking requests preempted, counted in the engine.",
         "Many: memory is short; thinking requests are preempted so that answering requests are not.",
     ),
-    _counter(
+    counter(
         "meridian_agent_output_critical_total",
         ENGINE,
         "Answering requests chosen as preemption victims; the target is zero.",
         "Not 0: only answering requests were left to preempt; allow fewer sequences or add KV cache.",
     ),
-    _counter(
+    counter(
         "meridian_agent_blocks_reclaimed_total",
         ("engine", "tier"),
         "KV blocks put first in line for reuse, by tier.",
         "0 in multi-turn load with thinking: the chat template keeps thinking, the requests are no chats that the "
         "model's own template renders (`meridianctl explain` shows the reason), or `kv_memory` is in shadow.",
     ),
-    _counter(
+    counter(
         "meridian_agent_think_skips_total",
         ENGINE,
         "Times that a thinking sequence was left out of a step.",
         "Many, and thinking is too slow: raise `output_tpot_budget_ms` or lower `think_tpot_budget_ms`.",
     ),
-    _counter(
+    counter(
         "meridian_agent_reports_dropped_total",
         ENGINE,
         "Step reports dropped because the agent's ring buffer to its link thread was full.",
         "Not 0: the network or the control plane is too slow; raise `report_interval_steps`, add replicas.",
     ),
-    _counter(
+    counter(
         "meridian_agent_faults_total",
         ("engine", "cause"),
         "Faults of the agent since the engine started, by the hook that failed; `observer` is the hook in workers.",
         "Not 0: `meridianctl engines` shows the newest fault; report it. After the fourth in an hour the agent stays "
         "off.",
     ),
-    _counter(
+    counter(
         "meridian_agent_probe_tokens_total",
         ENGINE,
         "Tokens that the engine computed for EAT probes: the cost of probing.",
         "Above a few per cent of all tokens: raise `eat_probe_interval_tokens`.",
     ),
-    _counter(
+    counter(
         "meridian_agent_seconds_total",
         ENGINE,
         "Seconds that the agent spent in the engine-core thread.",
         "The rate is the share of that core; above 0.1, raise `report_interval_steps` and report the bug.",
     ),
-    _counter(
+    counter(
         "meridian_agent_scheduler_seconds_total",
         ENGINE,
         "Seconds that vLLM spent in its own schedule and update_from_output.",
         "Compare the agent's seconds with it.",
     ),
-    _counter(
+    counter(
         "meridian_agent_calm_steps_total",
         ENGINE,
         "Steps before which the agent did not look at the engine, because nothing had happened since its full look.",
         "The cheap steps. A small share with long requests: probes or plans with shares keep the engine from calm.",
     ),
-    _counter(
+    counter(
         "meridian_agent_full_steps_total",
         ENGINE,
         "Steps before which the agent took in messages, ordered the queues and placed probes.",
         "Compare the calm steps with it.",
     ),
-    _gauge(
+    gauge(
         "meridian_agent_round_trip_seconds",
         ENGINE,
         "Seconds from queueing a step report to receiving its answer, for the newest answered report.",
@@ -391,17 +391,17 @@ AGENTS = (
 )
 
 SERVER = (
-    _counter("grpc_server_started_total", GRPC, "RPCs started.", "Plan capacity with it."),
-    _counter(
+    counter("grpc_server_started_total", GRPC, "RPCs started.", "Plan capacity with it."),
+    counter(
         "grpc_server_handled_total",
         (*GRPC, "grpc_code"),
         "RPCs ended, by status code.",
         "INTERNAL or UNKNOWN: a bug; read the log. UNAVAILABLE: the store failed. UNAUTHENTICATED or "
         "PERMISSION_DENIED: the caller's access is wrong.",
     ),
-    _counter("grpc_server_msg_received_total", GRPC, "Messages received.", "Plan capacity: reports per second."),
-    _counter("grpc_server_msg_sent_total", GRPC, "Messages sent.", "Plan capacity with it."),
-    _histogram(
+    counter("grpc_server_msg_received_total", GRPC, "Messages received.", "Plan capacity: reports per second."),
+    counter("grpc_server_msg_sent_total", GRPC, "Messages sent.", "Plan capacity with it."),
+    histogram(
         "grpc_server_handling_seconds",
         GRPC,
         "Duration of RPCs in seconds; for a stream, from its opening to its end.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.common.metric_entry import _counter, _gauge
+from meridian_control.common.metric_entry import counter, gauge
 from meridian_control.fleet.savings import kind_of, withdrawn
 
 if TYPE_CHECKING:
@@ -26,32 +26,32 @@ ARM = ("arm",)
 KIND = ("kind", "name")
 
 CONTROL_GROUP = (
-    _counter(
+    counter(
         "meridian_arm_requests_total",
         ARM,
         "Closed requests that thought, by arm: treated, or control, whose requests nothing shortens.",
         "No `control`: nothing in force shortens thinking, or `entropy.holdout_share` is 0, so nothing is compared.",
     ),
-    _counter(
+    counter(
         "meridian_arm_think_tokens_total",
         ARM,
         "Thinking tokens of these requests.",
         "Divide by `meridian_arm_requests_total`: the difference of the arms is what shortening saves per request.",
     ),
-    _counter(
+    counter(
         "meridian_arm_answer_tokens_total",
         ARM,
         "Answer tokens of these requests, if they finished after their thinking had ended.",
         "Longer answers of `treated`: the model goes on thinking in the answer; set a `closing_text`, or calibrate.",
     ),
-    _counter(
+    counter(
         "meridian_arm_events_total",
         ("arm", "event"),
         "These requests by event: stopped (shortening ended the thinking, or would have), answered, reentry (the "
         "request thought again), abort (by the client), length (finished by its length).",
         "More `reentry`, `abort` or `length` per request in `treated`: thinking ends early; see `meridianctl savings`.",
     ),
-    _counter(
+    counter(
         "meridian_compared_ends_total",
         (*KIND, "end", "event"),
         "Requests by kind of shortening (for budgets and pressure also by name), by the first end of their thinking "
@@ -60,35 +60,35 @@ CONTROL_GROUP = (
         "of at most one token), abort (by the client), length (finished by its length).",
         "More `reentry`, `empty` or `abort` per `ended` after `forced`: see the alert MeridianForcedEndsSpill.",
     ),
-    _counter(
+    counter(
         "meridian_control_group_shadow_saved_tokens_total",
         (),
         "Thinking tokens of the control group after the places where shortening would have ended the thinking.",
         "Per request of the control group, compare with the difference of the arms. Far apart: ends come late, or "
         "requests think again.",
     ),
-    _counter(
+    counter(
         "meridian_control_group_verdicts_total",
         (*KIND, "verdict"),
         "Finished requests of the control group, by each kind that could have shortened them, and by what the "
         "kind would have done to their answer: harmless, harmful, or unjudged (no probe near the place of the end).",
         "Mostly `unjudged`: harm is not measured; the engines have no room for probes, or cannot probe.",
     ),
-    _gauge(
+    gauge(
         "meridian_saved_ratio",
         ("bound",),
         "Share of the thinking that the policy in force saves, by value, low and high end of the 95 % interval. Like "
         "the metrics below, it comes from the replica that leads, for all replicas.",
         "`low` below 0 with many requests: shortening saves nothing that can be shown.",
     ),
-    _gauge(
+    gauge(
         "meridian_harm_ratio",
         (*KIND, "bound"),
         "Share of the judged requests of the control group whose answer a kind of shortening in force would have "
         "changed, by value and one-sided exact 95 % bounds low and high. Absent while harm is not measured.",
         "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
     ),
-    _gauge(
+    gauge(
         "meridian_long_answer_difference_ratio",
         ("bound",),
         "Share of the forced ends whose answer is unusually long minus the same share of the natural ends, by value, "
@@ -96,28 +96,28 @@ CONTROL_GROUP = (
         "after natural ends. Absent until both sides have 30 ends.",
         "`low` above 0: the model goes on thinking in the answer; see `closing_text`, `meridianctl policy families`.",
     ),
-    _gauge(
+    gauge(
         "meridian_spill_difference_ratio",
         ("bound",),
         "Share of the forced ends after which the request thinks again or the answer is unusually long, minus the same "
         "share of the natural ends, by value, low and high end of the 99 % interval.",
         "`low` above 0.05: MeridianForcedEndsSpill fires; set the model's `closing_text`, or calibrate again.",
     ),
-    _gauge(
+    gauge(
         "meridian_harm_evidence_ratio",
         KIND,
         "Evidence that the harm of a kind of shortening exceeds `entropy.max_loss`; at 1 the control plane withdraws "
         "the kind, unless it is the policy's cap.",
         "Near 1: raise the floor or the cap in question; 1 for a cap: see the alert MeridianShorteningHarms.",
     ),
-    _gauge(
+    gauge(
         "meridian_drift_evidence_ratio",
         (),
         "Evidence that a signal of live requests has left the distribution of the calibration; at 1 the control plane "
         "puts the rules into shadow. Absent if the policy describes no signal.",
         "Near 1: the model, its chat template or the workload has changed; compare the bins in `meridianctl savings`.",
     ),
-    _gauge(
+    gauge(
         "meridian_entropy_withdrawn",
         (),
         "1 while the policy in force is the one by which the control plane itself withdrew the entropy rules or "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
-from meridian_control.common.metric_entry import _counter, _gauge, _histogram
+from meridian_control.common.metric_entry import counter, gauge, histogram
 from meridian_control.policy.shortening_schema import TARGETS
 
 if TYPE_CHECKING:
@@ -23,25 +23,25 @@ PRESSURE = ("pressure",)
 DIRECTIONS = ("shortened", "restored")
 
 PRESSURES = (
-    _gauge(
+    gauge(
         "meridian_pressure_level",
         PRESSURE,
         "Highest level of the pressure entry on an engine of this replica, from 0 to 6.",
         "6 for long: thinking yields no more; add engines, or raise the target.",
     ),
-    _gauge(
+    gauge(
         "meridian_pressure_engines",
         PRESSURE,
         "Engines of this replica on which the pressure entry has a level above 0.",
         "A few of many: `meridianctl pressure` shows which; look at their load. All: add engines.",
     ),
-    _counter(
+    counter(
         CHANGES_TOTAL,
         ("pressure", "direction"),
         "Changes of the level: `shortened` or `restored`.",
         "Both rise steadily: load comes and goes faster than the level; raise `window_s`.",
     ),
-    _counter(
+    counter(
         MISSED_TOTAL,
         ("pressure", "target"),
         "Windows of engines in which the target was missed.",
@@ -50,7 +50,7 @@ PRESSURES = (
 )
 
 # A target's own metric, which has values without an entry, too.
-QUEUEING = _histogram(
+QUEUEING = histogram(
     "meridian_queueing_seconds",
     (),
     "Queueing time: from when vLLM adds a request to its queue until it schedules the first step that the request "

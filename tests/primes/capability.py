@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 from pydantic import Field
 
-from meridian_control.common.metric_entry import _counter
+from meridian_control.common.metric_entry import counter
 from meridian_control.engine.part import Capability, Part
 from meridian_control.policy.extensions import extension
 from meridian_control.policy.section import Section
@@ -49,6 +49,6 @@ PRIMES = Capability(
     "primes",
     stream=Primes,
     section=PrimesPolicy,
-    metrics=[_counter(ENDS, (), "Ends of thinking at a prime number of tokens.", "None.")],
+    metrics=[counter(ENDS, (), "Ends of thinking at a prime number of tokens.", "None.")],
     shown=shown,
 )
