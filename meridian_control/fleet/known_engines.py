@@ -13,10 +13,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
-from sqlalchemy import text
+from sqlalchemy import select
+from sqlalchemy.dialects.sqlite import insert
 
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.departed import FORGET_AFTER_S
+from meridian_control.storage.tables import known_engines
 
 if TYPE_CHECKING:
     from meridian_control.fleet.fleet import Fleet
@@ -26,10 +28,6 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 # Seconds after which the row is written again although nothing has changed.
 RENEW_S = 60.0
-
-_READ = text("SELECT engines FROM known_engines WHERE number = 1")
-_WRITE = text("""INSERT INTO known_engines (number, engines) VALUES (1, :engines)
-    ON CONFLICT (number) DO UPDATE SET engines = excluded.engines""")
 
 
 class KnownEngines:
@@ -46,7 +44,7 @@ class KnownEngines:
         if self._database.shared:
             return
         async with self._database.reading() as connection:
-            found = await connection.scalar(_READ)
+            found = await connection.scalar(select(known_engines.c.engines))
         if found is None:
             return
         now, told = self._fleet.clock(), json.loads(found)
@@ -82,8 +80,10 @@ class KnownEngines:
         if rows == self._stored and fresh:
             return
         told: dict[str, Any] = {"seen_at": now.isoformat(), "engines": rows}
+        stored = insert(known_engines).values(number=1, engines=json.dumps(told))
+        stored = stored.on_conflict_do_update(index_elements=["number"], set_={"engines": stored.excluded.engines})
         async with self._database.writing(tell=False) as connection:
-            await connection.execute(_WRITE, {"engines": json.dumps(told)})
+            await connection.execute(stored)
         self._stored, self._stored_at = rows, now
 
     def _rows(self) -> list[list[str]]:
