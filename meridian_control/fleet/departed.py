@@ -25,12 +25,13 @@ class _Gone(NamedTuple):
     """An engine whose stream has ended.
 
     time: end of the stream. engine: the serialised message, a sixth of the message's size in memory. lease_s: seconds
-    after the end of the stream for which the agent still obeys its decisions.
+    after the end of the stream for which the agent still obeys its decisions. lost: whether the stream broke off.
     """
 
     time: datetime
     engine: bytes
     lease_s: float
+    lost: bool
 
     def is_recent(self, now: datetime) -> bool:
         return (now - self.time).total_seconds() <= FORGET_AFTER_S
@@ -61,7 +62,7 @@ class Departed:
     def add(self, engine: fleet_pb2.Engine, lease_s: float, now: datetime) -> None:
         """Keep an engine. engine: its last state. lease_s: seconds for which its agent still obeys its decisions."""
         self.remove(engine.engine_id)
-        gone = self._gone[engine.engine_id] = _Gone(now, engine.SerializeToString(), lease_s)
+        gone = self._gone[engine.engine_id] = _Gone(now, engine.SerializeToString(), lease_s, engine.lost)
         self._bytes += len(gone.engine)
 
     def remove(self, engine_id: str) -> None:
@@ -89,5 +90,5 @@ class Departed:
     def lost(self) -> Iterator[tuple[datetime, fleet_pb2.Engine]]:
         """Yield each engine whose stream broke off, with the time at which it did."""
         for gone in self._gone.values():
-            if (engine := fleet_pb2.Engine.FromString(gone.engine)).lost:
-                yield gone.time, engine
+            if gone.lost:
+                yield gone.time, fleet_pb2.Engine.FromString(gone.engine)
