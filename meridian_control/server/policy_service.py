@@ -129,9 +129,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
     async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[FieldChange]]:
         """Store a policy and return the revision and its changes; with validate_only, only make the checks."""
         check_texts(request)
-        self._store.check_extensions(policy)
         stored: StoredRevision | None
         if request.validate_only:
+            self._store.check_extensions(policy)
             newest = 0
             if (stored := await self._store.answered(request.request_id, policy)) is None:
                 newest = await self._store.check(request.etag)
