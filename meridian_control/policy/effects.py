@@ -34,22 +34,20 @@ def cap(
     return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)
 
 
-def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
-    """Return the entropy and scheduler sections of the policy and of its overrides, in which unset fields are None."""
-    sections: list[Any] = [policy, *policy.override]
-    return [s.entropy for s in sections], [s.scheduler for s in sections]
+def _of_any_request(policy: Policy, section: str) -> list[Any]:
+    """Return a section of the policy, and that section of its overrides, in which unset fields are None."""
+    return [getattr(each, section) for each in (policy, *policy.override)]
 
 
 def least_cap(policy: Policy) -> int:
     """Return the smallest cap, in thinking tokens, that the policy or one of its overrides sets."""
-    _, scheduler = _of_any_request(policy)
-    caps: list[int] = [s.max_think_tokens for s in scheduler if s.max_think_tokens is not None]
-    return min(caps)
+    caps: list[int | None] = [section.max_think_tokens for section in _of_any_request(policy, "scheduler")]
+    return min(limit for limit in caps if limit is not None)
 
 
 def needs_signals(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads signals that the workers measure."""
-    entropy, scheduler = _of_any_request(policy)
+    entropy, scheduler = _of_any_request(policy, "entropy"), _of_any_request(policy, "scheduler")
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
     reads = reads or may_shorten(policy)
     return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
@@ -58,7 +56,7 @@ def needs_signals(policy: Policy) -> bool:
 def reads_every_token(policy: Policy) -> bool:
     """Whether the entropy of every thinking token is read: by a rule that may apply to some request, or by calibration,
     because a section in shadow may be recorded. Everything else reads signals at sentence ends only."""
-    entropy, _ = _of_any_request(policy)
+    entropy = _of_any_request(policy, "entropy")
     reads = any(e.rpdi_threshold or e.shadow for e in entropy)
     return reads and any(e.enabled for e in entropy)
 
@@ -81,7 +79,7 @@ def sets_token_times(policy: Policy) -> bool:
 
 def in_force(policy: Policy) -> bool:
     """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
-    entropy, scheduler = _of_any_request(policy)
+    entropy, scheduler = _of_any_request(policy, "entropy"), _of_any_request(policy, "scheduler")
     ends = any(e.enabled for e in entropy) and any(e.shadow is False for e in entropy)
     extends = policy.scheduler.enabled and any(s.empty_answer_extension_tokens for s in scheduler)
     return ends or extends or may_shorten(policy)
@@ -93,7 +91,7 @@ def reads_sentence_ends(policy: Policy) -> bool:
     A soft close by a budget or by pressure does not count: it is rare, and a report for each step would cost the
     control plane several times as much for all requests.
     """
-    entropy, scheduler = _of_any_request(policy)
+    entropy, scheduler = _of_any_request(policy, "entropy"), _of_any_request(policy, "scheduler")
     reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
     rules_read = reads and any(e.enabled for e in entropy)
     return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
@@ -101,7 +99,7 @@ def reads_sentence_ends(policy: Policy) -> bool:
 
 def probes_within(policy: Policy, tokens: int) -> bool:
     """Whether a request may be probed at intervals of fewer than `tokens` tokens without being held for the results."""
-    entropy, _ = _of_any_request(policy)
+    entropy = _of_any_request(policy, "entropy")
     dense = any((e.eat_probe_interval_tokens or tokens) < tokens for e in entropy)
     unheld = any(e.shadow or e.eat_hold_ms == 0 for e in entropy)
     return any(e.enabled for e in entropy) and dense and unheld
@@ -139,17 +137,11 @@ def probe_lead_tokens(policy: EntropyPolicy) -> int:
     return samples * policy.eat_probe_interval_tokens
 
 
-def _loop_of_any_request(policy: Policy) -> list[Any]:
-    """Return the loop sections of the policy and of its overrides, in which unset fields are None."""
-    sections: list[Any] = [policy, *policy.override]
-    return [section.loop for section in sections]
-
-
 def finds_loops(policy: Policy) -> bool:
     """Return whether the loop rule is on for any request."""
-    return any(loop.enabled for loop in _loop_of_any_request(policy))
+    return any(loop.enabled for loop in _of_any_request(policy, "loop"))
 
 
 def loops_in_force(policy: Policy) -> bool:
     """Return whether a loop may end the thinking of any request."""
-    return finds_loops(policy) and any(loop.shadow is False for loop in _loop_of_any_request(policy))
+    return finds_loops(policy) and any(loop.shadow is False for loop in _of_any_request(policy, "loop"))
