@@ -28,13 +28,12 @@ from tests.fakes.tables import policy
 from tests.replicated import Replicated, client, until_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from typer.testing import Result
 
     from tests.contract.streams import Control
-    from tests.postgres import Postgres
 
 WAIT = {"wait_ms": MAX_WAIT_MS}
 NOTHING = {"enabled": False}
@@ -379,15 +378,6 @@ async def test_metrics(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- several replicas
-
-
-@pytest.fixture
-def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
-    made = Replicated(tmp_path, postgres, still=True)
-    yield made
-    for process in made.processes:
-        process.kill()
-        assert "Traceback" not in process.log()
 
 
 async def test_any_replica_passes_the_call_on(replicated: Replicated) -> None:

@@ -30,19 +30,7 @@ from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from tests.postgres import Postgres
-
-
-@pytest.fixture
-def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
-    made = Replicated(tmp_path, postgres, still=True)
-    yield made
-    for process in made.processes:
-        process.kill()
-        assert "Traceback" not in process.log()
+    from collections.abc import AsyncIterator
 
 
 async def test_any_replica_answers_for_all(replicated: Replicated) -> None:
