@@ -15,7 +15,8 @@ import yaml
 
 from deploy.chart import chart
 from deploy.dashboards import DASHBOARDS
-from meridian_control.telemetry.catalogue import GROUPS
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.telemetry.catalogue import groups
 
 if TYPE_CHECKING:
     from meridian_control.common.metric_entry import Entry
@@ -42,7 +43,7 @@ def generated() -> dict[Path, str]:
 def _metrics() -> str:
     """Return the catalogue of metrics as Markdown tables."""
     parts = []
-    for title, entries in GROUPS.items():
+    for title, entries in groups(CAPABILITIES).items():
         rows = [_row(entry) for entry in entries]
         parts.append("\n".join([f"**{title}**", "", "| metric | says | act on it |", "|---|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING
 from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.capabilities import listed
-from meridian_control.capabilities.budgets.store import BudgetStore
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.steady_clock import SteadyClock
-from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
-from meridian_control.fleet.harm_guard import HarmGuard
 from meridian_control.fleet.known_engines import KnownEngines
 from meridian_control.fleet.membership import Replica, Replicas, new_id
+from meridian_control.fleet.part import Beside, keep_ticking
 from meridian_control.fleet.peers import Peers
-from meridian_control.fleet.pressure_log import restore_idle
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
@@ -73,9 +70,7 @@ class Parts:
     store: PolicyStore
     whole: WholeFleet
     rollouts: Rollouts
-    guard: HarmGuard
     freezes: FreezeStore
-    budgets: BudgetSharing
     known: KnownEngines
     gate: Gate
     server: ControlServer
@@ -83,15 +78,16 @@ class Parts:
     directory: PolicyDirectory | None
 
     async def look(self) -> None:
-        """Read the active rollout, the freezes in force, the usage of budgets and the engines that were known from the
-        store, and hand them to the fleet.
+        """Read the active rollout, the freezes in force, the engines that were known, and what capabilities need, from
+        the store, and hand them to the fleet.
 
         Call `look` before engines connect, because the engines of a rollout's group must not get an older revision.
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
         await self.rollouts.look()
         await self.freezes.look()
-        await self.budgets.share()
+        for part in self.whole.fleet.parts.values():
+            await part.begin()
         await self.known.look()
 
     def jobs(self) -> list[Job]:
@@ -104,12 +100,10 @@ class Parts:
             Job("other replicas' freezes", self.freezes.follow, True),
             Job("other replicas' rollouts", self.rollouts.follow, True),
             Job("rollouts", self.rollouts.drive),
-            Job("handovers", self.whole.share_pool),
-            Job("the watch over harm", self.guard.run),
-            Job("thinking budgets", self.budgets.run),
+            *(Job(name, partial(keep_ticking, name, part)) for name, part in fleet.parts.items()),
+            Job("engines without requests", fleet.keep_resting),
             Job("the known engines", self.known.run),
             Job("the delay of the event loop", fleet.loop_delay.run),
-            Job("pressure on idle engines", partial(restore_idle, fleet.connections, fleet.clock)),
             *more,
         ]
 
@@ -132,13 +126,13 @@ def build(
     """
     fleet, database, faults = whole.fleet, store.database, ClientFaults()
     audit = AuditLog(database, clock)
-    freezes = FreezeStore(database, fleet.clock, fleet.set_freezes)
+    freezes = FreezeStore(database, fleet.clock, fleet.freezes.renew)
     limiter = Limiter(limits or CallLimits())
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
     services = Services(
         agent=AgentService(fleet, faults, rollouts.look, whole.engines, limiter.seat),
-        policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),
+        policy=PolicyService(store, clock, fleet.set_policy, fleet.views.subject, whole.explain),
         fleet=FleetService(whole),
         audit=AuditService(audit),
         freeze=FreezeService(freezes, fleet.clock),
@@ -146,10 +140,10 @@ def build(
     )
     gate = Gate(access or Access(), limiter, audit, faults, parsers={CONNECT_METHOD: agent_messages.parse})
     server = ControlServer(services, fleet, gate, interceptors)
-    guard = HarmGuard(whole, rollouts, clock)
-    budgets = BudgetSharing(fleet, BudgetStore(database, fleet.clock))
+    for part in fleet.parts.values():
+        part.attach(Beside(whole.replica_id, whole.peers, whole.leads, rollouts, database, clock))
     known = KnownEngines(database, fleet)
-    return Parts(store, whole, rollouts, guard, freezes, budgets, known, gate, server, replicas, directory)
+    return Parts(store, whole, rollouts, freezes, known, gate, server, replicas, directory)
 
 
 async def assemble(

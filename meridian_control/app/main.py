@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 
-    from meridian_control.fleet.budget_sharing import BudgetSharing
     from meridian_control.fleet.membership import Replicas
     from meridian_control.journal.records import Life
 
@@ -67,10 +66,7 @@ def register(parts: Parts) -> None:
     """Let /metrics show the fleet."""
     loop = asyncio.get_running_loop()
     whole, rollouts, faults = parts.whole, parts.rollouts, parts.gate.faults.counts
-    guard = parts.guard
-    REGISTRY.register(
-        FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, faults, loop, savings=lambda: guard.newest)
-    )
+    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, faults, loop))
 
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
@@ -90,7 +86,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             page = StatusPage(parts.whole, parts.store, parts.rollouts.store, access_notice(args), args.allow_host)
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
-        ending.push_async_callback(save, parts.budgets)
+        for part in parts.whole.fleet.parts.values():
+            ending.push_async_callback(part.end)
         parts.gate.handshakes = handshakes
         bound = await parts.server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         ending.push_async_callback(parts.server.stop, STOP_GRACE_S)
@@ -121,14 +118,6 @@ async def leave(replicas: Replicas) -> None:
     with suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(LEAVE_S):
             await replicas.leave()
-
-
-async def save(budgets: BudgetSharing) -> None:
-    """Store the usage of thinking budgets after the streams have ended, unless the database does not answer."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LEAVE_S):
-            await budgets.share()
-    budgets.log_unsaved()
 
 
 async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -1,26 +1,34 @@
 """Lists the capabilities in the order in which they decide."""
 
+from meridian_control.capabilities.budgets import metrics as budget_metrics
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.caps.stream import Caps
+from meridian_control.capabilities.control_group import metrics as control_group_metrics
+from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.entropy.stream import EntropyRules
+from meridian_control.capabilities.handover import metrics as handover_metrics
+from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.loops.stream import Loops
 from meridian_control.capabilities.order.stream import Order
+from meridian_control.capabilities.pressure import metrics as pressure_metrics
+from meridian_control.capabilities.pressure.fleet import FleetPressure
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.capabilities.tiers.stream import Tiers
 from meridian_control.engine.part import Capability
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("budgets", EngineBudgets),
-    Capability("pressure", EnginePressure),
+    Capability("budgets", EngineBudgets, BudgetSharing, metrics=budget_metrics.ENTRIES),
+    Capability("pressure", EnginePressure, FleetPressure, metrics=pressure_metrics.ENTRIES),
     Capability("caps", Caps.of),
     Capability("entropy", EntropyRules.of),
     Capability("loops", Loops.of),
-    Capability("control_group", ControlGroup),
+    Capability("control_group", ControlGroup, Comparisons, metrics=control_group_metrics.ENTRIES),
     Capability("order", Order),
     Capability("tiers", Tiers),
-    Capability("handover", EngineHandovers),
+    Capability("handover", EngineHandovers, FleetHandovers, metrics=handover_metrics.ENTRIES),
 )
 # The parts of these capabilities in an engine's stream that share nothing with other streams, as in replays.
 STREAM_PARTS = tuple(capability.stream for capability in CAPABILITIES if capability.stream is not None)

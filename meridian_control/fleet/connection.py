@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meridian_control.fleet.memory import Account, Memory
+from meridian_control.fleet.recording import Recordings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from datetime import datetime
 
-    from meridian.v1 import agent_pb2
+    from meridian.v1 import agent_pb2, fleet_pb2
 
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.session import Session
@@ -64,6 +66,8 @@ class Connection:
     # Name of the caller that has opened the stream; callers share the event loop. What the session takes of memory.
     who: str = ""
     memory: Account = field(default_factory=lambda: Account(Memory(), ""))
+    # The recordings of the replica, which get what is said to the agent.
+    recordings: Recordings = field(default_factory=Recordings)
     # Set after every message of the agent, one for each call that waits for the outcome of a decision.
     waiting: set[asyncio.Event] = field(default_factory=set)
 
@@ -132,6 +136,16 @@ class Connection:
             pass
         finally:
             self.waiting.discard(event)
+
+    def say(self, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
+        """Queue responses to the agent, and record them."""
+        if self.recordings:
+            self.recordings.note_said(self.session, responses, now)
+        self.put(responses)
+
+    def note(self, record: fleet_pb2.TraceRecord) -> None:
+        """Record an event of the session."""
+        self.recordings.note(self.session, record)
 
     def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
         for response in responses:

@@ -34,7 +34,7 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
     answers: list[fleet_pb2.ExplainRequestResponse] = []
     unknown: NotFound | None = None
     try:
-        live = whole.fleet.requests_called(request.engine_id, request.request_id)
+        live = whole.fleet.views.requests_called(request.engine_id, request.request_id)
         answers.append(explain_request(whole.fleet.decisions, live, request))
     except NotFound as error:
         unknown = error

@@ -1,36 +1,57 @@
 """Knows which policy each engine should have, and sends changed policies to a few engines at a time.
 
-The module owns the newest revision, the active rollout and the timer that sends them. All code runs on the server's
-event loop.
+The module owns the newest revision, the active rollout and the timer that sends them. It also catches up: for an engine
+that has a newer policy than this replica knows, and for one that refuses the newest revision. All code runs on the
+server's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
+from meridian_control.common.errors import MeridianError, StoreUnavailable
+from meridian_control.fleet.trace_records import policy_record
+from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.rollout.transitions import revision_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
+    from datetime import datetime
 
     from meridian_control.engine.session import Session
     from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.turns import Tasks, Turns
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
 
+    # Reads a revision from the store. Raises NotFound, StoreUnavailable or StoredPolicyUnreadable.
+    Read = Callable[[int], Awaitable[StoredRevision]]
+
+logger = logging.getLogger(__name__)
+
 # A changed policy is sent after QUIET_S seconds without a newer change, at most MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
-# The event loop sends a changed policy to this many engines before it takes in reports that have arrived meanwhile.
-ENGINES_AT_ONCE = 16
+# Seconds between two attempts to read from the store.
+RETRY_S = 1.0
 
 
 class PolicyDelivery:
-    """The policies of one replica's engines. connections: the fleet's own set. give: sends a revision to an engine."""
+    """The policies of one replica's engines. connections: the fleet's own set. read: reads a revision from the store,
+    None without a store. turns and tasks: the fleet's own."""
 
-    def __init__(self, connections: Collection[Connection], give: Callable[[Connection, StoredRevision], None]) -> None:
-        self._connections, self._give = connections, give
+    def __init__(
+        self,
+        connections: Collection[Connection],
+        clock: Callable[[], datetime],
+        turns: Turns,
+        tasks: Tasks,
+        read: Read | None,
+    ) -> None:
+        self._connections, self._clock, self._turns, self._tasks = connections, clock, turns, tasks
+        self._read = read
         # The policy of engines outside a rollout's group; None before there is one.
         self.newest: StoredRevision | None = None
         # The active rollout and its candidate.
@@ -83,11 +104,73 @@ class PolicyDelivery:
     def _send_to(self, waiting: list[Connection]) -> None:
         for connection in waiting[:ENGINES_AT_ONCE]:
             session, wanted = connection.session, self.wanted(connection.session)
-            # The fleet catches up for an engine that has a newer policy than this replica knows.
+            # `begin` catches up for an engine that has a newer policy than this replica knows.
             ahead = wanted is not None and not session.revision and session.hello.revision > wanted.revision
             # Engines that connected after the change were already sent the policy, and may have refused it.
             is_due = wanted is not None and wanted.revision > session.revision and not ahead
             if wanted is not None and is_due and connection in self._connections:
-                self._give(connection, wanted)
+                self._give_when_free(connection, wanted)
         if rest := waiting[ENGINES_AT_ONCE:]:
             asyncio.get_running_loop().call_soon(self._send_to, rest)
+
+    def _give_when_free(self, connection: Connection, stored: StoredRevision) -> None:
+        connection.when_free(lambda: self.give(connection, stored))
+
+    def give(self, connection: Connection, stored: StoredRevision) -> None:
+        session, now = connection.session, self._clock()
+        connection.note(policy_record(session, now, stored.revision, stored.policy))
+        connection.say(session.on_policy(stored.revision, stored.policy), now)
+        self.restore_last_good(connection)
+
+    def begin(self, connection: Connection, refresh: Callable[[], Awaitable[None]] | None) -> None:
+        """Send an engine that connects the policy that it should have. refresh: as in `Fleet.join`."""
+        wanted = self.wanted(connection.session)
+        if wanted is not None and connection.session.hello.revision > wanted.revision and refresh is not None:
+            self._tasks.start(self._catch_up(connection, refresh))
+        elif wanted is not None:
+            self.give(connection, wanted)
+
+    async def _catch_up(self, connection: Connection, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Give an engine that has a newer policy than this replica knows the newest policy of the store.
+
+        While the store does not answer, the engine keeps its policy.
+        """
+        while connection in self._connections:
+            try:
+                await refresh()
+                break
+            except MeridianError as error:
+                engine_id = connection.session.hello.engine_id
+                logger.warning("engine %s has a newer policy than this replica: %s", engine_id, error)
+                await asyncio.sleep(RETRY_S)
+        wanted = self.wanted(connection.session)
+        if wanted is not None and connection in self._connections and not connection.session.revision:
+            self._give_when_free(connection, wanted)
+
+    def restore_last_good(self, connection: Connection) -> None:
+        """Start to read the policy that is in force on the engine, if the engine refuses the newest revision."""
+        wanted = connection.session.last_good_wanted
+        if wanted and connection.restoring is None and self._read is not None:
+            connection.restoring = self._tasks.start(self._give_last_good(connection, wanted, self._read))
+
+    async def _give_last_good(self, connection: Connection, revision: int, read: Read) -> None:
+        session = connection.session
+        stored = await _read_stored(read, revision, lambda: connection in self._connections)
+        await connection.free(self._turns)
+        if stored is not None and session.last_good_wanted == revision and connection in self._connections:
+            now = self._clock()
+            connection.note(policy_record(session, now, revision, stored.policy))
+            connection.say(session.on_last_good(revision, stored.policy), now)
+
+
+async def _read_stored(read: Read, revision: int, wanted: Callable[[], bool]) -> StoredRevision | None:
+    """Return a revision; None once it is no longer wanted, or if it cannot be read."""
+    while wanted():
+        try:
+            return await read(revision)
+        except StoreUnavailable:
+            await asyncio.sleep(RETRY_S)
+        except MeridianError as error:
+            logger.warning("revision %d, which is in force on an engine, cannot be read: %s", revision, error)
+            return None
+    return None

@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.handover import rule
-from meridian_control.capabilities.handover.stream import EngineHandovers
-from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.errors import NotFound
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.signals import rpdi
@@ -26,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
-    """Return the session's engine as a message. connected: whether the engine's stream is open."""
+    """Return the session's engine as a message, without the fields of capabilities.
+
+    connected: whether the engine's stream is open.
+    """
     hello, report, table = session.hello, session.gauges, session.table
     running = table.live & ~table.preempted
     state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
@@ -56,7 +55,6 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         outcomes=session.totals.outcomes,
         ends=session.totals.ends,
         answers=session.totals.answers,
-        control_group=session.part(ControlGroup).verdicts,
         output_itl=session.totals.output_itl.message(),
         ttot=session.totals.ttot.message(),
         think_tokens=session.totals.think_tokens.message(),
@@ -64,7 +62,6 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         capabilities=hello.capabilities,
         agent_state=agent_state(session),
         shadow=session.shadow.messages(),
-        pressures=session.part(EnginePressure).messages(),
         engine_limits=engine_limits(session),
         labels=hello.labels,
         reclaim_note=hello.reclaim_note,
@@ -84,7 +81,6 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used
         view.running, view.waiting = report.running, report.waiting
         view.counters.CopyFrom(report.counters)
-    _show_handovers(view, session)
     return view
 
 
@@ -104,27 +100,6 @@ def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
         state.wanted = wanted.get(field.name, 0)
         found.append(state)
     return found
-
-
-def _show_handovers(view: fleet_pb2.Engine, session: Session) -> None:
-    """Fill in what concerns handovers from and to the engine."""
-    handovers, policy = session.part(EngineHandovers), session.policy
-    if session.hello.url:
-        view.answering_engine.CopyFrom(handovers.answering_engine())
-    if policy is not None and (pool := policy.disagg.pool_of(session.hello.labels)):
-        view.pool = pool
-        if pool != "answering":
-            view.no_hand_over = handovers.no_hand_over(policy.disagg)
-        if pool != "thinking":
-            view.answering_engine.CopyFrom(handovers.answering_engine())
-            view.answering_engine.unfit = view.answering_engine.unfit or rule.no_fabric(
-                policy.disagg, session.hello.kv_connector
-            )
-    for answering, promised in handovers.promised().items():
-        view.promised[answering].CopyFrom(promised)
-    view.handovers.update(handovers.results.results.get(session.hello.engine_id, {}))
-    if handovers.shadowed.requests:
-        view.shadow_handovers.CopyFrom(handovers.shadowed)
 
 
 def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:

@@ -13,12 +13,16 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from meridian_control.fleet import decision_queries
 from meridian_control.fleet.peers import CALL_TIMEOUT_S
+from meridian_control.fleet.trace_records import end_record
 from meridian_control.fleet.whole_fleet import CONNECTED
 from meridian_control.journal.request_ids import is_called
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from meridian_control.engine.operator_ends import OperatorEnd
+    from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.fleet import Fleet
     from meridian_control.fleet.peers import Peer
     from meridian_control.fleet.whole_fleet import WholeFleet
 
@@ -74,8 +78,9 @@ async def _end_at(whole: WholeFleet, replica_id: str, engine_id: str, request_id
             return await peer.fleet.EndThinking(passed_on, timeout=CALL_TIMEOUT_S + wait_s)
 
         return await whole.peers.ask_one(replica_id, ask)
-    await whole.fleet.free(engine_id)
-    connection, ended = whole.fleet.end_thinking(engine_id, request_id, request.reason)
+    for connection in list(whole.fleet.connections.of_engine(engine_id)):
+        await connection.free(whole.fleet.turns)
+    connection, ended = end_here(whole.fleet, engine_id, request_id, request.reason)
     answer = fleet_pb2.EndThinkingResponse(
         state=ended.state, request_id=request_id, engine_id=engine_id, think_tokens=ended.think_tokens
     )
@@ -86,6 +91,22 @@ async def _end_at(whole: WholeFleet, replica_id: str, engine_id: str, request_id
         answer.reason, answer.outcome, answer.detail = decision.reason, decision.outcome, decision.detail
         answer.think_tokens = decision.outcome_think_tokens or ended.think_tokens
     return answer
+
+
+def end_here(fleet: Fleet, engine_id: str, request_id: str, reason: str) -> tuple[Connection, OperatorEnd]:
+    """End the thinking of a live request of this replica, whose engine's streams must be free; return its engine's
+    connection too.
+
+    Raises NotFound if no live request of the engine has this id.
+    """
+    mine = fleet.connections.of_engine(engine_id)
+    for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
+        session, now = connection.session, fleet.clock()
+        if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
+            connection.note(end_record(session, now, request_id))
+            connection.say(ended.responses, now)
+            return connection, ended
+    raise NotFound(f'no live request "{request_id}" on engine "{engine_id}"')
 
 
 async def _not_live(whole: WholeFleet, request: Asked, state: fleet_pb2.WatchFleetResponse) -> Answer:

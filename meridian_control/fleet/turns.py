@@ -1,14 +1,25 @@
-"""Shares the event loop among streams whose messages take long: one slice of one stream in each round of the loop.
+"""Shares the event loop between long work and everything else that is ready: a slice, or a few engines, in each round.
 
-A round of the loop does everything else that is ready, so a short message of another stream waits for one slice at most
-each time it is ready. The callers take turns, and so do the streams of one caller: whoever opens more streams gets no
-larger share. All code runs on the server's event loop.
+A short message of another stream therefore waits for one slice at most each time it is ready. The callers of streams
+take turns, and so do the streams of one caller: whoever opens more streams gets no larger share. All code runs on the
+server's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from meridian_control.common.slices import SLICE_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+
+T = TypeVar("T")
+# Engines that the event loop reaches before it does what has become ready meanwhile.
+ENGINES_AT_ONCE = 16
 
 
 class Turns:
@@ -43,3 +54,37 @@ class Turns:
                 turn.set_result(None)
                 break
         self._go_on()
+
+
+async def in_parts(items: Iterable[T]) -> AsyncIterator[list[T]]:
+    """Yield lists of SLICE_ROWS items, which are made while the event loop does other work in between."""
+    remaining = iter(items)
+    while some := list(islice(remaining, SLICE_ROWS)):
+        yield some
+        if len(some) == SLICE_ROWS:
+            await asyncio.sleep(0)
+
+
+async def in_turns(engines: Sequence[T]) -> AsyncIterator[T]:
+    """Yield each item, and let the event loop do other work after every ENGINES_AT_ONCE items."""
+    for number, engine in enumerate(engines):
+        if number and number % ENGINES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        yield engine
+
+
+class Tasks:
+    """Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait for the tasks; once all connections are gone, each ends with its next answer from the store."""
+        await asyncio.gather(*self._running, return_exceptions=True)

@@ -7,7 +7,6 @@ newest connection reports it. The module runs on the control plane's event loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.common.errors import NotFound
 from meridian_control.common.paging import MAX_PAGE_SIZE, fitting
-from meridian_control.fleet import savings
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.peers import CALL_TIMEOUT_S
 
@@ -27,11 +25,7 @@ if TYPE_CHECKING:
     from meridian_control.fleet.peers import Peer, Peers
     from meridian_control.fleet.recording import Recording
 
-logger = logging.getLogger(__name__)
-
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
-# Seconds between two requests for the answering engines of the other replicas.
-SHARE_S = 1.0
 # Seconds after which the leader no longer uses what a replica has answered before, if it has asked nobody since.
 FORGET_S = 10.0
 # Seconds for which all watchers share one query of the fleet; largest number of bytes of its answer, unless the engines
@@ -50,8 +44,6 @@ class WholeFleet:
         self._asked_at = 0.0
         # Engines of replicas that have ended, as the leader has last heard of them.
         self._orphans = Departed()
-        # Evidence of harm and of drift as this replica has last found it while it leads, by fingerprint of the rules.
-        self.evidence: dict[str, fleet_pb2.Savings] = {}
         # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
         self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
         self._looked_at = 0.0
@@ -60,7 +52,7 @@ class WholeFleet:
 
     async def local_engines(self) -> list[fleet_pb2.Engine]:
         """Return the engines that are connected to this replica, or were until recently."""
-        engines = await self.fleet.engines_in_turns()
+        engines = await self.fleet.views.engines_in_turns()
         for engine in engines:
             engine.replica = self.replica_id
         return engines
@@ -81,7 +73,7 @@ class WholeFleet:
     ) -> tuple[list[fleet_pb2.LiveRequest], list[str]]:
         """Return the live requests of all engines or of one engine, and the ids of the replicas that did not answer."""
         if self.peers is None or local_only:
-            return await self.fleet.requests_in_turns(engine_id), []
+            return await self.fleet.views.requests_in_turns(engine_id), []
         state = await self.state(engine_id)
         return list(state.requests), list(state.unreachable_replicas)
 
@@ -89,7 +81,9 @@ class WholeFleet:
         """Return all engines, and the live requests of all engines or of one engine."""
         if self.peers is None or local_only:
             engines = await self.local_engines()
-            return fleet_pb2.WatchFleetResponse(engines=engines, requests=await self.fleet.requests_in_turns(engine_id))
+            return fleet_pb2.WatchFleetResponse(
+                engines=engines, requests=await self.fleet.views.requests_in_turns(engine_id)
+            )
 
         async def ask(peer: Peer) -> list[fleet_pb2.LiveRequest]:
             return await _requests(peer, engine_id)
@@ -99,7 +93,7 @@ class WholeFleet:
         unreachable = sorted({*silent, *late})
         engines = await self._with(heard)
         where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
-        found[self.replica_id] = await self.fleet.requests_in_turns(engine_id)
+        found[self.replica_id] = await self.fleet.views.requests_in_turns(engine_id)
         requests = [
             live for replica_id, lives in found.items() for live in lives if (live.engine_id, replica_id) in where
         ]
@@ -142,48 +136,6 @@ class WholeFleet:
         if unreachable:
             raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}")
         raise unknown
-
-    def local_savings(self) -> fleet_pb2.GetSavingsResponse:
-        """Return the counts of treated requests and of the control group on this replica, without estimates."""
-        fleet = self.fleet
-        told = fleet_pb2.GetSavingsResponse(savings=savings.messages(fleet.experiments, fleet.policy))
-        for row in told.savings:
-            savings.add_evidence(row, self.evidence.get(row.rules, fleet_pb2.Savings()))
-        if (withdrawal := savings.withdrawn(fleet.policy)) is not None:
-            told.withdrawn_revision, told.withdrawn_reason = withdrawal.revision, withdrawal.reason
-        return told
-
-    async def heard_savings(self) -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
-        """Return the counts of each replica by its id, and the ids of the replicas that did not answer."""
-
-        async def ask(peer: Peer) -> fleet_pb2.GetSavingsResponse:
-            told = await peer.fleet.GetSavings(fleet_pb2.GetSavingsRequest(local_only=True), timeout=CALL_TIMEOUT_S)
-            # Raises an error for counts of which no estimate can be made, so that they are left out of the sums.
-            savings.merged([mine, told])
-            return told
-
-        mine = self.local_savings()
-        heard, unreachable = await self.peers.ask(ask) if self.peers is not None else ({}, [])
-        return {self.replica_id: mine} | heard, unreachable
-
-    async def savings(self, local_only: bool = False) -> fleet_pb2.GetSavingsResponse:
-        """Return the counts of all replicas, added up, with estimates."""
-        if local_only:
-            return self.local_savings()
-        heard, unreachable = await self.heard_savings()
-        told = savings.merged(heard.values())
-        told.unreachable_replicas.extend(unreachable)
-        return told
-
-    def budgets(self) -> fleet_pb2.ListBudgetsResponse:
-        """Return the thinking budgets of the policy in force, and those that only the candidate of the active rollout
-        has. Every replica knows the usage of all replicas."""
-        fleet = self.fleet
-        told = fleet_pb2.ListBudgetsResponse()
-        told.budgets.extend(fleet.budgets.messages(fleet.policies, fleet.clock()))
-        if fleet.budgets.share_time is not None:
-            told.share_time.FromDatetime(fleet.budgets.share_time)
-        return told
 
     @asynccontextmanager
     async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:
@@ -234,33 +186,6 @@ class WholeFleet:
                 self._orphans.remove(engine.engine_id)
         return engines
 
-    async def share_pool(self) -> None:
-        """Give each session its answering engines every SHARE_S seconds, until cancelled.
-
-        The other replicas are asked while the policy in force, or the candidate of a rollout, decides handovers.
-        """
-        complaint = ""
-        while True:
-            try:
-                await self._share_pool_once()
-                complaint = ""
-            except Exception as error:
-                # What other replicas answer must not end this one, whatever is wrong with it.
-                if complaint != str(error):
-                    complaint = str(error)
-                    logger.exception("the answering engines cannot be shared")
-            await asyncio.sleep(SHARE_S)
-
-    async def _share_pool_once(self) -> None:
-        fleet = self.fleet
-        if self.peers is not None and any(policy.disagg.enabled for policy in fleet.policies):
-            heard, _ = await self.peers.ask(_listed)
-            now = fleet.clock()
-            fleet.pool.hear({name: list(answer.engines) for name, answer in heard.items()}, now)
-            for told in (told for answer in heard.values() for told in answer.continued):
-                fleet.handovers.heard(told, now)
-        fleet.share_pool()
-
 
 def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
     """Return each engine once, as its newest connection reports it; as gone only if it is connected to no replica."""
@@ -291,10 +216,10 @@ def bounded(state: fleet_pb2.WatchFleetResponse) -> fleet_pb2.WatchFleetResponse
 
 
 async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
-    return list((await _listed(peer)).engines)
+    return list((await engine_pages(peer)).engines)
 
 
-async def _listed(peer: Peer) -> fleet_pb2.ListEnginesResponse:
+async def engine_pages(peer: Peer) -> fleet_pb2.ListEnginesResponse:
     """Return all pages of a replica's engines as one."""
     request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE)
     answer = page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)

@@ -23,7 +23,7 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.think_ends import FINISHED, by_limit
 from meridian_control.engine.token_rows import FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
-from meridian_control.fleet.recording import given_freezes
+from meridian_control.fleet.trace_records import given_freezes
 from meridian_control.offline.trace_file import FileError, read
 
 if TYPE_CHECKING:

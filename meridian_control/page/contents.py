@@ -11,65 +11,56 @@ import asyncio
 import math
 from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from google.protobuf.json_format import MessageToDict
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.capabilities.pressure.rule import MAX_LEVEL
-from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.enum_names import outcome_name, phase_name, stage_name, state_name
+from meridian_control.common.enum_names import outcome_name, phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.common.harm_words import unmeasured_reason
+from meridian_control.common.plain_data import plain
 from meridian_control.engine.decision_ledger import CARRIED_OUT
-from meridian_control.engine.shortening import FLOOR, UNSHORTENED
 from meridian_control.fleet import decision_queries
-from meridian_control.fleet.savings import harming, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from google.protobuf.message import Message
-
     from meridian_control.engine.freeze_state import Freeze, Match
+    from meridian_control.fleet.part import FleetPart
     from meridian_control.fleet.whole_fleet import WholeFleet
     from meridian_control.policy.store import PolicyStore, RevisionHeader
     from meridian_control.rollout.store import RolloutStore
 
 # Largest number of rows in each table; the totals above the tables count everything.
 MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
-ASKED_DECISIONS, MAX_SAVINGS, MAX_BUDGETS = 200, 3, 256
+ASKED_DECISIONS = 200
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
 
 
 async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
     """Return everything on the page except the life of a request. Raises MeridianError."""
-    state, ends, compared = await asyncio.gather(whole.watched(), newest_ends(whole), whole.savings())
+    parts = whole.fleet.parts.values()
+    state, ends, *shown = await asyncio.gather(whole.watched(), newest_ends(whole), *(part.show() for part in parts))
     engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
-    freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes}
-    rows = [engine_row(engine, freezes, now) for engine in engines]
+    freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
+    rows = [engine_row(engine, freezes, now, parts) for engine in engines]
     rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
-    harms = harming(compared.savings, whole.fleet.policies)
-    harm = [harm_sentence(*found) for found in harms]
+    troubles = sum(bool(row["level"]) for row in rows) + sum(one.troubles for one in shown)
     return {
         "version": __version__,
         "replica": whole.replica_id,
         "revision": whole.fleet.revision,
         "unreachable": list(state.unreachable_replicas),
-        "totals": totals(engines, requests) | {"troubled": sum(bool(row["level"]) for row in rows) + len(harm)},
+        "totals": totals(engines, requests) | {"troubled": troubles},
         "engines": rows[:MAX_ENGINES],
         "engines_left_out": max(0, len(rows) - MAX_ENGINES),
         "freezes": [freeze_row(freeze, engines, now) for freeze in list(freezes.values())[:MAX_FREEZES]],
         "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
-        "budgets": [budget_row(row) for row in whole.budgets().budgets[:MAX_BUDGETS]],
-        "savings": [savings_row(row, [h for s, h in harms if s is row]) for row in compared.savings[:MAX_SAVINGS]],
-        "withdrawn": withdrawal_text(compared),
-        "harm": harm,
         "capabilities": capability_rows(whole),
+        **{name: entry for one in shown for name, entry in one.entries.items()},
         **await stored(policies, rollouts, engines),
     }
 
@@ -139,18 +130,21 @@ class Condition(NamedTuple):
     level: str = ""
 
 
-def condition(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime) -> Condition:
-    """Return the engine's most important state for an operator."""
+def condition(
+    engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime, causes: Iterable[str] = ()
+) -> Condition:
+    """Return the engine's most important state for an operator. causes: what capabilities do to the engine, if it is
+    connected and has no worse trouble."""
     if engine.state != CONNECTED:
         return _gone(engine, now)
     if engine.fault:
         return Condition("off", f"the agent is off, so the engine runs as stock vLLM: {engine.fault}", "bad")
     if engine.HasField("freeze"):
         return _frozen(engine.freeze, freezes, now)
-    return _connected(engine)
+    return _connected(engine, "; ".join(causes))
 
 
-def _connected(engine: fleet_pb2.Engine) -> Condition:
+def _connected(engine: fleet_pb2.Engine, cause: str) -> Condition:
     if engine.nack_error:
         return Condition("refuses", f"revision {engine.revision}: {engine.nack_error}", "bad")
     if not engine.acked_revision:
@@ -162,21 +156,8 @@ def _connected(engine: fleet_pb2.Engine) -> Condition:
     if engine.agent_state in (agent_pb2.AGENT_STATE_STALE, agent_pb2.AGENT_STATE_DEGRADED):
         why = "answers reach the agent late: the control plane is overloaded, or too far away"
         return Condition(state_name(engine.agent_state), why, "warn")
-    pressure = pressure_text(engine)
-    return Condition(
-        state_name(engine.agent_state) if engine.agent_state else "connected", pressure, "warn" if pressure else ""
-    )
-
-
-def pressure_text(engine: fleet_pb2.Engine) -> str:
-    """Return the pressure that shortens thinking on an engine, with the value behind each level; empty if none does."""
-    found = []
-    for row in engine.pressures:
-        if row.level and not row.shadow:
-            reading = row.changes[0].reading if row.changes else fleet_pb2.PressureReading()
-            why = f": {reading.target} was {reading.measured:.4g}, limit {reading.limit:.4g}" if reading.target else ""
-            found.append(f"pressure {row.name} at level {row.level} of {MAX_LEVEL}{why}")
-    return "; ".join(found)
+    word = state_name(engine.agent_state) if engine.agent_state else "connected"
+    return Condition(word, cause, "warn" if cause else "")
 
 
 def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
@@ -216,13 +197,16 @@ def lasting(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime) -> dict[str, Any]:
-    return {
+def engine_row(
+    engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime, parts: Iterable[FleetPart]
+) -> dict[str, Any]:
+    causes = filter(None, (part.cause(engine) for part in parts))
+    row = {
         "id": engine.engine_id,
         "incarnation": engine.incarnation,
         "replica": engine.replica,
         "model": engine.model,
-        **condition(engine, freezes, now)._asdict(),
+        **condition(engine, freezes, now, causes)._asdict(),
         "revision": engine.revision,
         "acked_revision": engine.acked_revision,
         "thinking": engine.thinking,
@@ -231,21 +215,10 @@ def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: dat
         "kv_used": round(engine.kv_used, 3),
         "step_time_ms": round(engine.step_time_ms, 1),
         "ends": dict(engine.ends),
-        "handovers": handovers_text(engine),
     }
-
-
-def handovers_text(engine: fleet_pb2.Engine) -> str:
-    """Return the engine's pool, why the engine has no part in handovers, and what became of its requests; empty for an
-    engine without a pool."""
-    if not engine.pool:
-        return ""
-    counted = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(engine.handovers.items())]
-    if engine.HasField("shadow_handovers"):
-        counted.append(f"in shadow {engine.shadow_handovers.requests}")
-    refusals = list(filter(None, (engine.no_hand_over, engine.answering_engine.unfit)))
-    where = "both pools" if engine.pool == "both" else f"{engine.pool} pool"
-    return f"{where}: {', '.join([*refusals, *counted]) or 'none yet'}"
+    for part in parts:
+        row |= part.show_row(engine)
+    return row
 
 
 def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetime) -> dict[str, Any]:
@@ -284,81 +257,6 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
     }
 
 
-def budget_row(budget: fleet_pb2.Budget) -> dict[str, Any]:
-    """Return a thinking budget's row; `level` says whether the budget shortens thinking now."""
-    entry = budget.policy
-    globs = {"model": entry.model, "tenant": entry.tenant, "class": entry.slo_class, "effort": entry.effort}
-    acts = budget.stage > UNSHORTENED and not entry.shadow
-    return {
-        "name": entry.name,
-        "requests": ", ".join(f"{name} {glob}" for name, glob in globs.items() if glob) or "every request",
-        "stage": stage_name(budget.stage).replace("_", " ") + ", in shadow" * entry.shadow,
-        "level": ("bad" if budget.stage == FLOOR else "warn") if acts else "",
-        "left": percent(budget.left_ratio),
-        "tokens_per_minute": entry.tokens_per_minute,
-        "tokens_per_day": entry.tokens_per_day,
-        "used_tokens": budget.used_tokens,
-    }
-
-
-def savings_row(savings: fleet_pb2.Savings, harms: Iterable[fleet_pb2.ShorteningHarm] = ()) -> dict[str, Any]:
-    """Return the counts under one set of rules: `harm` and `drift` say how near the rules are to a withdrawal, and
-    `kinds` has the harm of each kind of shortening. harms: the kinds whose harm is above what the policy allows."""
-    harmful = [kind_of(harm) for harm in harms]
-    kinds = [
-        plain(harm)
-        | {
-            "text": kind_of(harm).text,
-            "harm": harm_text(harm, savings),
-            "level": "bad" if kind_of(harm) in harmful else "",
-        }
-        for harm in savings.kinds
-    ]
-    return plain(savings) | {"harm": harm_text(savings, savings), "drift": drift_text(savings), "kinds": kinds}
-
-
-def harm_text(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
-    """Return the measured harm, of all kinds or of one, its upper bound and the harm that the policy allows."""
-    if not found.HasField("harm_ratio"):
-        return "not measured: " + unmeasured_reason(found, savings)
-    value, high, allowed = map(percent, (found.harm_ratio.value, found.harm_ratio.high, savings.max_loss))
-    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(found, "evidence_ratio")
-
-
-def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
-    return (
-        f"{kind_of(harm).text} would have changed {harm.harmful} of {harm.judged} answers of the control group, more "
-        f"than entropy.max_loss {savings.max_loss:g} allows."
-    )
-
-
-def drift_text(savings: fleet_pb2.Savings) -> str:
-    """Return the signals that are compared with the calibration, and the evidence that one of them has drifted."""
-    compared = [
-        f"{SIGNALS[signal].name}, {sum(each.seen for each in bins)} requests"
-        for signal, bins in drift_bins(savings).items()
-    ]
-    return "; ".join(compared) + _evidence_text(savings, "drift_evidence_ratio") if compared else "not compared"
-
-
-def _evidence_text(
-    savings: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, field: Literal["evidence_ratio", "drift_evidence_ratio"]
-) -> str:
-    """Return the evidence as a share of that at which the control plane withdraws; empty if it is not known."""
-    return f"; evidence {percent(getattr(savings, field))}" if savings.HasField(field) else ""  # type: ignore[arg-type]
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:
-    """Return why the control plane itself has withdrawn a kind of shortening; empty if it has not."""
-    if not compared.withdrawn_revision:
-        return ""
-    return f"Revision {compared.withdrawn_revision} withdrew what did harm: {compared.withdrawn_reason}."
-
-
 def decision_text(last: fleet_pb2.LastDecision) -> str:
     known = f", {outcome_name(last.outcome)}" if last.outcome else ""
     return f"{last.kind}: {last.reason}{known}"
@@ -373,15 +271,3 @@ def revision_row(header: RevisionHeader, engines: Iterable[fleet_pb2.Engine]) ->
         "create_time": header.created_at.isoformat(),
         "engines": sum(e.acked_revision == header.revision for e in engines if e.state == CONNECTED),
     }
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Convert a message to plain data with the proto's names and with zeros; NaN (not measured) is left out."""
-    told = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _finite(told)  # type: ignore[no-any-return]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items() if v not in ("NaN", "Infinity", "-Infinity")}
-    return [_finite(v) for v in value] if isinstance(value, list) else value

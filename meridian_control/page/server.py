@@ -18,9 +18,10 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common.errors import MeridianError, NotFound
 from meridian_control.common.http_listener import HttpListener
+from meridian_control.common.plain_data import plain
 from meridian_control.common.plain_text import printable, printable_tree
 from meridian_control.fleet import decision_queries
-from meridian_control.page.contents import contents, plain
+from meridian_control.page.contents import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

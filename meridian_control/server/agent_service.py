@@ -117,7 +117,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     def _log_connected(self, session: Session) -> None:
         engine_id, incarnation = session.identity
         logger.info("engine %s connected (%s)", engine_id, incarnation)
-        if other := self._fleet.namesake(session):
+        if other := self._fleet.connections.namesake(session):
             logger.warning(
                 "engine %s (%s) has the name of an engine that is still connected (%s): if both run, give each a "
                 "MERIDIAN_ENGINE_ID of its own",

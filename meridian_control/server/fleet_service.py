@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from google.protobuf.message import Message
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.paging import fitting, page
 from meridian_control.fleet import decision_queries, thinking_ends
 
@@ -39,6 +39,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._whole, self._stopped = whole, asyncio.Event()
         # A list of all live requests may take a hundred megabytes, so one is made at a time.
         self._listing = asyncio.Lock()
+        # Methods that capabilities answer, by name.
+        self._answers = {name: answer for part in whole.fleet.parts.values() for name, answer in part.calls().items()}
 
     def end_watches(self) -> None:
         """End every call of WatchFleet, because the server stops."""
@@ -49,11 +51,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListEnginesResponse:
         engines, unreachable = await self._whole.engines(request.local_only)
         shown, token = self._page(engines, request)
-        continued = self._whole.fleet.handovers.continued() if request.local_only and not request.page_token else []
-        continued = continued[: fitting(continued, REPLICA_BYTES)]
-        return fleet_pb2.ListEnginesResponse(
-            engines=shown, next_page_token=token, continued=continued, unreachable_replicas=unreachable
-        )
+        answer = fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
+        if request.local_only and not request.page_token:
+            for part in self._whole.fleet.parts.values():
+                part.answer_replica(answer, REPLICA_BYTES)
+        return answer
 
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Context
@@ -101,12 +103,20 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def GetSavings(  # noqa: N802
         self, request: fleet_pb2.GetSavingsRequest, context: Context
     ) -> fleet_pb2.GetSavingsResponse:
-        return await self._whole.savings(request.local_only)
+        answer: fleet_pb2.GetSavingsResponse = await self._answered("GetSavings", request)
+        return answer
 
     async def ListBudgets(  # noqa: N802
         self, request: fleet_pb2.ListBudgetsRequest, context: Context
     ) -> fleet_pb2.ListBudgetsResponse:
-        return self._whole.budgets()
+        answer: fleet_pb2.ListBudgetsResponse = await self._answered("ListBudgets", request)
+        return answer
+
+    async def _answered(self, name: str, request: Message) -> Any:
+        """Return the answer of the capability that serves a method. Raises NotFound without such a capability."""
+        if (answer := self._answers.get(name)) is None:
+            raise NotFound(f"no capability of this control plane answers {name}")
+        return await answer(request)
 
     async def EndThinking(  # noqa: N802
         self, request: fleet_pb2.EndThinkingRequest, context: Context

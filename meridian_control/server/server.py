@@ -135,7 +135,7 @@ class ControlServer:
         self._fleet.going_away("the control plane is shutting down")
         await self._server.stop(grace_s)
         await self._gate.settle()
-        await self._fleet.settle()
+        await self._fleet.tasks.settle()
         self._gate.faults.summarise()
         if self._probed is not None:
             await self._probed.stop(None)

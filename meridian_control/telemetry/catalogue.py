@@ -1,15 +1,21 @@
 """Every metric of the control plane: its name, its labels, its help text, and advice to the operator.
 
-Collectors take names, labels and texts from this list, so every exposed metric is listed. `python -m deploy.generate`
+Collectors take names, labels and texts from this list, so every exposed metric is listed. The metrics of a capability
+stand in its own folder. `python -m deploy.generate`
 writes the tables of the operations guide from it.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meridian_control.common.metric_entry import counter, gauge, histogram
-from meridian_control.telemetry.budget_metrics import BUDGETS
-from meridian_control.telemetry.control_group_metrics import CONTROL_GROUP
-from meridian_control.telemetry.pressure_metrics import PRESSURES, QUEUEING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from meridian_control.common.metric_entry import Entry
+    from meridian_control.engine.part import Capability
 
 ENGINE = ("engine",)
 GRPC = ("grpc_type", "grpc_service", "grpc_method")
@@ -126,14 +132,6 @@ DECISIONS = (
         "Above a few steps: the link or the control plane is slow; see `meridian_agent_round_trip_seconds`.",
     ),
     counter(
-        "meridian_handovers_total",
-        ("result",),
-        "Requests that were to be handed over, by result: handed_over, recomputed, finished_on_thinking_engine or "
-        "client_gone.",
-        "`recomputed`: the KV blocks cannot be read; look at the answering engines' logs. `client_gone` grows: the "
-        "relay does not reach the answering engines.",
-    ),
-    counter(
         "meridian_policy_nacks_total",
         (),
         "Policies refused by agents.",
@@ -155,17 +153,17 @@ THINKING = (
         "Above `output_tpot_budget_ms`: lower `think_batch_multiplier`, or scale out.",
     ),
     histogram(
+        "meridian_queueing_seconds",
+        (),
+        "Queueing time: from when vLLM adds a request to its queue until it schedules the first step that the request "
+        "joins. Older agents do not report it.",
+        "Rises: requests wait for others to end; add engines, or set `queueing_p99_ms`.",
+    ),
+    histogram(
         "meridian_request_think_tokens",
         (),
         "Thinking tokens of a finished request that thought.",
         "Shifts without a policy change: the workload or the model has changed; calibrate again.",
-    ),
-    counter(
-        "meridian_tenant_think_tokens_total",
-        ("tenant", "model"),
-        "Thinking tokens that this replica has counted for the tenant; the sum over replicas is that of the fleet. A "
-        "replica counts all pairs after the first 1000 under `(other)`.",
-        "Bill by it. `(other)` grows: let the gateway, not clients, set `meridian_tenant`.",
     ),
     counter(
         "meridian_think_ends_total",
@@ -409,17 +407,23 @@ SERVER = (
     ),
 )
 
-GROUPS = {
-    "The replica": REPLICA,
-    "Rollouts": ROLLOUT,
-    "Decisions": DECISIONS,
-    "Thinking": THINKING,
-    "Thinking budgets": BUDGETS,
-    "Pressure": (*PRESSURES, QUEUEING),
-    "The control group": CONTROL_GROUP,
-    "Streams": STREAMS,
-    "Engines": ENGINES,
-    "Agents, through the control plane": AGENTS,
-    "gRPC server": SERVER,
-}
-CATALOGUE = {entry.name: entry for group in GROUPS.values() for entry in group}
+
+def groups(capabilities: Iterable[Capability]) -> dict[str, Sequence[Entry]]:
+    """Return all metrics of a control plane with these capabilities, by title."""
+    own = {one.name.replace("_", " ").capitalize(): one.metrics for one in capabilities if one.metrics}
+    return {
+        "The replica": REPLICA,
+        "Rollouts": ROLLOUT,
+        "Decisions": DECISIONS,
+        "Thinking": THINKING,
+        **own,
+        "Streams": STREAMS,
+        "Engines": ENGINES,
+        "Agents, through the control plane": AGENTS,
+        "gRPC server": SERVER,
+    }
+
+
+def catalogue(capabilities: Iterable[Capability]) -> dict[str, Entry]:
+    """Return the same metrics by name."""
+    return {entry.name: entry for entries in groups(capabilities).values() for entry in entries}

@@ -16,23 +16,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from meridian_control import __version__
-from meridian_control.capabilities.budgets.stream import EngineBudgets
-from meridian_control.capabilities.handover.results import RESULTS as HANDOVER_RESULTS
 from meridian_control.common import enum_names
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
-from meridian_control.fleet.in_turns import in_turns
 from meridian_control.fleet.status_messages import engine_limits
 from meridian_control.rollout.state import State
-from meridian_control.telemetry.budget_metrics import budgets
-from meridian_control.telemetry.catalogue import CATALOGUE
-from meridian_control.telemetry.control_group_metrics import control_group
-from meridian_control.telemetry.pressure_metrics import pressures
+from meridian_control.telemetry.catalogue import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime
 
-    from meridian.v1 import agent_pb2, fleet_pb2
+    from meridian.v1 import agent_pb2
     from prometheus_client.core import Metric
 
     from meridian_control.common.histogram import Histogram
@@ -112,10 +106,9 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
 class FleetCollector(Collector):
     """Collects the fleet's metrics for Prometheus.
 
-    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections, budgets,
-    pressure entries, guardrails and MAX_ACCOUNTS of tenants. `leads` says whether this replica leads; `rollout` is the
-    newest rollout as the leading replica knows it; `faults` counts callers' faults by cause; `loop` is the fleet's
-    event loop. `savings` is the newest comparison over all replicas, None on replicas that do not lead.
+    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections,
+    guardrails, and what the capabilities bound. `leads` says whether this replica leads; `rollout` is the newest
+    rollout as the leading replica knows it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop.
     """
 
     def __init__(
@@ -125,10 +118,8 @@ class FleetCollector(Collector):
         rollout: Callable[[], Rollout | None],
         faults: Mapping[str, int],
         loop: asyncio.AbstractEventLoop,
-        *,
-        savings: Callable[[], fleet_pb2.GetSavingsResponse | None] = lambda: None,
     ) -> None:
-        self._savings = savings
+        self._catalogue = catalogue(fleet.capabilities)
         self._fleet, self._leads, self._rollout, self._faults, self._loop = fleet, leads, rollout, faults, loop
 
     def collect(self) -> Iterable[Metric]:
@@ -139,34 +130,37 @@ class FleetCollector(Collector):
         return ()
 
     async def _read(self) -> list[Metric]:
-        async for session in in_turns(self._fleet.counted_sessions()):
-            self._fleet.tenants.take([session.part(EngineBudgets).charges])
+        parts = self._fleet.parts.values()
+        for part in parts:
+            await part.before_metrics()
         # Nothing below waits, so all values are of one moment.
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
         newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
-        totals, states = self._fleet.totals(), self._fleet.agent_states()
+        totals, states = self._fleet.totals(), self._fleet.views.agent_states()
         values: list[tuple[str, Rows]] = [
             ("meridian_build_info", [((__version__,), 1)]),
             ("meridian_replica_leads", [((), self._leads())]),
             ("meridian_policy_revision", [((), self._fleet.revision)]),
             ("meridian_engines", [((), len(newest))]),
-            ("meridian_engines_sharing_name", [((), self._fleet.sharing_name())]),
+            ("meridian_engines_sharing_name", [((), self._fleet.connections.sharing_name())]),
             ("meridian_engine_memory_bytes", [((), self._fleet.memory.bytes)]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", _agents(states)),
-            *budgets(self._fleet),
-            ("meridian_tenant_think_tokens_total", self._fleet.tenants.counted.items()),
-            *pressures(self._fleet, totals),
-            *control_group(self._fleet, self._savings()),
+            *(metric for part in parts for metric in part.metrics(totals)),
             *self._counted(totals),
             ("meridian_engine_state", _states(engines, dict(states))),
             *_of(engines),
         ]
-        own = [_own(entry, totals) for one in self._fleet.capabilities for entry in one.metrics]
-        delays = _histogram("meridian_event_loop_delay_seconds", self._fleet.loop_delay.delays)
-        return [_family(CATALOGUE[name], rows) for name, rows in values] + [*_histograms(totals), *own, delays]
+        named = {name for name, _ in values}
+        own = (entry for one in self._fleet.capabilities for entry in one.metrics if entry.name not in named)
+        histograms = [*_histograms(totals), ("meridian_event_loop_delay_seconds", self._fleet.loop_delay.delays)]
+        return [
+            *(_family(self._catalogue[name], rows) for name, rows in values),
+            *(_counted(entry, totals) for entry in own),
+            *(_histogram(self._catalogue[name], histogram) for name, histogram in histograms),
+        ]
 
     def _counted(self, totals: Totals) -> Iterator[tuple[str, Rows]]:
         for name, count in (
@@ -183,7 +177,6 @@ class FleetCollector(Collector):
             ("meridian_think_ends_total", ENDS, totals.ends),
             ("meridian_answers_total", ANSWERS, totals.answers),
             ("meridian_stream_ends_total", STREAM_ENDS, self._fleet.stream_ends),
-            ("meridian_handovers_total", HANDOVER_RESULTS, self._fleet.handovers.total()),
             ("meridian_client_faults_total", CLIENT_FAULTS, self._faults),
             ("meridian_preemptions_total", PHASES, totals.preempted),
             ("meridian_tokens_saved_against_cap_total", (), totals.below_cap),
@@ -196,13 +189,13 @@ class FleetCollector(Collector):
         yield "meridian_outcomes_total", settled
 
 
-def _histograms(totals: Totals) -> list[Metric]:
+def _histograms(totals: Totals) -> list[tuple[str, Histogram]]:
     return [
-        _histogram("meridian_ttot_seconds", totals.ttot),
-        _histogram("meridian_output_itl_seconds", totals.output_itl),
-        _histogram("meridian_queueing_seconds", totals.queueing),
-        _histogram("meridian_request_think_tokens", totals.think_tokens),
-        _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
+        ("meridian_ttot_seconds", totals.ttot),
+        ("meridian_output_itl_seconds", totals.output_itl),
+        ("meridian_queueing_seconds", totals.queueing),
+        ("meridian_request_think_tokens", totals.think_tokens),
+        ("meridian_decision_staleness_steps", totals.staleness_steps),
     ]
 
 
@@ -273,8 +266,8 @@ def _kind(key: str) -> Labels:
     return kind, reason
 
 
-def _own(entry: Entry, totals: Totals) -> Metric:
-    """Return a counter that a capability has brought with it."""
+def _counted(entry: Entry, totals: Totals) -> Metric:
+    """Return a counter with which a capability counts in the streams."""
     return _family(entry, [(labels, count) for (name, labels), count in totals.counted.items() if name == entry.name])
 
 
@@ -294,7 +287,7 @@ def _faults(hello: agent_pb2.Hello) -> Counter[str]:
     return known
 
 
-def _histogram(name: str, histogram: Histogram) -> Metric:
+def _histogram(entry: Entry, histogram: Histogram) -> Metric:
     bounds = [*map(str, histogram.bounds.tolist()), "+Inf"]
     buckets = list(zip(bounds, np.cumsum(histogram.counts, dtype=float).tolist(), strict=True))
-    return HistogramMetricFamily(name, CATALOGUE[name].text, buckets=buckets, sum_value=histogram.sum)
+    return HistogramMetricFamily(entry.name, entry.text, buckets=buckets, sum_value=histogram.sum)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from prometheus_client import Counter, Histogram
 
-from meridian_control.telemetry.catalogue import CATALOGUE
+from meridian_control.telemetry.catalogue import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -34,7 +34,8 @@ class ServerMetrics(grpc.aio.ServerInterceptor):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def metric(name: str, kind: Any = Counter) -> Any:
-            return kind(name, CATALOGUE[name].text, CATALOGUE[name].labels, registry=registry)
+            (entry,) = (entry for entry in SERVER if entry.name == name)
+            return kind(name, entry.text, entry.labels, registry=registry)
 
         self._started, self._handled = metric("grpc_server_started_total"), metric("grpc_server_handled_total")
         self._received, self._sent = metric("grpc_server_msg_received_total"), metric("grpc_server_msg_sent_total")

@@ -121,14 +121,14 @@ class Control:
         await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
 
     def knows(self, engine_id: str, revision: int) -> bool:
-        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.engines())
+        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.views.engines())
 
     def active_seqs(self) -> dict[str, int]:
         """Return how many requests each engine may run at once."""
-        return {e.engine_id: e.engine_limits[0].in_force for e in self.fleet.engines()}
+        return {e.engine_id: e.engine_limits[0].in_force for e in self.fleet.views.engines()}
 
     def seen_step(self, engine_id: str) -> int:
-        return max((e.step for e in self.fleet.engines() if e.engine_id == engine_id), default=0)
+        return max((e.step for e in self.fleet.views.engines() if e.engine_id == engine_id), default=0)
 
 
 def starting(*steps: dict[str, Any], **fields: Any) -> rollout_pb2.StartRolloutRequest:

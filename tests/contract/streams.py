@@ -58,11 +58,11 @@ class Control:
         return any(c.session.hello.engine_id == engine_id for c in self.fleet.connections)
 
     def engine(self, engine_id: str = "engine") -> Any:
-        (found,) = [e for e in self.fleet.engines() if e.engine_id == engine_id]
+        (found,) = [e for e in self.fleet.views.engines() if e.engine_id == engine_id]
         return found
 
     def names(self) -> list[str]:
-        return [r.request_id for r in self.fleet.requests("")]
+        return [r.request_id for r in self.fleet.views.requests("")]
 
 
 @asynccontextmanager

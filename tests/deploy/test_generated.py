@@ -13,7 +13,8 @@ import yaml
 
 from deploy.dashboards import DASHBOARDS
 from deploy.generate import ADDONS, HERE, RULES, generated
-from meridian_control.telemetry.catalogue import CATALOGUE
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.telemetry.catalogue import catalogue
 from tests.needed import PROMTOOL
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def check(expression: str) -> None:
     """Check that the expression's metrics exist and have the labels that it uses."""
     for selector in selectors(expression.replace("$__rate_interval", "5m").replace("$engine", "e")):
         if selector.name not in PROMETHEUS_OWN:
-            entry = CATALOGUE[metric(selector.name)]
+            entry = catalogue(CAPABILITIES)[metric(selector.name)]
             asked = set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", str(selector.matchers)))
             assert asked <= set(entry.labels), f"{entry.name} has no {asked - set(entry.labels)}"
 

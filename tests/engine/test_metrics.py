@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
-from meridian_control.telemetry.catalogue import AGENTS, CATALOGUE, ENGINES
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.telemetry.catalogue import AGENTS, ENGINES, catalogue
 from tests.engine import STRIPPED, cases, chat, paced
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure
@@ -27,6 +28,7 @@ HALF_HELD = {
     # Every window with enough answer tokens misses this target.
     "pressure": [{"name": "missed", "output_itl_p99_ms": 0.001, "window_s": 1, "shadow": True}],
 }
+METRICS = catalogue(CAPABILITIES)
 BUDGET = "meridian_budget_think_tokens_total"
 # Number of runs after which some request has surely been in the control group, and some window has ended.
 LOOKS = 10
@@ -90,8 +92,8 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     # Tokens are counted for budgets once a second.
     wait_for(lambda: scraped(control)[0][BUDGET] > before.get(BUDGET, 0), RPC_S, "tokens of the budget")
     after, engines = scraped(control)
-    grown = {name for name, entry in CATALOGUE.items() if entry.kind != "gauge" and after[name] > before.get(name, 0)}
-    wanted = {n for n, entry in CATALOGUE.items() if entry.kind != "gauge" and not n.startswith("grpc_server_handl")}
+    grown = {name for name, entry in METRICS.items() if entry.kind != "gauge" and after[name] > before.get(name, 0)}
+    wanted = {n for n, entry in METRICS.items() if entry.kind != "gauge" and not n.startswith("grpc_server_handl")}
     assert grown | QUIET >= wanted
     # Preemptions of the sampled requests are added to these.
     assert after["meridian_preemptions_total"] - before["meridian_preemptions_total"] >= thinking > 0

@@ -41,7 +41,7 @@ async def kill(parts: Parts) -> None:
     """End the server without a GoingAway, and wait for calls that still use a database connection."""
     await parts.server._server.stop(None)
     await parts.gate.settle()
-    await parts.whole.fleet.settle()
+    await parts.whole.fleet.tasks.settle()
 
 
 class Startable(Protocol):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.fleet.fleet import Fleet
 
 if TYPE_CHECKING:
+    from meridian.v1 import fleet_pb2
+
     from meridian_control.engine.part import PartMaker
+    from meridian_control.engine.session import Session
 
 
 def parts(**own: PartMaker) -> list[PartMaker]:
@@ -15,3 +19,8 @@ def parts(**own: PartMaker) -> list[PartMaker]:
     assert own.keys() <= {one.name for one in CAPABILITIES}
     made = [own.get(one.name, one.stream) for one in CAPABILITIES]
     return [make for make in made if make is not None]
+
+
+def engine_view(session: Session) -> fleet_pb2.Engine:
+    """Return the session's engine as a fleet with all capabilities shows it."""
+    return Fleet(lambda: session.connected_at, capabilities=CAPABILITIES).engine_view(session, connected=True)

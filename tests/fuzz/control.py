@@ -19,6 +19,7 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.engine.decision_ledger import MAX_OPEN_DECISIONS
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.thinking_ends import end_here
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from tests.fakes.agent import FakeAgent, Script, hello
@@ -152,7 +153,7 @@ class World:
         session = connection.session
         for _, opened in list(session.table.requests())[:ENDED]:
             with suppress(NotFound):
-                self.fleet.end_thinking(session.hello.engine_id, opened.request_id, "")
+                end_here(self.fleet, session.hello.engine_id, opened.request_id, "")
 
     def _expect(self, error: MeridianError) -> None:
         assert error.code in {"invalid_request", "memory_exceeded"}, error
@@ -175,7 +176,9 @@ class World:
             assert len(session.table.info) <= MAX_SLOTS
             assert len(session.open_decisions) <= MAX_OPEN_DECISIONS
             assert all(info is None or info.held_bytes <= MAX_OPENED_BYTES for info in session.table.info)
-        fleet_pb2.WatchFleetResponse(engines=self.fleet.engines(), requests=self.fleet.requests("")).SerializeToString()
+        fleet_pb2.WatchFleetResponse(
+            engines=self.fleet.views.engines(), requests=self.fleet.views.requests("")
+        ).SerializeToString()
         self.fleet.totals()
 
     def _serve_beside(self) -> None:

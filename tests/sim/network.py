@@ -6,7 +6,6 @@ Each stream is two queues with delays. Everything moves in `tick`s, at the virtu
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -21,7 +20,6 @@ from meridian_control.fleet.fleet import Fleet
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
-    from datetime import datetime
 
     from meridian_control.engine.freeze_state import Freeze
     from meridian_control.fleet.connection import Connection
@@ -213,18 +211,11 @@ class Server:
 
     def start(self) -> None:
         self.fleet = Fleet(self._network.timeline.utc_now, capabilities=CAPABILITIES)
-        self.fleet._say = partial(self._said, self.fleet._say)  # type: ignore[method-assign]
         if self._network.records:
             self.recordings.append(self.fleet.record(""))
         if self.newest is not None:
             self.fleet.set_policy(self.newest)
-        self.fleet.set_freezes(self.freezes)
-
-    def _said(self, say: Callable[..., None], connection: Connection, responses: list[Any], now: datetime) -> None:
-        """Check the control plane's messages while its table is still as it was when it decided."""
-        for response in responses:
-            self._network.invariants.said(connection.session, response)
-        say(connection, responses, now)
+        self.fleet.freezes.renew(self.freezes)
 
     def kill(self, tells_agents: bool) -> None:
         """End the process with all its state."""
@@ -242,7 +233,7 @@ class Server:
     def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
         self.freezes = freezes
         if self.fleet is not None:
-            self.fleet.set_freezes(freezes)
+            self.fleet.freezes.renew(freezes)
 
     def tick(self) -> None:
         now = self._network.timeline.now_s

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.session import Session
-from meridian_control.fleet.recording import given_freezes
+from meridian_control.fleet.trace_records import given_freezes
 from meridian_control.policy import formats as forms
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from meridian_agent.engine import probe_runner as probing_module
 from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.order import rule as dispatch
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
@@ -30,7 +31,9 @@ from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.slices import at_once
 from meridian_control.engine.operator_ends import ENDING
 from meridian_control.fleet import connection as connection_module
-from meridian_control.fleet.recording import part_record
+from meridian_control.fleet.connection import Connection
+from meridian_control.fleet.thinking_ends import end_here
+from meridian_control.fleet.trace_records import part_record
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, mix, share_tokenizer, words
 from tests.sim.faults import FAULTS
@@ -43,6 +46,7 @@ from tests.sim.recorded import Replayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import datetime
 
     from meridian_control.policy.model import Policy
 
@@ -141,6 +145,15 @@ class World:
         )
         for module, name, value in (*LIMITS, *drawn):
             self.patch.setattr(module, name, value)
+        say = Connection.say
+
+        def checked(connection: Connection, responses: list[Any], now: datetime) -> None:
+            """Check the control plane's messages while its table is still as it was when it decided."""
+            for response in responses:
+                self.invariants.said(connection.session, response)
+            say(connection, responses, now)
+
+        self.patch.setattr(Connection, "say", checked)
         self.injected, self.was_raised, self.last = None, False, False
         if self.governed and self.options.fault is not None:
             self.injected = Injected(self.options.fault)
@@ -242,10 +255,10 @@ class World:
     def end_thinking(self, rng: random.Random) -> None:
         """Let an operator end the thinking of some live request, sometimes in two calls one after the other."""
         fleet = self.server.fleet
-        if fleet is None or self.timeline.now_s < self.server.hung_until_s or not (live := fleet.requests("")):
+        if fleet is None or self.timeline.now_s < self.server.hung_until_s or not (live := fleet.views.requests("")):
             return
         chosen = rng.choice(live)
-        calls = [fleet.end_thinking(chosen.engine_id, chosen.request_id, "")[1] for _ in range(rng.choice((1, 1, 2)))]
+        calls = [end_here(fleet, chosen.engine_id, chosen.request_id, "")[1] for _ in range(rng.choice((1, 1, 2)))]
         self.invariants.note(f"an operator ends {chosen.request_id} at tick {self.tick}: {calls[0].state}")
         self.ended += calls[0].state == ENDING
         for again in calls[1:]:
@@ -257,17 +270,20 @@ class World:
         fleet = self.server.fleet
         if fleet is None or self.timeline.now_s < self.server.hung_until_s:
             return
-        fleet.budgets.stages = {name: rng.choice(BudgetStage.values()[1:]) for name in BUDGETS}
-        self.invariants.note(f"budgets are in stages {fleet.budgets.stages} at tick {self.tick}")
+        budgets = fleet.part(BudgetSharing).budgets
+        budgets.stages = {name: rng.choice(BudgetStage.values()[1:]) for name in BUDGETS}
+        self.invariants.note(f"budgets are in stages {budgets.stages} at tick {self.tick}")
         # The fleet keeps its sessions in a set, whose order would make a run differ from its repetition.
         for session in sorted(fleet.counted_sessions(), key=lambda one: (one.hello.engine_id, one.connected_at)):
-            at_once(session.part(EngineBudgets).set_stages(fleet.budgets.stages))
-            fleet.note(session, part_record(session, self.timeline.utc_now(), session.part(EngineBudgets).record()))
+            at_once(session.part(EngineBudgets).set_stages(budgets.stages))
+            fleet.recordings.note(
+                session, part_record(session, self.timeline.utc_now(), session.part(EngineBudgets).record())
+            )
             if session.part(EnginePressure).entries:
                 # The runs are shorter than a window, so that the levels are drawn too.
                 session.part(EnginePressure).set_levels({name: rng.randint(0, MAX_LEVEL) for name in BUDGETS})
                 levels = session.part(EnginePressure).record()
-                fleet.note(session, part_record(session, self.timeline.utc_now(), levels))
+                fleet.recordings.note(session, part_record(session, self.timeline.utc_now(), levels))
 
     # ----------------------------------------------------------------------------------------------------- the faults
 

@@ -1,4 +1,4 @@
-"""Shows handovers in the decision log. All functions are pure."""
+"""Shows handovers in the decision log and on the status page. All functions are pure."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def compared(move: Move, disagg: DisaggPolicy) -> Iterator[Compared]:
     elif move.reason == STEP_GAIN:
         yield "gain_ms", move.gain_ms, ">", "transfer_ms + 2 steps", move.least_gain_ms
     yield "answering_kv_used", move.kv_used, "<=", "disagg.max_pool_kv_used", disagg.max_pool_kv_used
+
+
+def handovers_text(engine: fleet_pb2.Engine) -> str:
+    """Return the engine's pool, why the engine has no part in handovers, and what became of its requests; empty for an
+    engine without a pool."""
+    if not engine.pool:
+        return ""
+    counted = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(engine.handovers.items())]
+    if engine.HasField("shadow_handovers"):
+        counted.append(f"in shadow {engine.shadow_handovers.requests}")
+    refusals = list(filter(None, (engine.no_hand_over, engine.answering_engine.unfit)))
+    where = "both pools" if engine.pool == "both" else f"{engine.pool} pool"
+    return f"{where}: {', '.join([*refusals, *counted]) or 'none yet'}"

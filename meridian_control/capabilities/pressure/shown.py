@@ -1,4 +1,5 @@
-"""Shows pressure in messages of FleetService and in the decision log: levels, measured values, and changes of level.
+"""Shows pressure in messages of FleetService, in the decision log and on the status page: levels, measured values, and
+changes of level.
 
 All functions are pure.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian.v1 import fleet_pb2
+
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -69,3 +72,14 @@ class PressureDetail(NamedTuple):
         told.budget_stage = self.stage  # type: ignore[assignment]
         if self.change is not None:
             told.pressure.CopyFrom(change_message(self.change))
+
+
+def levels_text(engine: fleet_pb2.Engine) -> str:
+    """Return the pressure that shortens thinking on an engine, with the value behind each level; empty if none does."""
+    levels = []
+    for row in engine.pressures:
+        if row.level and not row.shadow:
+            reading = row.changes[0].reading if row.changes else fleet_pb2.PressureReading()
+            why = f": {reading.target} was {reading.measured:.4g}, limit {reading.limit:.4g}" if reading.target else ""
+            levels.append(f"pressure {row.name} at level {row.level} of {MAX_LEVEL}{why}")
+    return "; ".join(levels)

@@ -40,7 +40,7 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
         await engine.steps_until(lambda: control.engine().ends == {"hard_cap": 1})
         shown = control.engine()
         assert (shown.acked_revision, shown.vllm_version, shown.running) == (1, "", 2)
-        counts = {r.request_id: (r.think_tokens, r.output_tokens) for r in control.fleet.requests("engine")}
+        counts = {r.request_id: (r.think_tokens, r.output_tokens) for r in control.fleet.views.requests("engine")}
         assert counts["after"][0] == 9
         for name in list(engine.engine.live):
             engine.engine.finish(name)
@@ -166,8 +166,8 @@ async def test_two_engines_at_once(control: Control) -> None:
         await one.steps_until(lambda: one.caps() == [(0, 600)])
         await two.steps_until(lambda: two.caps() == [(0, 3), (1, 600)])
         assert control.names() == ["a", "b", "c"]
-        assert [r.request_id for r in control.fleet.requests("two")] == ["b", "c"]
-        assert [e.engine_id for e in control.fleet.engines()] == ["one", "two"]
+        assert [r.request_id for r in control.fleet.views.requests("two")] == ["b", "c"]
+        assert [e.engine_id for e in control.fleet.views.engines()] == ["one", "two"]
         await control.set_policy(policy())
         await one.steps_until(lambda: control.engine("one").acked_revision == 2)
         assert control.engine("two").acked_revision == 1, "engine two makes no step"
@@ -184,11 +184,11 @@ async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control:
         await first.read()
         await second.write(hello)
         await second.read()
-        assert [e.engine_id for e in control.fleet.engines()] == ["e"]
+        assert [e.engine_id for e in control.fleet.views.engines()] == ["e"]
         while await first.read() is not grpc.aio.EOF:
             pass
         await until(lambda: control.fleet.stream_ends == {"replaced": 1})
-        assert [e.state for e in control.fleet.engines()] == [fleet_pb2.CONNECTION_STATE_CONNECTED]
+        assert [e.state for e in control.fleet.views.engines()] == [fleet_pb2.CONNECTION_STATE_CONNECTED]
         second.cancel()
 
 
@@ -338,7 +338,7 @@ async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
         await until(control.connected)
         (connection,) = control.fleet.connections
         for revision in range(2, QUEUE_MESSAGES + 10):
-            control.fleet._give_policy(connection, StoredRevision(revision, "", policy(), "", "", utc_now()))
+            control.fleet._policies.give(connection, StoredRevision(revision, "", policy(), "", "", utc_now()))
         # The stream ends although the engine says nothing.
         await to_the_end(call)
     assert control.fleet.stream_ends == {"overflow": 1}

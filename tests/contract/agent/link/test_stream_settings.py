@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.link.inbox import INBOX_MESSAGES
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.fleet import fleet, policy_delivery
+from meridian_control.fleet import policy_delivery
 from meridian_control.policy.store import StoredRevision
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -286,7 +286,7 @@ async def test_an_engine_that_is_ahead_gets_what_the_store_has(control: Control,
 async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RETRY_S", 0.01)
+    monkeypatch.setattr(policy_delivery, "RETRY_S", 0.01)
     refusals = 0
     away = True
 

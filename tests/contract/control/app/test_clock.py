@@ -126,6 +126,6 @@ async def test_replicas_take_the_time_from_their_database(postgres: Postgres, ap
             await freeze_pb2_grpc.FreezeServiceStub(channel).Freeze(request)
             for replica in (one, other):
                 await replica.freezes.look()
-                (freeze,) = replica.whole.fleet.freezes
+                (freeze,) = replica.whole.fleet.freezes.in_force
                 left = freeze.remaining(replica.whole.fleet.clock())
                 assert timedelta() < left <= timedelta(seconds=600)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.control_group import spills
 from meridian_control.capabilities.control_group.experiments import Ends
-from meridian_control.fleet import spills
-from meridian_control.fleet.savings import estimate
+from meridian_control.capabilities.control_group.savings import estimate
 from tests.contract.ctl import OK, Control, engine
 
 

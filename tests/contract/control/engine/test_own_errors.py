@@ -129,7 +129,7 @@ async def test_a_bug_while_all_engines_are_served_ends_one_stream(
             await control.set_policy(policy(scheduler={"max_think_tokens": 601}))
         else:
             now = control.fleet.clock()
-            control.fleet.set_freezes((Freeze(1, Match(), "test", "maintenance", now, now + timedelta(hours=1)),))
+            control.fleet.freezes.renew((Freeze(1, Match(), "test", "maintenance", now, now + timedelta(hours=1)),))
         async with asyncio.timeout(60):
             while len(control.fleet.connections) == 2:
                 await asyncio.sleep(0.01)

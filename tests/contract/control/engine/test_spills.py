@@ -9,9 +9,9 @@ import numpy as np
 
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_agent.core.step_signals import StepSignals
+from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.telemetry.control_group_metrics import control_group
 from tests.contract.control.fleet.test_harm_guard import savings
 from tests.contract.ctl import run
 from tests.fakes.engine import END, START, TEXT
@@ -64,7 +64,7 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
     stored = await control.set_policy(RULES)
     engine = MeasuredEngine([control.target])
     with engine:
-        await engine.steps_until(lambda: [e.acked_revision for e in control.fleet.engines()] == [stored.revision])
+        await engine.steps_until(lambda: [e.acked_revision for e in control.fleet.views.engines()] == [stored.revision])
         for name in NAMES:
             engine.open(name)
         await engine.steps_until(lambda: not any(map(engine.engine.thinking, TREATED)))
@@ -99,8 +99,9 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
         line.startswith(f"spilled after forced ends, against natural ends: {told.spills.value:+.1%}"[:-1])
         for line in lines
     )
-    await control.parts.guard.look()
-    values = {name: dict(found) for name, found in control_group(control.fleet, control.parts.guard.newest)}
+    comparisons = control.fleet.part(Comparisons)
+    await comparisons.tick()
+    values = {name: dict(found) for name, found in comparisons.metrics(control.fleet.totals())}
     assert values["meridian_spill_difference_ratio"]["low",] == told.spills.low
     assert values["meridian_compared_ends_total"]["entropy", "", "forced", "reentry"] == len(spilling)
     assert values["meridian_compared_ends_total"]["entropy", "", "natural", "ended"] == len(HELD)

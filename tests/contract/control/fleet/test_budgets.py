@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2
 
-from meridian_control.app.main import save
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
-from meridian_control.fleet.budget_sharing import SHARE_S
 from meridian_control.policy import formats
 from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_record import Recorder, replayed
@@ -58,7 +57,7 @@ async def stepped(control: Control, engine: LinkedEngine, steps: int) -> None:
     for _ in range(steps):
         engine.step()
     wanted = engine.engine.step
-    await until(lambda: any(shown.step == wanted for shown in control.fleet.engines()))
+    await until(lambda: any(shown.step == wanted for shown in control.fleet.views.engines()))
 
 
 @asynccontextmanager
@@ -78,15 +77,19 @@ def store_away(control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         raise StoreUnavailable("policy store: away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(control.parts.budgets._store, "charge", away)
+        patched.setattr(control.fleet.part(BudgetSharing)._store, "charge", away)
         yield
+
+
+async def listed(control: Control) -> fleet_pb2.ListBudgetsResponse:
+    return await control.fleet.part(BudgetSharing).listed(fleet_pb2.ListBudgetsRequest())
 
 
 async def in_stage(control: Control, engine: LinkedEngine, stage: int) -> None:
     """Store the usage and check the stage."""
     await stepped(control, engine, 1)
-    await control.parts.budgets.share()
-    assert control.fleet.budgets.stages.get("acme", UNSHORTENED) == stage
+    await control.fleet.part(BudgetSharing).tick()
+    assert control.fleet.part(BudgetSharing).budgets.stages.get("acme", UNSHORTENED) == stage
 
 
 async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -> None:
@@ -142,17 +145,17 @@ async def test_usage_outlives_a_restart_and_a_store_that_is_away(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with thinking(control, budgeted(80)) as engine:
-        await control.parts.budgets.share()
+        await control.fleet.part(BudgetSharing).tick()
         with store_away(control, monkeypatch):
             await stepped(control, engine, 40)
-            await control.parts.budgets.share()
-            acme, _ = control.parts.whole.budgets().budgets
+            await control.fleet.part(BudgetSharing).tick()
+            acme, _ = (await listed(control)).budgets
             assert (acme.used_tokens, acme.unsaved_tokens, acme.stage) == (55, 40, SOFT_CLOSE)
-        await control.parts.budgets.share()
-        assert control.parts.whole.budgets().budgets[0].unsaved_tokens == 0
+        await control.fleet.part(BudgetSharing).tick()
+        assert (await listed(control)).budgets[0].unsaved_tokens == 0
         await control.kill()
         await control.start()
-        acme, _ = control.parts.whole.budgets().budgets
+        acme, _ = (await listed(control)).budgets
         assert (acme.used_tokens, acme.stage) == (55, SOFT_CLOSE)
         await until(lambda: engine.link.lease.revision == control.fleet.revision and control.fleet.connections)
 
@@ -162,7 +165,7 @@ async def test_a_stop_names_the_usage_that_it_cannot_store(
 ) -> None:
     async with thinking(control, budgeted(80)):
         with store_away(control, monkeypatch):
-            await save(control.parts.budgets)
+            await control.fleet.part(BudgetSharing).end()
     told = [record.getMessage() for record in caplog.records if "loses" in record.getMessage()]
     assert told == [
         f"thinking budget {name} loses 15 tokens, which this replica could not store" for name in ("acme", "all")
@@ -176,8 +179,8 @@ async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) 
         await until(lambda: connection not in control.fleet.connections)
         await engine.steps_until(lambda: any(c.session.acked_revision for c in control.fleet.connections))
         await stepped(control, engine, 5)
-        await control.parts.budgets.share()
-        assert control.parts.whole.budgets().budgets[0].used_tokens == thought(engine)
+        await control.fleet.part(BudgetSharing).tick()
+        assert (await listed(control)).budgets[0].used_tokens == thought(engine)
 
 
 async def test_a_stop_loses_nothing(tmp_path: Path) -> None:
@@ -284,7 +287,7 @@ async def test_two_replicas_and_eight_engines_count_exactly_and_a_killed_replica
 
         # Nothing that was stored is lost. A replica stores its tokens every second, so that it loses those of one
         # second, and the reports under way.
-        assert SHARE_S <= 5
+        assert BudgetSharing.tick_s <= 5
         orphans = pair.engines[:4]
         stored = thought(*orphans)
         pair.step(3, *orphans)

@@ -11,10 +11,11 @@ import pytest
 from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.plain_data import plain
 from meridian_control.fleet import thinking_ends
 from meridian_control.fleet.membership import LEASE_S
 from meridian_control.fleet.thinking_ends import MAX_WAIT_MS, NAMED
-from meridian_control.page.contents import newest_ends, plain
+from meridian_control.page.contents import newest_ends
 from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_record import Recorder, replayed
 from tests.contract.control.fleet.test_whole_fleet import stepping
@@ -68,7 +69,9 @@ async def thinking(linked: LinkedEngine, control: Control, *names: str) -> None:
     """Open requests, and wait until the control plane knows that they think, and the engine has applied the policy."""
     for name in names:
         linked.open(name)
-    await linked.steps_until(lambda: sum(live.think_tokens > 0 for live in control.fleet.requests("")) == len(names))
+    await linked.steps_until(
+        lambda: sum(live.think_tokens > 0 for live in control.fleet.views.requests("")) == len(names)
+    )
     await linked.steps_until(lambda: control.engine(linked.engine_id).acked_revision == control.fleet.revision)
 
 
@@ -217,7 +220,7 @@ async def test_operators_may_and_the_audit_log_says_who_did_what(secured: Secure
     asked = fleet_pb2.EndThinkingRequest(request_id="mine", reason="a customer waits", wait_ms=MAX_WAIT_MS)
     with LinkedEngine([secured.target], "agent", credentials=secured.agent("agent")) as linked:
         linked.open(ID)
-        await linked.steps_until(lambda: any(live.think_tokens for live in secured.fleet.requests("")))
+        await linked.steps_until(lambda: any(live.think_tokens for live in secured.fleet.views.requests("")))
         for who in ("viewer", "agent", "nobody"):
             async with secured.channel(who) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as raised:

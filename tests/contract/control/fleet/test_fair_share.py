@@ -93,7 +93,7 @@ async def test_a_snapshot_leaves_the_loop_to_the_others(control: Control, channe
     await large.send(snapshot=agent_pb2.Snapshot(step=9, requests=requests(MOST)))
     answer = asyncio.create_task(large.answer(9))
     assert await answered_until(other, answer.done) >= 10 * ANSWERED
-    assert len(control.fleet.requests("large")) == MOST
+    assert len(control.fleet.views.requests("large")) == MOST
 
 
 async def test_the_streams_of_one_caller_share_its_turns(control: Control, channel: grpc.aio.Channel) -> None:

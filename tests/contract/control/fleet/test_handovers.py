@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
+from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from tests.contract.control.fleet.test_record import replayed
 from tests.fakes.linked import until
@@ -62,9 +63,9 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         a, b = RawEngine(channel, hello("a")), RawEngine(channel, hello("b", ANSWERING))
         for engine in (a, b):
             await engine.connect()
-        await until(lambda: [e.acked_revision for e in control.fleet.engines()] == [stored.revision] * 2)
+        await until(lambda: [e.acked_revision for e in control.fleet.views.engines()] == [stored.revision] * 2)
         await until(lambda: all(c.session.gauges is not None for c in control.fleet.connections))
-        control.fleet.share_pool()
+        control.fleet.part(FleetHandovers).share()
         thinks = opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True)
         await a.report(opened=thinks, kv_used=0.95)
         move = await a.hand_over()
@@ -74,8 +75,8 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         await b.report(opened=opened("on-b", agent_pb2.PHASE_OUTPUT, handed_over_ref=move.ref))
         told = agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[160], first_token_ms=[31.0])
         await b.report(continued=told)
-        await until(lambda: control.fleet.handovers.total() == {"handed_over": 1})
-        await until(lambda: control.fleet.handovers.pending() == 0)
+        await until(lambda: control.fleet.part(FleetHandovers).results.total() == {"handed_over": 1})
+        await until(lambda: control.fleet.part(FleetHandovers).results.pending() == 0)
         for request_id, other in (("on-a", "on-b"), ("on-b", "on-a")):
             answer = await fleet.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id))
             assert [life.request_id for life in answer.related] == [other]

@@ -9,15 +9,15 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
+from meridian_control.capabilities.control_group.fleet import Comparisons
+from meridian_control.capabilities.control_group.savings import WITHDRAWER, harming
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet.fleet import Fleet
-from meridian_control.fleet.harm_guard import HarmGuard
 from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.part import Beside
 from meridian_control.fleet.peers import Peers
-from meridian_control.fleet.savings import WITHDRAWER, harming
-from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.shortening_kinds import CAP, ENTROPY, LOOP, SOFT_CLOSE, Kind
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, State
@@ -40,7 +40,7 @@ def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
     """Count requests of the control group under the policy in force."""
     stored = control.fleet.policy
     assert stored is not None
-    judge(control.fleet.experiments.of(stored.revision, stored.policy), harmful, of)
+    judge(control.fleet.part(Comparisons).experiments.of(stored.revision, stored.policy), harmful, of)
 
 
 def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -> None:
@@ -53,7 +53,7 @@ def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -
 
 
 def has(control: Control, revision: int) -> bool:
-    return [engine.acked_revision for engine in control.fleet.engines()] == [revision]
+    return [engine.acked_revision for engine in control.fleet.views.engines()] == [revision]
 
 
 async def savings(control: Control) -> fleet_pb2.GetSavingsResponse:
@@ -63,14 +63,14 @@ async def savings(control: Control) -> fleet_pb2.GetSavingsResponse:
 
 async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control: Control) -> None:
     before = await control.set_policy(RULES)
-    guard = control.parts.guard
+    guard = control.fleet.part(Comparisons)
     with LinkedEngine([control.target]) as engine:
         await engine.steps_until(lambda: has(control, before.revision))
         harm(control, harmful=0)
-        await guard.look()
+        await guard.tick()
         assert control.fleet.revision == before.revision, "no harm, no withdrawal"
         harm(control)
-        await guard.look()
+        await guard.tick()
         stored = await control.store.current()
         assert stored is not None
         assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
@@ -81,17 +81,17 @@ async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control
         told = await savings(control)
         assert (told.withdrawn_revision, told.withdrawn_reason) == (stored.revision, stored.reason)
         assert [(row.harmful, row.in_force) for row in told.savings] == [(0, True), (20, False)]
-        await guard.look()
+        await guard.tick()
         assert control.fleet.revision == stored.revision, "withdrawn once"
 
         again = await control.set_policy(RULES)
-        await guard.look()
+        await guard.tick()
         assert control.fleet.revision == again.revision, "the old counts do not count against a new revision"
         assert (await savings(control)).withdrawn_revision == 0
         await engine.steps_until(lambda: has(control, again.revision))
         assert control.engine().withdrawn == ""
         harm(control)
-        await guard.look()
+        await guard.tick()
         assert control.fleet.revision == again.revision + 1
 
 
@@ -125,9 +125,9 @@ async def test_only_the_kind_that_does_harm_is_withdrawn(
 ) -> None:
     before = await control.set_policy(policy(**ALL_KINDS))
     for each in (ENTROPY, CAP):
-        judge(control.fleet.experiments.of(before.revision, before.policy), 0, 40, each)
-    judge(control.fleet.experiments.of(before.revision, before.policy), 20, 40, kind)
-    await control.parts.guard.look()
+        judge(control.fleet.part(Comparisons).experiments.of(before.revision, before.policy), 0, 40, each)
+    judge(control.fleet.part(Comparisons).experiments.of(before.revision, before.policy), 20, 40, kind)
+    await control.fleet.part(Comparisons).tick()
     stored = await control.store.current()
     assert stored is not None
     assert stored.policy == policy(**{**ALL_KINDS, **withdrawn})
@@ -138,9 +138,9 @@ async def test_only_the_kind_that_does_harm_is_withdrawn(
 
 async def test_a_cap_that_does_harm_stays_and_its_harm_is_shown(control: Control) -> None:
     before = await control.set_policy(policy(**ALL_KINDS))
-    judge(control.fleet.experiments.of(before.revision, before.policy), 20, 40, CAP)
+    judge(control.fleet.part(Comparisons).experiments.of(before.revision, before.policy), 20, 40, CAP)
     for _ in range(2):
-        await control.parts.guard.look()
+        await control.fleet.part(Comparisons).tick()
     assert control.fleet.revision == before.revision
     told = await savings(control)
     found = harming(told.savings, [before.policy])
@@ -152,8 +152,8 @@ async def test_a_cap_of_a_candidate_that_does_harm_aborts_its_rollout(control: C
     await control.set_policy(RULES)
     capped = policy(scheduler={"max_think_tokens": 4000})
     async with rolling_out(control, capped) as revision:
-        judge(control.fleet.experiments.of(revision, capped), 20, 40, CAP)
-        await control.parts.guard.look()
+        judge(control.fleet.part(Comparisons).experiments.of(revision, capped), 20, 40, CAP)
+        await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
 
@@ -162,7 +162,7 @@ def drift(control: Control, *seen: int) -> None:
     """Count requests under the policy in force by the bin of their first EAT sample."""
     stored = control.fleet.policy
     assert stored is not None
-    experiment = control.fleet.experiments.of(stored.revision, stored.policy)
+    experiment = control.fleet.part(Comparisons).experiments.of(stored.revision, stored.policy)
     experiment.samples["eat"] = [before + new for before, new in zip(experiment.samples["eat"], seen, strict=True)]
 
 
@@ -170,9 +170,9 @@ async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> Non
     bins = [{"max_nats": edge, "requests": 50} for edge in (0.1, 0.5, 2.0)]
     rules = policy(entropy={"shadow": False, "holdout_share": 0.0, "eat_reference": bins})
     before = await control.set_policy(rules)
-    guard = control.parts.guard
+    guard = control.fleet.part(Comparisons)
     drift(control, 30, 40, 30)
-    await guard.look()
+    await guard.tick()
     assert control.fleet.revision == before.revision, "no drift, no withdrawal"
     assert guard.newest is not None
     assert 0 < guard.newest.savings[0].drift_evidence_ratio < 1
@@ -180,14 +180,14 @@ async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> Non
     assert told.drift_evidence_ratio == guard.newest.savings[0].drift_evidence_ratio
     assert told.HasField("evidence_ratio")
     drift(control, 200, 0, 0)
-    await guard.look()
+    await guard.tick()
     stored = await control.store.current()
     assert stored is not None
     assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
     assert stored.policy == policy(entropy={"shadow": True, "holdout_share": 0.0, "eat_reference": bins})
     assert "230 of 300 requests have a first sample up to 0.1 nats" in stored.reason
     assert (await savings(control)).withdrawn_reason == stored.reason
-    await guard.look()
+    await guard.tick()
     assert control.fleet.revision == stored.revision, "withdrawn once"
 
 
@@ -205,15 +205,15 @@ async def test_a_withdrawal_reaches_engines_although_the_store_is_away_after_it(
         with monkeypatch.context() as patched:
             patched.setattr(control.parts.rollouts, "look", away)
             with pytest.raises(StoreUnavailable):
-                await control.parts.guard.look()
-        await control.parts.guard.look()
+                await control.fleet.part(Comparisons).tick()
+        await control.fleet.part(Comparisons).tick()
         await engine.steps_until(lambda: has(control, before.revision + 1))
 
 
 async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)
-    await control.parts.guard.look()
+    await control.fleet.part(Comparisons).tick()
     revision = control.fleet.revision
     await control.kill()
     await control.start()
@@ -225,9 +225,9 @@ async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Co
 async def test_unmeasured_harm_withdraws_nothing(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)
-    experiment = control.fleet.experiments.newest()[0]
+    experiment = control.fleet.part(Comparisons).experiments.newest()[0]
     experiment.unjudged = experiment.kinds[ENTROPY].unjudged = 41
-    await control.parts.guard.look()
+    await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
 
@@ -235,9 +235,9 @@ async def test_unmeasured_harm_withdraws_nothing(control: Control) -> None:
 async def test_a_replica_that_does_not_lead_withdraws_nothing(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)
-    whole = WholeFleet(control.fleet, "follows", None, lambda: False)
-    guard = HarmGuard(whole, control.parts.rollouts, utc_now)
-    await guard.look()
+    guard = control.fleet.part(Comparisons)
+    guard.attach(Beside("follows", None, lambda: False, control.parts.rollouts, control.store.database, utc_now))
+    await guard.tick()
     assert guard.newest is None
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
@@ -261,7 +261,7 @@ async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: 
     await control.set_policy(RULES)
     async with rolling_out(control):
         harm(control)
-        await control.parts.guard.look()
+        await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.author == WITHDRAWER
     assert control.fleet.policy.policy == policy(entropy={"shadow": True})
@@ -270,9 +270,9 @@ async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: 
 async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> None:
     await control.set_policy(RULES)
     async with rolling_out(control) as revision:
-        experiment = control.fleet.experiments.of(revision, OTHER_RULES)
+        experiment = control.fleet.part(Comparisons).experiments.of(revision, OTHER_RULES)
         judge(experiment, harmful=20, of=40)
-        await control.parts.guard.look()
+        await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
 
@@ -285,15 +285,14 @@ async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -
     peers = Peers(lambda: [Replica("other", control.target)], ClientCredentials())
     fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     fleet.set_policy(stored)
-    mine = fleet.experiments.of(stored.revision, stored.policy)
+    mine = fleet.part(Comparisons).experiments.of(stored.revision, stored.policy)
     judge(mine, harmful=2, of=8)
-    whole = WholeFleet(fleet, "leads", peers, lambda: True)
-    guard = HarmGuard(whole, control.parts.rollouts, utc_now)
-    alone = HarmGuard(control.parts.whole, control.parts.rollouts, utc_now)
-    await alone.look()
+    guard, alone = fleet.part(Comparisons), control.fleet.part(Comparisons)
+    guard.attach(Beside("leads", peers, lambda: True, control.parts.rollouts, control.store.database, utc_now))
+    await alone.tick()
     assert alone.newest is not None
     assert alone.newest.savings[0].evidence_ratio < 1
-    await guard.look()
+    await guard.tick()
     await peers.close()
     assert guard.newest is not None
     assert (guard.newest.savings[0].judged, guard.newest.savings[0].harmful) == (16, 4)

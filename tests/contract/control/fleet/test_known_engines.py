@@ -33,7 +33,7 @@ async def until_left(control: Control, engine_id: str) -> None:
 
 
 def lost(control: Control) -> list[str]:
-    return [engine.engine_id for engine in control.fleet.engines() if engine.lost]
+    return [engine.engine_id for engine in control.fleet.views.engines() if engine.lost]
 
 
 async def test_engines_that_are_lost_while_it_is_away_are_named(control: Control) -> None:

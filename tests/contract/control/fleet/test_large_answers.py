@@ -12,11 +12,11 @@ from meridian_control.common.paging import fitting
 from meridian_control.fleet import whole_fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import OPTIONS, Peer
-from meridian_control.fleet.status_messages import engine_view
 from meridian_control.fleet.whole_fleet import WATCH_BYTES
 from meridian_control.server import fleet_service
 from meridian_control.server.fleet_service import PAGE_BYTES, REPLICA_BYTES
 from tests.fakes.agent import hello
+from tests.fakes.parts import engine_view
 from tests.processes import BUSY
 
 if TYPE_CHECKING:
@@ -109,6 +109,6 @@ async def test_a_watcher_sees_the_requests_that_think_most(
 
 def test_a_page_has_an_entry_whatever_its_size(control: Control, names: list[str]) -> None:
     (connection,) = control.fleet.connections
-    engine = engine_view(connection.session, connected=True)
+    engine = engine_view(connection.session)
     assert [fitting([engine] * 3, size) for size in (0, 2 * engine.ByteSize() + 20, 1 << 20)] == [1, 2, 3]
     assert fitting([], 10) == 0

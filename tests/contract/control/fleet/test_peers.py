@@ -9,14 +9,15 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
+from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import ReplicaUnavailable
-from meridian_control.fleet import peers, whole_fleet
+from meridian_control.fleet import peers
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.part import Beside
 from meridian_control.fleet.peers import Peer, Peers
-from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.model import Policy
 from tests.contract.proxies import proxy
 from tests.fakes.control import utc_now
@@ -117,21 +118,10 @@ async def test_the_others_are_asked_for_engines_while_a_policy_of_the_fleet_hand
     servicer.answers.set()
     policies = [disagg() if decides == name else Policy() for name in ("policy", "candidate")]
     monkeypatch.setattr(Fleet, "policies", policies)
-    monkeypatch.setattr(whole_fleet, "SHARE_S", 0.0)
-    whole, rounds = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True), 0
-    share, enough = whole.fleet.share_pool, asyncio.Event()
-
-    def shared() -> None:
-        nonlocal rounds
-        rounds += 1
-        share()
-        if rounds == 3:
-            enough.set()
-
-    monkeypatch.setattr(whole.fleet, "share_pool", shared)
-    sharing = asyncio.create_task(whole.share_pool())
-    await enough.wait()
-    sharing.cancel()
+    handovers = Fleet(utc_now, capabilities=CAPABILITIES).part(FleetHandovers)
+    unused: Any = None
+    handovers.attach(Beside("asking", made, lambda: True, unused, unused, utc_now))
+    await handovers.tick()
     assert servicer.asked.is_set() == (decides != "nobody")
 
 

@@ -3,7 +3,6 @@ recording replays to the same decisions. The control plane's clock moves with th
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from datetime import datetime, timedelta
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.fleet.pressure_log import restore_idle
-from meridian_control.telemetry.pressure_metrics import pressures
+from meridian_control.capabilities.pressure.fleet import FleetPressure
 from tests.contract.control.fleet.test_record import Recorder, replayed
 from tests.contract.ctl import run
 from tests.fakes.control import utc_now
@@ -90,6 +88,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
             await begin(control, other, "batch")
             with caplog.at_level(logging.INFO):
                 shown = await stepped.level(4, SLOW_MS, engine, other)
+                await control.fleet.part(FleetPressure).tick()
             thinks = engine.engine.live["think-pressed"]
             while not thinks.state.output_tokens:
                 await stepped.step(SLOW_MS, engine, other)
@@ -122,7 +121,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
                 (await run("pressure", "--engine", "pressed", "-o", "json", server=control.target)).stdout
             )
             assert (only["engine_id"], only["name"], only["level"], len(only["changes"])) == ("pressed", "chat", 4, 2)
-            told = dict(pressures(control.fleet, control.fleet.totals()))
+            told = dict(control.fleet.part(FleetPressure).metrics(control.fleet.totals()))
             assert told["meridian_pressure_level"] == [(("chat",), 4)]
             assert told["meridian_pressure_engines"] == [(("chat",), 1)]
             assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2
@@ -158,7 +157,7 @@ async def test_requests_that_wait_in_the_queue_shorten_thinking(control: Control
         await stepped.step(FAST_MS, engine)
         totals = control.fleet.totals()
         assert (totals.queueing.counts.sum(), totals.queueing.sum) == (12, 12 * 1.5)
-        missed = dict(pressures(control.fleet, totals))["meridian_pressure_missed_windows_total"]
+        missed = dict(control.fleet.part(FleetPressure).metrics(totals))["meridian_pressure_missed_windows_total"]
         assert missed == [(("queue", "queueing_p99_ms"), 1)]
 
 
@@ -204,9 +203,9 @@ async def test_an_engine_that_is_left_alone_is_shown_restored(
         await stepped.step(FAST_MS, engine)
         stepped.pass_time(timedelta(hours=5))
         with caplog.at_level(logging.INFO):
-            restoring = asyncio.create_task(restore_idle(control.fleet.connections, control.fleet.clock))
-            await until(lambda: not control.engine("left").pressures[0].level)
-            restoring.cancel()
+            await control.fleet.rest()
+            await control.fleet.part(FleetPressure).tick()
+        assert not control.engine("left").pressures[0].level
         logged = [record.getMessage() for record in caplog.records if "pressure chat" in record.getMessage()]
         assert logged[-1] == "pressure chat on engine left: level 1 to 0, nothing was measured"
         assert "left" in (await run("pressure", server=control.target)).stdout

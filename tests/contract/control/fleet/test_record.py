@@ -111,7 +111,7 @@ async def test_a_recorded_session_replays_exactly(control: Control) -> None:
     agent = FakeAgent()
     async with Recorder(control) as recorder:
         playing = asyncio.create_task(stream_of(control.target, agent, 120))
-        await until(lambda: any(engine.step > 40 for engine in control.fleet.engines()))
+        await until(lambda: any(engine.step > 40 for engine in control.fleet.views.engines()))
         await control.set_policy(policy(scheduler={"max_think_tokens": 5, "min_think_tokens": 0}))
         await playing
         (waiting,) = control.fleet.recordings

@@ -13,14 +13,14 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.control_group import savings
+from meridian_control.capabilities.control_group.harm_guard import FALSE_ALARM_RATE, Watch, _drift
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.cli.tables import savings_lines
 from meridian_control.common.inference import ShiftTest
 from meridian_control.engine.session import Session
-from meridian_control.fleet import savings
-from meridian_control.fleet.harm_guard import FALSE_ALARM_RATE, Watch, _drift
 from meridian_control.offline.calibrated_policy import policy_of
 from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import give_ups, single_rules

@@ -18,7 +18,7 @@ from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.shortening import LOWER_CAP
-from meridian_control.fleet.recording import (
+from meridian_control.fleet.trace_records import (
     down_record,
     end_record,
     freeze_records,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.freeze_state import Match
 from meridian_control.fleet.whole_fleet import WholeFleet
@@ -138,7 +139,7 @@ async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monk
 async def test_the_page_compares_treated_requests_with_the_control_group(tmp_path: Path) -> None:
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
         stored = await control.set_policy(policy(entropy={"shadow": False}))
-        experiment = control.fleet.experiments.of(stored.revision, stored.policy)
+        experiment = control.fleet.part(Comparisons).experiments.of(stored.revision, stored.policy)
         for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
         for judged in (experiment, experiment.kinds[ENTROPY]):
@@ -157,7 +158,7 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         assert kind["harm"].startswith("50.00 %, at most 6")
         assert told["totals"]["troubled"] == len(told["harm"]) == 1
         assert told["harm"][0].startswith("the entropy rules would have changed 20 of 40 answers")
-        await control.parts.guard.look()
+        await control.fleet.part(Comparisons).tick()
         text = (await first_event(session, address))["withdrawn"]
         assert text.startswith(f"Revision {stored.revision + 1} withdrew what did harm: the entropy rules: 20 of 40")
         assert (await first_event(session, address))["totals"]["troubled"] == 0

@@ -12,13 +12,13 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.rollout.driver import IDLE_TICKS
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
-from meridian_control.telemetry.budget_metrics import budgets
 from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, run
 from tests.contract.rollouts import (
@@ -58,10 +58,11 @@ async def test_budgets_of_a_candidate_are_shown_on_every_replica(control: Contro
     """No engine of this replica has the candidate."""
     new = to_proto(parse_toml('[[budget]]\nname = "trial"\ntokens_per_day = 9'))
     await control.begin(CANARY, ALL, policy=new)
-    await control.parts.budgets.share()
+    await control.fleet.part(BudgetSharing).tick()
     rows = (await run("budgets", server=control.target)).stdout.splitlines()
     assert [row.split()[:3] for row in rows[1:2]] == [["trial", "all", "unshortened"]]
-    assert dict(budgets(control.fleet))["meridian_budget_stage"] == [(("trial",), UNSHORTENED)]
+    shown = dict(control.fleet.part(BudgetSharing).metrics(control.fleet.totals()))
+    assert shown["meridian_budget_stage"] == [(("trial",), UNSHORTENED)]
 
 
 async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None:
@@ -217,7 +218,7 @@ async def test_two_replicas(postgres_address: str) -> None:
         with Engine(one, "a", "main") as a, Engine(two, "b", "canary") as b, Engine(two, "c", "main") as c:
             # In a real fleet another module lists the engines of all replicas.
             async def engines() -> list[fleet_pb2.Engine]:
-                return [*one.fleet.engines(), *two.fleet.engines()]
+                return [*one.fleet.views.engines(), *two.fleet.views.engines()]
 
             one.rollouts._engines = two.rollouts._engines = engines
             for engine in (a, b, c):
@@ -258,7 +259,7 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
         await a.has(2)
         assert (await control.ticks(5)).step == 1
         assert asked == 5
-        told = control.fleet.engines()
+        told = control.fleet.views.engines()
         assert (await control.ticks(1)).step == 1
         assert (await control.ticks(2)).step == 2
 

@@ -128,7 +128,7 @@ async def test_a_refusal_halts(control: Control) -> None:
         a.refusal = "no such parser"
         await control.begin(CANARY, ALL, on_violation="halt")
         await until(lambda: [s.revision for s in a.settings] == [1, 2])
-        await until(lambda: [e.nack_error for e in control.fleet.engines()] == ["no such parser", ""])
+        await until(lambda: [e.nack_error for e in control.fleet.views.engines()] == ["no such parser", ""])
         await control.ticks(1)
         halted = await control.ticks(10)
         assert (halted.state, halted.step, halted.violation.guardrail) == (HALTED, 1, "nacks")

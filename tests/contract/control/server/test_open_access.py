@@ -170,7 +170,7 @@ async def test_a_replica_on_another_host_refuses_to_end_thinking_and_the_caller_
         request = fleet_pb2.EndThinkingRequest(request_id="a")
         with LinkedEngine([f"{HERE}:{running.port}"]) as linked:
             linked.open("a")
-            await linked.steps_until(lambda: running.fleet.requests(""))
+            await linked.steps_until(lambda: running.fleet.views.requests(""))
             with pytest.raises(PermissionDenied) as refused:
                 await end_thinking(whole, request)
         why = "replica alone, which the call needs, refuses calls of this replica: FleetService/EndThinking is for "

@@ -12,12 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from meridian.v1 import fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from meridian_control.capabilities.control_group import metrics
+from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
-from meridian_control.telemetry.catalogue import CATALOGUE
-from meridian_control.telemetry.control_group_metrics import control_group
+from meridian_control.telemetry.catalogue import catalogue
 from meridian_control.telemetry.fleet_metrics import of_limit
 from tests.contract.control.app.test_server import Process
 from tests.contract.rollouts import ALL, CANARY, starting
@@ -65,15 +66,15 @@ async def test_what_is_scraped_is_what_the_catalogue_lists(own: Process) -> None
         engine.open("a")
         await engine.steps_until(engine.caps)
         families = await asyncio.to_thread(scraped, own)
-    assert set(families) == set(CATALOGUE)
+    assert set(families) == set(catalogue(CAPABILITIES))
     for name, family in families.items():
-        entry = CATALOGUE[name]
+        entry = catalogue(CAPABILITIES)[name]
         assert (family.type, family.documentation) == (entry.kind, entry.text)
         labels = {label for s in family.samples for label in s.labels} - {"le"}
         assert labels <= set(entry.labels), name
 
 
-@pytest.mark.parametrize("entry", list(CATALOGUE.values()), ids=lambda e: e.name)
+@pytest.mark.parametrize("entry", list(catalogue(CAPABILITIES).values()), ids=lambda e: e.name)
 def test_names_follow_the_fields_conventions(entry: Entry) -> None:
     assert entry.name.endswith("_total") == (entry.kind == "counter")
     assert not entry.name.endswith(("_ms", "_us", "_kib", "_percent", "_count", "_sum", "_bucket"))
@@ -185,7 +186,7 @@ async def test_calls(own: Process) -> None:
 
 def test_the_control_group_in_metrics() -> None:
     fleet = Fleet(utc_now, capabilities=CAPABILITIES)
-    experiment = fleet.experiments.of(3, policy(entropy={"shadow": False}))
+    experiment = fleet.part(Comparisons).experiments.of(3, policy(entropy={"shadow": False}))
     experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
     budget = experiment.kinds[Kind("budget", "acme")]
     budget.judged, budget.harmful, budget.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
@@ -196,7 +197,8 @@ def test_the_control_group_in_metrics() -> None:
     told.kinds.add(kind="budget", name="acme", evidence_ratio=0.5).harm_ratio.high = 0.75
     told.kinds.add(kind="cap", evidence_ratio=0.125)
     budget.forced_ends.ends, budget.natural_ends.aborts = 6, 1
-    values = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told, older])))
+    total = fleet.part(Comparisons).experiments.total()
+    values = dict(metrics.values(total, False, fleet_pb2.GetSavingsResponse(savings=[told, older])))
     ends = dict(values["meridian_compared_ends_total"])
     acme = ("budget", "acme")
     assert (ends[*acme, "forced", "ended"], ends[*acme, "natural", "abort"], ends[*acme, "natural", "ended"]) == (
@@ -220,9 +222,9 @@ def test_the_control_group_in_metrics() -> None:
     assert values["meridian_drift_evidence_ratio"] == [((), 0.25)]
     assert values["meridian_entropy_withdrawn"] == [((), False)]
     told.ClearField("drift_evidence_ratio")
-    undescribed = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told])))
+    undescribed = dict(metrics.values(total, False, fleet_pb2.GetSavingsResponse(savings=[told])))
     assert undescribed["meridian_drift_evidence_ratio"] == []
-    assert dict(control_group(fleet, None))["meridian_saved_ratio"] == []
+    assert dict(metrics.values(total, False, None))["meridian_saved_ratio"] == []
 
 
 async def test_a_stream_of_reports(own: Process) -> None:

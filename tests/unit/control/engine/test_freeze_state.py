@@ -65,7 +65,7 @@ async def test_each_reconnect_of_an_engine_brings_what_is_left() -> None:
     """An agent that reconnects every 3 seconds never stays frozen beyond the freeze's end."""
     now = NOW
     fleet = Fleet(lambda: now, capabilities=CAPABILITIES)
-    fleet.set_freezes((freeze(20),))
+    fleet.freezes.renew((freeze(20),))
     told = []
     for passed in range(0, 20, 3):
         now = NOW + seconds(passed)
@@ -76,7 +76,7 @@ async def test_each_reconnect_of_an_engine_brings_what_is_left() -> None:
     assert told == [20_000, 17_000, 14_000, 11_000, 8_000, 5_000, 2_000]
     now = NOW + seconds(20)
     assert freezes_sent(fleet.join(hello("engine"))) == []
-    fleet.set_freezes(())
+    fleet.freezes.renew(())
 
 
 # ------------------------------------------------------------------------------------------------------- confirmations

@@ -15,9 +15,10 @@ from meridian_control.engine.session import ACK_INTERVAL_S
 from meridian_control.engine.think_ends import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.engine.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.engine.totals import Totals
-from meridian_control.fleet.status_messages import engine_view, request_views
+from meridian_control.fleet.status_messages import request_views
 from tests.fakes.agent import Script
 from tests.fakes.engine import START, TEXT
+from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
 
@@ -37,7 +38,7 @@ def test_an_engine_without_markers_takes_the_policy_and_is_told_nothing_of_think
         assert (made.session.acked_revision, made.session.nack_error) == (1, "")
         assert bool(directives.caps) == bool(directives.probes) == (not unknown)
         assert "plan" in kinds
-        assert engine_view(made.session, connected=True).unknown_markers == unknown
+        assert engine_view(made.session).unknown_markers == unknown
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
@@ -310,7 +311,7 @@ def test_long_answers_are_counted_once_it_is_known_what_is_usual() -> None:
 
 def test_what_measures_entropy_is_shown() -> None:
     said = {"entropy_backend": agent_pb2.ENTROPY_BACKEND_TORCH, "entropy_note": "CuPy is not installed"}
-    engine = engine_view(Stream(hello_fields=said).session, connected=True)
+    engine = engine_view(Stream(hello_fields=said).session)
     assert (engine.entropy_backend, engine.entropy_note) == tuple(said.values())
 
 
@@ -320,7 +321,7 @@ def test_what_is_not_known_of_thinking_is_shown() -> None:
         made = Stream(hello_fields={"reclaim_note": "later prompts do", "unknown_markers": unknown})
         for slot, phase in enumerate((agent_pb2.PHASE_UNSPECIFIED, agent_pb2.PHASE_THINK, agent_pb2.PHASE_PROMPT)):
             made.say(opened=[agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=phase)])
-        engine = engine_view(made.session, connected=True)
+        engine = engine_view(made.session)
         assert (engine.reclaim_note, engine.unread_prompts) == ("later prompts do", expected)
 
 
@@ -329,7 +330,7 @@ def test_latencies_and_thinking_are_counted_per_engine() -> None:
     made = stream(policy(scheduler=EARLY))
     made.open("a", think=40, answer=11)
     made.step(60, then_ms=20.0)
-    engine = engine_view(made.session, connected=True)
+    engine = engine_view(made.session)
     bucket = TIME_BOUNDS_S.index(0.02)
     assert (sum(engine.output_itl.counts), engine.output_itl.counts[bucket]) == (10, 10)
     assert (sum(engine.ttot.counts), engine.ttot.counts[bucket]) == (1, 1)
@@ -376,7 +377,7 @@ def test_a_faulted_agent_is_left_alone() -> None:
     made = stream(hello_fields={"fault": "before_schedule: KeyError: 3"})
     made.open("a")
     assert not made.step(5).ListFields()
-    assert engine_view(made.session, connected=True).fault == "before_schedule: KeyError: 3"
+    assert engine_view(made.session).fault == "before_schedule: KeyError: 3"
 
 
 # ---------------------------------------------------------------------------------------------------- policy changes
@@ -467,7 +468,7 @@ def test_what_is_shown() -> None:
     made.open("b")
     made.agent.preempt("b")
     made.step(5)
-    engine = engine_view(made.session, connected=True)
+    engine = engine_view(made.session)
     assert (engine.engine_id, engine.model, engine.state) == ("engine", "m", fleet_pb2.CONNECTION_STATE_CONNECTED)
     assert (engine.revision, engine.acked_revision, engine.thinking, engine.answering) == (1, 1, 0, 1)
     assert (engine.step, engine.running, engine.token_events) == (5, 2, 5)

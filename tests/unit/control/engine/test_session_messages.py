@@ -21,8 +21,9 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.engine.token_rows import MAX_ROWS_PER_SLOT
-from meridian_control.fleet.status_messages import engine_view, request_views
+from meridian_control.fleet.status_messages import request_views
 from tests.fakes.agent import hello
+from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, step_report, stream
 
@@ -200,7 +201,7 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
         made.agent.step_cost_ms = took_ms, 0.0
         with pytest.raises(InvalidRequest, match=r"step step_time_ms must be in \[0, 1e\+09\]; got"):
             made.step(WARM_STEPS)
-    assert engine_view(made.session, connected=True).step_time_ms == 0.0
+    assert engine_view(made.session).step_time_ms == 0.0
     assert made.session._stream.step_cost.steps == 0
 
 
@@ -239,7 +240,7 @@ def test_numbers_out_of_bounds_are_the_agents_fault(path: str, value: float) -> 
     with pytest.raises(InvalidRequest, match=error):
         made.session.on_message(report_with(path, value), NOW)
     assert made.session.totals.reports == 0
-    assert engine_view(made.session, connected=True).kv_used == 0
+    assert engine_view(made.session).kv_used == 0
 
 
 @pytest.mark.parametrize("path", REFUSED)

@@ -8,10 +8,10 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.engine.settings_delivery import settings
-from meridian_control.fleet.status_messages import engine_view
 from meridian_control.journal.messages import compared
 from meridian_control.offline.policy_replay import RESERVE
 from tests.fakes.agent import hello
+from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy
 from tests.unit.sessions import Stream, stream
 
@@ -30,7 +30,7 @@ def caps(directives: agent_pb2.Directives) -> list[tuple[int, int, bool]]:
 
 
 def shadows(made: Stream) -> dict[str, tuple[int, ...]]:
-    rows = engine_view(made.session, connected=True).shadow
+    rows = engine_view(made.session).shadow
     return {r.reason: (r.would_end, r.would_end_think_tokens, r.saved_tokens) for r in rows}
 
 

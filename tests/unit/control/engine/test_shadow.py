@@ -12,9 +12,9 @@ from meridian_control.engine.effective_policies import EffectivePolicies
 from meridian_control.engine.request_table import RequestTable
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.engine.shortening import LOWER_CAP
-from meridian_control.fleet.status_messages import engine_view
 from tests.fakes.agent import FakeAgent, hello
 from tests.fakes.engine import TEXT
+from tests.fakes.parts import engine_view
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
@@ -120,7 +120,7 @@ def test_a_session_compares_what_it_decides_in_shadow_with_what_comes() -> None:
         where = decision.outcome_think_tokens
         assert rows["entropy", reason] == (1, 30, 1, where, 30 - where)
     assert rows["entropy", ""] == rows["entropy", min(fired, key=lambda r: fired[r].outcome_think_tokens)]
-    assert [m.saved_tokens for m in engine_view(made.session, connected=True).shadow] == [r[4] for r in rows.values()]
+    assert [m.saved_tokens for m in engine_view(made.session).shadow] == [r[4] for r in rows.values()]
 
 
 def test_an_active_rule_still_ends_what_a_rule_in_shadow_would_have_ended_before() -> None:

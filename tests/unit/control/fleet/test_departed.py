@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.fleet.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
@@ -67,9 +68,9 @@ async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() 
     newer = fleet.join(hello("a"))
     fleet.receive(newer, told)
     fleet.leave(older, "disconnected")
-    assert [one.state for one in fleet.handovers.continued()] == [fleet_pb2.CONTINUED_STATE_LIVE]
+    assert [one.state for one in fleet.part(FleetHandovers).results.continued()] == [fleet_pb2.CONTINUED_STATE_LIVE]
     fleet.leave(newer, "disconnected")
-    assert [one.state for one in fleet.handovers.continued()] == [fleet_pb2.CONTINUED_STATE_GONE]
+    assert [one.state for one in fleet.part(FleetHandovers).results.continued()] == [fleet_pb2.CONTINUED_STATE_GONE]
 
 
 def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
@@ -80,7 +81,7 @@ def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
         return fleet
 
     fleet = asyncio.run(flood())
-    assert len(fleet.departed) == len(fleet.shadows) == len(fleet.engines()) == MAX_ENGINES
+    assert len(fleet.departed) == len(fleet.shadows) == len(fleet.views.engines()) == MAX_ENGINES
 
 
 @pytest.mark.parametrize("said", ["x" * 513, "two\nlines", "\x00"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet import policy_delivery
 from meridian_control.fleet.fleet import Fleet
-from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
+from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.policy.store import StoredRevision
 from tests.fakes.control import utc_now
 from tests.fakes.tables import policy

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
+from meridian_control.capabilities.budgets import shown as budgets
+from meridian_control.capabilities.control_group.shown import savings_row
+from meridian_control.capabilities.handover.shown import handovers_text
+from meridian_control.capabilities.pressure.shown import levels_text
+from meridian_control.common.plain_data import plain
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.page.contents import (
-    budget_row,
     condition,
     freeze_row,
-    handovers_text,
     lasting,
     match_text,
     phases,
-    plain,
-    savings_row,
 )
 from tests.processes import ROOT
 
@@ -132,11 +133,11 @@ def test_an_engine_under_pressure_stands_out() -> None:
     reading = fleet_pb2.PressureReading(target="ttot_p99_ms", measured=412.5, limit=250, samples=90)
     change = fleet_pb2.PressureChange(name="chat", level_before=1, level=3, reading=reading)
     row = fleet_pb2.Pressure(name="chat", level=3, changes=[change])
-    told = condition(engine(acked_revision=1, pressures=[row]), {}, NOW)
+    told = condition(pressed := engine(pressures=[row]), {}, NOW, [levels_text(pressed)])
     assert (told.word, told.level) == ("ready", "warn")
     assert told.cause == "pressure chat at level 3 of 6: ttot_p99_ms was 412.5, limit 250"
     quiet = [fleet_pb2.Pressure(name="a", level=6, shadow=True), fleet_pb2.Pressure(name="b")]
-    assert condition(engine(acked_revision=1, pressures=quiet), {}, NOW).cause == ""
+    assert levels_text(engine(pressures=quiet)) == ""
 
 
 def test_zero_was_measured_and_nan_was_not() -> None:
@@ -179,8 +180,8 @@ def test_a_budget_that_shortens_thinking_stands_out(
     stage: fleet_pb2.BudgetStage.ValueType, shadow: bool, text: str, level: str
 ) -> None:
     entry = policy_pb2.BudgetPolicy(name="a", tenant="acme", effort="high", tokens_per_day=9, shadow=shadow)
-    row = budget_row(fleet_pb2.Budget(policy=entry, stage=stage, used_tokens=12, left_ratio=-0.125))
+    row = budgets.row(fleet_pb2.Budget(policy=entry, stage=stage, used_tokens=12, left_ratio=-0.125))
     assert (row["stage"], row["level"], row["left"]) == (text, level, "-12.50 %")
     assert (row["requests"], row["used_tokens"]) == ("tenant acme, effort high", 12)
     entry = policy_pb2.BudgetPolicy(name="a")
-    assert budget_row(fleet_pb2.Budget(policy=entry))["requests"] == "every request"
+    assert budgets.row(fleet_pb2.Budget(policy=entry))["requests"] == "every request"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.control_group import savings, spills
 from meridian_control.capabilities.control_group.experiments import Ends
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.fleet import savings, spills
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 

@@ -12,14 +12,14 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.control_group import savings
 from meridian_control.capabilities.control_group.experiments import MAX_EXPERIMENTS, Experiments, rules_of
+from meridian_control.capabilities.control_group.harm_guard import HarmGuard, Watch
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.session import Session
-from meridian_control.fleet import savings
-from meridian_control.fleet.harm_guard import HarmGuard, Watch
 from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
@@ -417,15 +417,15 @@ async def test_evidence_outlives_a_look_at_which_its_only_replica_is_silent() ->
     async def heard() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
         return {} if silent else {"peer": fleet_pb2.GetSavingsResponse(savings=counted)}, silent
 
-    whole: Any = SimpleNamespace(leads=lambda: True, heard_savings=heard, evidence={})
-    guard = HarmGuard(whole, SimpleNamespace(), lambda: NOW)  # type: ignore[arg-type]
+    unused: Any = SimpleNamespace()
+    guard = HarmGuard(heard, lambda: True, unused, unused, lambda: NOW)
     await guard.look()
     counted[:] = [answer(judged=64, harmful=2)]
     await guard.look()
-    before = whole.evidence["r"].evidence_ratio
+    before = guard.evidence["r"].evidence_ratio
     silent.append("peer")
     await guard.look()
-    assert whole.evidence == {}
+    assert guard.evidence == {}
     silent.clear()
     await guard.look()
-    assert whole.evidence["r"].evidence_ratio == before, "no new request, no new evidence"
+    assert guard.evidence["r"].evidence_ratio == before, "no new request, no new evidence"

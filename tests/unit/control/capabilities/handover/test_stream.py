@@ -15,9 +15,9 @@ from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
 from meridian_control.engine.step_cost import WARM_STEPS
-from meridian_control.fleet.status_messages import engine_view
 from meridian_control.journal.messages import explain_request, refs_in, related_lives
 from meridian_control.policy.model import Policy
+from tests.fakes.parts import engine_view
 from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
@@ -160,7 +160,7 @@ def test_a_shadow_sums_up_what_handovers_would_have_cost_and_saved() -> None:
     assert made.session.part(EngineHandovers).promised() == {}
     made.report(**outcome(move.decision_id, SHADOWED), **made.end_of_thinking())
     made.report()
-    shadowed = engine_view(made.session, connected=True).shadow_handovers
+    shadowed = engine_view(made.session).shadow_handovers
     assert (shadowed.requests, shadowed.recompute_ms) == (1, 80.0)
     assert shadowed.transfer_ms == pytest.approx(40.8)
     assert (results.pending(), results.total()) == (0, {})
@@ -190,7 +190,7 @@ def test_both_engines_tell_the_same_story(tokens: int, result: str) -> None:
     assert refs_in(told) == refs_in(life(a, "b0")) == [move.ref]
     assert {one.request_id for one in related_lives(a.log, [move.ref]).related} == {"a0", "b0"}
     assert results.total() == {result: 1}
-    assert engine_view(a.session, connected=True).handovers == {result: 1}
+    assert engine_view(a.session).handovers == {result: 1}
 
 
 def test_the_thinking_engine_may_finish_the_request_itself() -> None:
@@ -259,18 +259,18 @@ def _fields(capabilities: agent_pb2.Capabilities) -> dict[str, bool]:
 
 
 def test_an_engine_shows_its_pool_and_why_it_has_no_part() -> None:
-    thinking = engine_view(pressed().session, connected=True)
+    thinking = engine_view(pressed().session)
     assert (thinking.pool, thinking.no_hand_over, thinking.answering_engine.url) == ("thinking", "", "http://a:8000")
     b = HandMade(disagg(), hello("b", ANSWERING, url=""))
-    shown = engine_view(b.session, connected=True)
+    shown = engine_view(b.session)
     unfit = "it has no URL: set MERIDIAN_URL in the engine's environment"
     assert (shown.pool, shown.answering_engine.unfit) == ("answering", unfit)
     # An engine that had no request yet has sent no report.
-    idle = engine_view(HandMade(disagg(), hello("e", ANSWERING)).session, connected=True)
+    idle = engine_view(HandMade(disagg(), hello("e", ANSWERING)).session)
     assert idle.answering_engine.unfit == ""
-    assert engine_view(HandMade(disagg(), hello("c", {})).session, connected=True).pool == ""
+    assert engine_view(HandMade(disagg(), hello("c", {})).session).pool == ""
     both = HandMade(disagg(thinking_pool={}, answering_pool={}), hello("d"))
-    assert engine_view(both.session, connected=True).pool == "both"
+    assert engine_view(both.session).pool == "both"
 
 
 def test_columns_of_different_lengths_are_refused() -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.handover.pool import CONNECTED, KEEP, HandoverPool
 from meridian_control.capabilities.handover.stream import EngineHandovers
-from meridian_control.fleet.handover_pool import CONNECTED, KEEP, HandoverPool
-from meridian_control.fleet.status_messages import engine_view
+from tests.fakes.parts import engine_view
 from tests.unit.control.capabilities.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def test_nothing_is_given_under_a_policy_without_handovers() -> None:
 
 def test_engines_of_other_replicas_are_known_until_their_replica_is_silent_for_long() -> None:
     pool, a = HandoverPool(), ready("a", {"pool": "think"})
-    far = engine_view(ready("far", ANSWERING).session, connected=True)
+    far = engine_view(ready("far", ANSWERING).session)
     gone = fleet_pb2.Engine(engine_id="gone", answering_engine=answering("gone"))
     assert far.state == CONNECTED
     pool.hear({"other": [far, gone]}, NOW)

@@ -1,6 +1,7 @@
 """The metrics of thinking budgets: their entries in the catalogue, and their values.
 
-The series are bounded, because each label value is the name of a budget in the policy.
+The series of budgets are bounded, because each label value is the name of a budget in the policy, and those of tenants
+by `tenant_usage`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from meridian_control.engine.shortening import UNSHORTENED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import datetime
 
-    from meridian_control.fleet.fleet import Fleet
-
-    Values = list[tuple[tuple[str, ...], float]]
+    from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
+    from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
+    from meridian_control.fleet.part import Metric
 
 BUDGET = ("budget",)
 
-BUDGETS = (
+ENTRIES = (
     counter(
         "meridian_budget_think_tokens_total",
         BUDGET,
@@ -45,14 +47,21 @@ BUDGETS = (
         "Thinking tokens, summed over all budgets, that this replica has counted since it last reached the store.",
         "Grows: the store does not answer, and a crash of the replica would lose this usage.",
     ),
+    counter(
+        "meridian_tenant_think_tokens_total",
+        ("tenant", "model"),
+        "Thinking tokens that this replica has counted for the tenant; the sum over replicas is that of the fleet. A "
+        "replica counts all pairs after the first 1000 under `(other)`.",
+        "Bill by it. `(other)` grows: let the gateway, not clients, set `meridian_tenant`.",
+    ),
 )
 
 
-def budgets(fleet: Fleet) -> Iterator[tuple[str, Values]]:
+def values(budgets: FleetBudgets, tenants: TenantUsage, now: datetime) -> Iterator[Metric]:
     """Yield each metric with its labels and values, for the budgets of the policies in force."""
-    known, now = fleet.budgets, fleet.clock()
-    counted: Values = [((name,), known.counted[name]) for name in known.budgets]
-    yield "meridian_budget_think_tokens_total", counted
-    yield "meridian_budget_left_ratio", [((name,), known.left_ratio(b, now)) for name, b in known.budgets.items()]
-    yield "meridian_budget_stage", [((name,), known.stages.get(name, UNSHORTENED)) for name in known.budgets]
-    yield "meridian_budget_unsaved_tokens", [((), known.unsaved_tokens)]
+    known = budgets.budgets
+    yield "meridian_budget_think_tokens_total", [((name,), budgets.counted[name]) for name in known]
+    yield "meridian_budget_left_ratio", [((name,), budgets.left_ratio(b, now)) for name, b in known.items()]
+    yield "meridian_budget_stage", [((name,), budgets.stages.get(name, UNSHORTENED)) for name in known]
+    yield "meridian_budget_unsaved_tokens", [((), budgets.unsaved_tokens)]
+    yield "meridian_tenant_think_tokens_total", tenants.counted.items()

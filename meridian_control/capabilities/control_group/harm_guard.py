@@ -9,7 +9,6 @@ replicas that still run. The module runs on the control plane's event loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial, reduce
 from statistics import fmean
@@ -18,25 +17,23 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.experiments import rules_of
+from meridian_control.capabilities.control_group.savings import WITHDRAWER, evidence_of, kind_of, merged
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.errors import EtagMismatch, MeridianError
+from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.inference import SequentialTest, ShiftTest
-from meridian_control.fleet.savings import WITHDRAWER, evidence_of, kind_of, merged
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
 from meridian_control.rollout.state import By
 from meridian_control.rollout.transitions import abort
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from datetime import datetime
 
-    from meridian_control.fleet.whole_fleet import WholeFleet
+    from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.driver import Rollouts
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the counts.
-LOOK_S = 5.0
 # Largest probability that a kind whose harm is at most max_loss is ever withdrawn for its harm, and that rules are ever
 # put into shadow for drift although no signal has drifted; each per set of rules and leader.
 FALSE_ALARM_RATE = 0.01
@@ -109,40 +106,39 @@ class Watch:
 
 
 class HarmGuard:
-    """Watches the harm while this replica leads. `newest` is its newest look, None while another replica leads."""
+    """Watches the harm while this replica leads.
 
-    def __init__(self, whole: WholeFleet, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
-        self._whole, self._rollouts, self._clock = whole, rollouts, clock
+    counts: returns the counts of each replica by its id, and the ids of the replicas that did not answer. leads:
+    whether this replica leads. put_in_force: gives a stored revision to the engines. clock: gives the time of day.
+    """
+
+    def __init__(
+        self,
+        counts: Callable[[], Awaitable[tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]]],
+        leads: Callable[[], bool],
+        rollouts: Rollouts,
+        put_in_force: Callable[[StoredRevision], None],
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._counts, self._leads, self._rollouts = counts, leads, rollouts
+        self._put_in_force, self._clock = put_in_force, clock
         # By fingerprint of the rules, for the rules that replicas still count.
         self._watches: dict[str, Watch] = {}
         # Rules whose cap does harm and stays, of which the log says so once.
         self._left: set[str] = set()
+        # The newest look, and its evidence by fingerprint of the rules; none while another replica leads.
         self.newest: fleet_pb2.GetSavingsResponse | None = None
-
-    async def run(self) -> None:
-        """Call `look` every LOOK_S seconds until cancelled."""
-        complaint = ""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-                complaint = ""
-            except Exception as error:
-                # What other replicas answer must not end this one, whatever is wrong with it.
-                if complaint != str(error):
-                    complaint = str(error)
-                    cause = None if isinstance(error, MeridianError) else error
-                    logger.warning("the harm of shortened thinking is not watched: %s", complaint, exc_info=cause)
+        self.evidence: dict[str, fleet_pb2.Savings] = {}
 
     async def look(self) -> None:
         """Look at the counts of all replicas, and withdraw what does harm.
 
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
-        if not self._whole.leads():
-            self.newest, self._watches, self._whole.evidence = None, {}, {}
+        if not self._leads():
+            self.newest, self._watches, self.evidence = None, {}, {}
             return
-        heard, silent = await self._whole.heard_savings()
+        heard, silent = await self._counts()
         newest = merged(heard.values())
         # The evidence against rules that only a silent replica counts is still needed when that replica answers.
         kept = self._watches if silent else {}
@@ -159,7 +155,7 @@ class HarmGuard:
             if watch.drift is not None:
                 savings.drift_evidence_ratio = watch.drift
         self.newest = newest
-        self._whole.evidence = {savings.rules: evidence_of(savings) for savings in newest.savings}
+        self.evidence = {savings.rules: evidence_of(savings) for savings in newest.savings}
         for savings in newest.savings:
             proved = [harm for harm in savings.kinds if harm.evidence_ratio >= 1 and harm.HasField("harm_ratio")]
             if proved:
@@ -196,7 +192,7 @@ class HarmGuard:
             return
         logger.warning("revision %d withdraws what does harm: %s", stored.revision, reason)
         # The engines get the revision also if the store cannot be read now.
-        self._whole.fleet.set_policy(stored)
+        self._put_in_force(stored)
         await self._rollouts.look()
 
 

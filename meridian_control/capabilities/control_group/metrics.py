@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meridian_control.capabilities.control_group.savings import kind_of
 from meridian_control.common.metric_entry import counter, gauge
-from meridian_control.fleet.savings import kind_of, withdrawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meridian.v1 import fleet_pb2
 
-    from meridian_control.capabilities.control_group.experiments import Ends
-    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.capabilities.control_group.experiments import Ends, Experiment
+    from meridian_control.fleet.part import Metric
     from meridian_control.policy.shortening_kinds import Kind
 
     Values = list[tuple[tuple[str, ...], float]]
@@ -25,7 +25,7 @@ BOUNDS = ("value", "low", "high")
 ARM = ("arm",)
 KIND = ("kind", "name")
 
-CONTROL_GROUP = (
+ENTRIES = (
     counter(
         "meridian_arm_requests_total",
         ARM,
@@ -127,12 +127,12 @@ CONTROL_GROUP = (
 )
 
 
-def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) -> Iterator[tuple[str, Values]]:
+def values(total: Experiment, withdrawn: bool, savings: fleet_pb2.GetSavingsResponse | None) -> Iterator[Metric]:
     """Yield each metric of the control group with its labels and values.
 
-    savings: the newest comparison over all replicas, None on replicas that do not lead.
+    total: this replica's counts. withdrawn: whether the policy in force is one by which the control plane itself has
+    withdrawn a kind of shortening. savings: the newest comparison over all replicas, None on replicas that do not lead.
     """
-    total = fleet.experiments.total()
     arms = {"treated": total.treated, "control": total.control}
     yield "meridian_arm_requests_total", [((arm,), counts.requests) for arm, counts in arms.items()]
     yield "meridian_arm_think_tokens_total", [((arm,), counts.think_tokens) for arm, counts in arms.items()]
@@ -152,7 +152,7 @@ def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) ->
     yield "meridian_compared_ends_total", ends
     yield "meridian_control_group_shadow_saved_tokens_total", [((), total.shadow_saved_tokens)]
     yield "meridian_control_group_verdicts_total", verdicts
-    yield "meridian_entropy_withdrawn", [((), withdrawn(fleet.policy) is not None)]
+    yield "meridian_entropy_withdrawn", [((), withdrawn)]
     found = [told for told in savings.savings if told.in_force] if savings is not None else []
     yield "meridian_saved_ratio", _bounds(found, "saved_ratio")
     harms = [(kind_of(harm), harm) for told in found for harm in told.kinds]

@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_control.capabilities.budgets.charges import Charges
-from meridian_control.capabilities.budgets.store import BudgetStore
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet import fleet as module
-from meridian_control.fleet.budget_sharing import BudgetSharing
 from meridian_control.fleet.fleet import Fleet
-from meridian_control.fleet.policy_delivery import ENGINES_AT_ONCE
+from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.fleet.whole_fleet import WholeFleet
-from meridian_control.storage.database import Database
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
 from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from pathlib import Path
 
     from meridian_control.fleet.connection import Connection
 
@@ -68,23 +65,20 @@ async def test_messages_of_engines(monkeypatch: pytest.MonkeyPatch, asked: str) 
 
 async def test_engines_that_come_and_go_meanwhile() -> None:
     fleet, connections = fleet_of(ENGINES)
-    listing = asyncio.create_task(fleet.engines_in_turns())
+    listing = asyncio.create_task(fleet.views.engines_in_turns())
     await asyncio.sleep(0)
     for connection in connections[::2]:
         fleet.leave(connection, "disconnected")
     fleet.join(hello("engine-new", {}))
     fleet.join(connections[1].session.hello)
-    assert await listing == fleet.engines()
+    assert await listing == fleet.views.engines()
 
 
-async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, _ = fleet_of(ENGINES)
     calls = counting(monkeypatch, Charges, "take_by_tenant")
-    database = await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'store.db'}")
-    sharing = BudgetSharing(fleet, BudgetStore(database, fleet.clock))
-    assert await most_at_once(sharing.share(), calls) <= ENGINES_AT_ONCE
+    assert await most_at_once(fleet.part(BudgetSharing).tick(), calls) <= ENGINES_AT_ONCE
     assert len(calls) == ENGINES
-    await database.close()
 
 
 async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,4 +90,4 @@ async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = counting(monkeypatch, module, "engine_view")
     assert await most_at_once(collector._read(), taken) <= ENGINES_AT_ONCE
     assert (len(taken), len(sums), len(messages)) == (ENGINES, 1, 0)
-    assert fleet.agent_states() == [(engine.engine_id, engine.agent_state) for engine in fleet.engines()]
+    assert fleet.views.agent_states() == [(engine.engine_id, engine.agent_state) for engine in fleet.views.engines()]

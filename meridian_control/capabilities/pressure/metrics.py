@@ -5,24 +5,23 @@ The series are bounded, because each label value is the name of a pressure entry
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
-from meridian_control.common.metric_entry import counter, gauge, histogram
+from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL
+from meridian_control.common.metric_entry import counter, gauge
 from meridian_control.policy.shortening_schema import TARGETS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from meridian_control.capabilities.pressure.stream import EnginePressure
     from meridian_control.engine.totals import Totals
-    from meridian_control.fleet.fleet import Fleet
-
-Values: TypeAlias = list[tuple[tuple[str, ...], float]]
+    from meridian_control.fleet.part import Metric
 
 PRESSURE = ("pressure",)
 DIRECTIONS = ("shortened", "restored")
 
-PRESSURES = (
+ENTRIES = (
     gauge(
         "meridian_pressure_level",
         PRESSURE,
@@ -49,21 +48,12 @@ PRESSURES = (
     ),
 )
 
-# A target's own metric, which has values without an entry, too.
-QUEUEING = histogram(
-    "meridian_queueing_seconds",
-    (),
-    "Queueing time: from when vLLM adds a request to its queue until it schedules the first step that the request "
-    "joins. Older agents do not report it.",
-    "Rises: requests wait for others to end; add engines, or set `queueing_p99_ms`.",
-)
 
-
-def pressures(fleet: Fleet, totals: Totals) -> Iterator[tuple[str, Values]]:
+def values(engines: Iterable[EnginePressure], totals: Totals) -> Iterator[Metric]:
     """Yield each metric with its labels and values, for the pressure entries of the policies in force."""
-    found = [connection.session.part(EnginePressure) for connection in fleet.connections]
+    found = list(engines)
     if not any(one.entries for one in found):
-        yield from ((entry.name, []) for entry in PRESSURES)
+        yield from ((entry.name, []) for entry in ENTRIES)
         return
     entries = {(entry.name, entry) for one in found for entry in one.entries}
     limits = {(name, target) for name, entry in entries for target in TARGETS if getattr(entry, target)}

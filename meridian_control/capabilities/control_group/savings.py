@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.control_group import spills
 from meridian_control.capabilities.control_group.experiments import VERDICTS, rules_of
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
-from meridian_control.fleet import spills
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.shortening_kinds import Kind
 
@@ -36,13 +36,6 @@ EVIDENCE: tuple[Literal["evidence_ratio"], Literal["drift_evidence_ratio"]] = ("
 def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
     """Return the revision if the control plane itself has stored it to withdraw a kind of shortening."""
     return policy if policy is not None and policy.author == WITHDRAWER else None
-
-
-def mark_withdrawn(engines: Iterable[fleet_pb2.Engine], policy: StoredRevision | None) -> None:
-    """Set on the engines of a withdrawing revision why it was stored. policy: the revision in force."""
-    if (withdrawal := withdrawn(policy)) is not None:
-        for engine in engines:
-            engine.withdrawn = withdrawal.reason if engine.revision == withdrawal.revision else ""
 
 
 def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fleet_pb2.Savings]:

@@ -1,0 +1,176 @@
+"""Exchanges the usage of thinking budgets with the store, and gives each session the stages of the budgets.
+
+The module owns how often usage is stored. All code runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.capabilities.budgets import metrics, shown
+from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
+from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
+from meridian_control.common.enum_names import stage_name
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.common.slices import at_once
+from meridian_control.engine.shortening import UNSHORTENED
+from meridian_control.fleet.part import FleetPart, Shown
+from meridian_control.fleet.trace_records import part_record
+from meridian_control.fleet.turns import in_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+    from meridian_control.capabilities.budgets.store import BudgetStore
+    from meridian_control.engine.part import Stream
+    from meridian_control.engine.totals import Totals
+    from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.fleet.part import Beside, Metric
+    from meridian_control.policy.model import Policy
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which a replica waits, at its end, for a database that does not answer.
+END_S = 2.0
+
+
+class BudgetSharing(FleetPart):
+    """The thinking budgets of one replica. `tick` exchanges their usage with the store; a replica that crashes loses
+    the usage since its newest exchange."""
+
+    failure = "the usage of thinking budgets is not exchanged"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.budgets, self.tenants = fleet, FleetBudgets(), TenantUsage()
+        self._store: BudgetStore | None = None
+        # Whether the store has answered the newest exchange.
+        self._reached = True
+        self._sharing = asyncio.Lock()
+
+    def attach(self, beside: Beside) -> None:
+        # `meridianctl` replays recordings with the capabilities, and needs no database.
+        from meridian_control.capabilities.budgets.store import BudgetStore
+
+        self._store = BudgetStore(beside.database, self.fleet.clock)
+
+    # ------------------------------------------------------------------------------------------------------- the store
+
+    async def begin(self) -> None:
+        await self.tick()
+
+    async def tick(self) -> None:
+        """Store the usage of this replica's engines, read that of all replicas, and set the stages of all sessions.
+
+        While the store is unreachable, the stages follow from what was last read and from this replica's usage.
+        """
+        async with self._sharing:
+            await self._share()
+
+    async def end(self) -> None:
+        """Store the usage after the streams have ended, and log what is lost because the store does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self.tick()
+        for name, tokens in sorted(self.budgets.unsaved.items()):
+            logger.warning("thinking budget %s loses %d tokens, which this replica could not store", name, tokens)
+
+    async def _share(self) -> None:
+        fleet, budgets = self.fleet, self.budgets
+        budgets.set_budgets(self._policies())
+        # Clients choose the names of tenants, so sessions must not keep them for long.
+        async for session in in_turns(fleet.counted_sessions()):
+            charges = session.part(EngineBudgets).charges
+            self.tenants.take([charges])
+            budgets.collect(charges)
+        if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
+            await self._exchange()
+            before = budgets.stages
+            budgets.find_stages(fleet.clock())
+            self._log_changes(before)
+        for connection in list(fleet.connections):
+            part = connection.session.part(EngineBudgets)
+            if part.stages != budgets.stages:
+                await connection.take_in(part.set_stages(budgets.stages), fleet.turns)
+                connection.note(part_record(connection.session, fleet.clock(), part.record()))
+                # The streams go on while the requests of many engines are shortened.
+                await asyncio.sleep(0)
+
+    async def _exchange(self) -> None:
+        if self._store is None:
+            return
+        try:
+            await self.budgets.share(self._store, self.fleet.clock())
+            self._reached = True
+        except StoreUnavailable as error:
+            if self._reached:
+                logger.warning("the usage of thinking budgets is kept in memory: %s", error)
+            self._reached = False
+
+    def _log_changes(self, before: Mapping[str, int]) -> None:
+        budgets, now = self.budgets, self.fleet.clock()
+        for name, budget in budgets.budgets.items():
+            if (stage := budgets.stages.get(name, UNSHORTENED)) != before.get(name, UNSHORTENED):
+                told = stage_name(stage), 100 * budgets.left_ratio(budget, now), " (shadow)" * budget.shadow
+                logger.info("thinking budget %s is in stage %s, %.0f %% left%s", name, *told)
+
+    def _policies(self) -> list[Policy]:
+        """Return the policy in force first, then a rollout's candidate, then the earlier policies of sessions."""
+        found = {id(policy): policy for policy in self.fleet.policies}
+        found |= {id(s.policy): s.policy for s in self.fleet.counted_sessions() if s.policy is not None}
+        return list(found.values())
+
+    # ----------------------------------------------------------------------------------------------------- the engines
+
+    def stream(self, stream: Stream) -> EngineBudgets:
+        replaced = {
+            connection.session.session_id: connection.session.part(EngineBudgets).charges
+            for connection in self.fleet.connections.of_process(stream.identity)
+        }
+        return EngineBudgets(stream, self.budgets.carried(stream.identity, replaced))
+
+    def joined(self, connection: Connection) -> None:
+        if self.budgets.stages:
+            part = connection.session.part(EngineBudgets)
+            at_once(part.set_stages(self.budgets.stages))
+            connection.note(part_record(connection.session, self.fleet.clock(), part.record()))
+
+    def left(self, connection: Connection, replaced: bool) -> None:
+        session, charges = connection.session, connection.session.part(EngineBudgets).charges
+        if not replaced:
+            self.budgets.carry(session.identity, session.session_id, charges)
+        self.tenants.take([charges])
+
+    def forgot(self, engine_ids: list[str]) -> None:
+        self.budgets.forget(engine_ids)
+
+    # ---------------------------------------------------------------------------------------- messages, page, metrics
+
+    def calls(self) -> Mapping[str, Callable[[Any], Awaitable[Any]]]:
+        return {"ListBudgets": self.listed}
+
+    async def listed(self, request: fleet_pb2.ListBudgetsRequest) -> fleet_pb2.ListBudgetsResponse:
+        """Return the thinking budgets of the policy in force, and those that only the candidate of the active rollout
+        has. Every replica knows the usage of all replicas."""
+        fleet, told = self.fleet, fleet_pb2.ListBudgetsResponse()
+        told.budgets.extend(self.budgets.messages(fleet.policies, fleet.clock()))
+        if self.budgets.share_time is not None:
+            told.share_time.FromDatetime(self.budgets.share_time)
+        return told
+
+    async def before_metrics(self) -> None:
+        async for session in in_turns(self.fleet.counted_sessions()):
+            self.tenants.take([session.part(EngineBudgets).charges])
+
+    def metrics(self, totals: Totals) -> Iterator[Metric]:
+        return metrics.values(self.budgets, self.tenants, self.fleet.clock())
+
+    async def show(self) -> Shown:
+        told = await self.listed(fleet_pb2.ListBudgetsRequest())
+        return Shown({"budgets": [shown.row(row) for row in told.budgets[: shown.MAX_ROWS]]})

@@ -1,0 +1,84 @@
+"""Describes savings and harm, as the control group shows them, for the status page. The functions are pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from meridian_control.capabilities.control_group.savings import harming, kind_of
+from meridian_control.common.drift_bins import SIGNALS, drift_bins
+from meridian_control.common.harm_words import unmeasured_reason
+from meridian_control.common.plain_data import percent, plain
+from meridian_control.fleet.part import Shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.policy.model import Policy
+
+# Largest number of sets of rules on the page.
+MAX_SAVINGS = 3
+
+
+def entries(compared: fleet_pb2.GetSavingsResponse, policies: Iterable[Policy]) -> Shown:
+    """Return the page's entries; each kind of shortening that harms is a trouble. policies: those in force on
+    engines."""
+    harms = harming(compared.savings, policies)
+    rows = [savings_row(row, [h for s, h in harms if s is row]) for row in compared.savings[:MAX_SAVINGS]]
+    sentences = [harm_sentence(*harm) for harm in harms]
+    return Shown({"savings": rows, "withdrawn": withdrawal_text(compared), "harm": sentences}, len(sentences))
+
+
+def savings_row(savings: fleet_pb2.Savings, harms: Iterable[fleet_pb2.ShorteningHarm] = ()) -> dict[str, Any]:
+    """Return the counts under one set of rules: `harm` and `drift` say how near the rules are to a withdrawal, and
+    `kinds` has the harm of each kind of shortening. harms: the kinds whose harm is above what the policy allows."""
+    harmful = [kind_of(harm) for harm in harms]
+    kinds = [
+        plain(harm)
+        | {
+            "text": kind_of(harm).text,
+            "harm": harm_text(harm, savings),
+            "level": "bad" if kind_of(harm) in harmful else "",
+        }
+        for harm in savings.kinds
+    ]
+    return plain(savings) | {"harm": harm_text(savings, savings), "drift": drift_text(savings), "kinds": kinds}
+
+
+def harm_text(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
+    """Return the measured harm, of all kinds or of one, its upper bound and the harm that the policy allows."""
+    if not found.HasField("harm_ratio"):
+        return "not measured: " + unmeasured_reason(found, savings)
+    value, high, allowed = map(percent, (found.harm_ratio.value, found.harm_ratio.high, savings.max_loss))
+    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(found, "evidence_ratio")
+
+
+def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
+    return (
+        f"{kind_of(harm).text} would have changed {harm.harmful} of {harm.judged} answers of the control group, more "
+        f"than entropy.max_loss {savings.max_loss:g} allows."
+    )
+
+
+def drift_text(savings: fleet_pb2.Savings) -> str:
+    """Return the signals that are compared with the calibration, and the evidence that one of them has drifted."""
+    compared = [
+        f"{SIGNALS[signal].name}, {sum(each.seen for each in bins)} requests"
+        for signal, bins in drift_bins(savings).items()
+    ]
+    return "; ".join(compared) + _evidence_text(savings, "drift_evidence_ratio") if compared else "not compared"
+
+
+def _evidence_text(
+    savings: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, field: Literal["evidence_ratio", "drift_evidence_ratio"]
+) -> str:
+    """Return the evidence as a share of that at which the control plane withdraws; empty if it is not known."""
+    return f"; evidence {percent(getattr(savings, field))}" if savings.HasField(field) else ""  # type: ignore[arg-type]
+
+
+def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:
+    """Return why the control plane itself has withdrawn a kind of shortening; empty if it has not."""
+    if not compared.withdrawn_revision:
+        return ""
+    return f"Revision {compared.withdrawn_revision} withdrew what did harm: {compared.withdrawn_reason}."

@@ -1,0 +1,62 @@
+"""Logs each change of level of a pressure entry, with the numbers behind it, and shows the levels of all engines."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from meridian_control.capabilities.pressure import metrics, shown
+from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.fleet.part import FleetPart
+from meridian_control.fleet.turns import in_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.engine.session import Session
+    from meridian_control.engine.totals import Totals
+    from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.fleet.part import Metric
+
+logger = logging.getLogger(__name__)
+
+
+class FleetPressure(FleetPart):
+    """Pressure on the engines of one replica."""
+
+    failure = "changes of pressure are not logged"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    async def tick(self) -> None:
+        async for session in in_turns(self.fleet.connections.sessions):
+            log_changes(session)
+
+    def left(self, connection: Connection, replaced: bool) -> None:
+        log_changes(connection.session)
+
+    def show_engine(self, view: fleet_pb2.Engine, session: Session) -> None:
+        view.pressures.extend(session.part(EnginePressure).messages())
+
+    def metrics(self, totals: Totals) -> Iterator[Metric]:
+        return metrics.values([session.part(EnginePressure) for session in self.fleet.connections.sessions], totals)
+
+    def cause(self, engine: fleet_pb2.Engine) -> str:
+        return shown.levels_text(engine)
+
+
+def log_changes(session: Session) -> None:
+    """Log the changes of a session's levels since the last call."""
+    for change in session.part(EnginePressure).take_unlogged():
+        reading = change.reading
+        why = (
+            f"{reading.target} is {reading.measured:.4g}, limit {reading.limit:.4g}, {reading.samples} samples"
+            if reading is not None
+            else "nothing was measured"
+        )
+        levels: tuple[Any, ...] = change.level_before, change.level, why, " (shadow)" * change.shadow
+        logger.info("pressure %s on engine %s: level %d to %d, %s%s", change.name, session.hello.engine_id, *levels)

@@ -1,0 +1,174 @@
+"""What a capability does over the engines of one replica (`FleetPart`), and what it finds beside the fleet for it.
+
+The fleet, the gRPC services, the status page and the metrics know parts, and no capability by name. A part does its
+work in `tick`, once a second, or when an engine comes or goes; no method is called for a report. All code runs on the
+server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from meridian_control.common.errors import MeridianError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from datetime import datetime
+
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.engine.part import Part, Stream
+    from meridian_control.engine.session import Session
+    from meridian_control.engine.totals import Totals
+    from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.peers import Peers
+    from meridian_control.policy.store import StoredRevision
+    from meridian_control.rollout.driver import Rollouts
+    from meridian_control.storage.database import Database
+
+    # Rows of a metric: the values of its labels, and the value.
+    Rows: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+    # A metric's name with its rows.
+    Metric: TypeAlias = tuple[str, Rows]
+
+logger = logging.getLogger(__name__)
+
+
+class Shown(NamedTuple):
+    """Entries of the status page's data, and how many troubles among them an operator should look at."""
+
+    entries: dict[str, Any]
+    troubles: int = 0
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a control plane has beside its fleet.
+
+    peers: asks the other replicas, None if the store allows only one replica. leads: returns whether this replica
+    leads. clock: gives the time of day, for the times that records show.
+    """
+
+    replica_id: str
+    peers: Peers | None
+    leads: Callable[[], bool]
+    rollouts: Rollouts
+    database: Database
+    clock: Callable[[], datetime]
+
+
+class FleetPart:
+    """A capability's part over the engines of one replica; a method that a capability has no use for is left out.
+
+    The fleet makes each part once, before any engine connects, and gives itself to it. Unless a method says otherwise,
+    the fleet calls it, and it returns nothing.
+    """
+
+    # What the log says while `tick` fails; the error follows.
+    failure = "a capability's work fails"
+    # Seconds between two calls of `tick`, and the newest call.
+    tick_s = 1.0
+    ticking: asyncio.Task[None] | None = None
+
+    # ----------------------------------------------------------------------------------------------------- the replica
+
+    def attach(self, beside: Beside) -> None:
+        """Take what is beside the fleet. The assembly calls it once, before `begin`; a fleet of its own, as in tests,
+        does not call it."""
+
+    async def begin(self) -> None:
+        """Read from the store what the part needs before engines connect. The assembly calls it once. Raises
+        StoreUnavailable, StoredPolicyUnreadable."""
+
+    async def tick(self) -> None:
+        """Do the work that is due. A job beside the server calls it every `tick_s` seconds: a call is never cancelled,
+        the next one waits for it, and an error is logged and ends nothing."""
+
+    async def end(self) -> None:
+        """Store what would be lost. The program calls it once, after all streams have ended."""
+
+    # ----------------------------------------------------------------------------------------------------- the engines
+
+    def stream(self, stream: Stream) -> Part | None:
+        """Make the capability's part in an engine's stream, with what it shares with other streams. A session calls it
+        when an engine connects; without this method, it calls `Capability.stream`."""
+        return None
+
+    def joined(self, connection: Connection) -> None:
+        """Set up the session of an engine that connects, before anything else is said to the engine."""
+
+    def left(self, connection: Connection, replaced: bool) -> None:
+        """Keep what is needed of a session whose stream has ended, before the session closes. replaced: whether a newer
+        stream of the same process had replaced it."""
+
+    def forgot(self, engine_ids: list[str]) -> None:
+        """Drop what is kept of engines that have not come back."""
+
+    def policy_came(self, stored: StoredRevision) -> None:
+        """Note that a revision is in force from now on; engines have not got it yet."""
+
+    def froze(self) -> None:
+        """Note that engines have been told of other freezes."""
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def calls(self) -> Mapping[str, Callable[[Any], Awaitable[Any]]]:
+        """Return the methods of FleetService that the capability answers, by name. FleetService calls it once."""
+        return {}
+
+    def show_engine(self, view: fleet_pb2.Engine, session: Session) -> None:
+        """Fill in the capability's fields of an engine's message, for FleetService, the page and other replicas."""
+
+    def answer_replica(self, answer: fleet_pb2.ListEnginesResponse, most_bytes: int) -> None:
+        """Fill in what other replicas need beside the engines, with at most so many bytes. FleetService calls it for
+        the first page of an answer to one."""
+
+    # ------------------------------------------------------------------------------------------------ page and metrics
+
+    async def before_metrics(self) -> None:
+        """Bring the metrics up to date, if that takes so long that other work must come in between. A scrape calls it
+        first."""
+
+    def metrics(self, totals: Totals) -> Iterator[Metric]:
+        """Yield the values of metrics that `Capability.metrics` lists. A scrape calls it after `before_metrics`.
+        totals: the counters summed over all sessions."""
+        yield from ()
+
+    async def show(self) -> Shown:
+        """Return what the status page shows of the capability. The page calls it for each look at the fleet. Raises
+        MeridianError."""
+        return Shown({})
+
+    def show_row(self, engine: fleet_pb2.Engine) -> dict[str, Any]:
+        """Return the capability's entries of an engine's row on the page. The page calls it for each engine."""
+        return {}
+
+    def cause(self, engine: fleet_pb2.Engine) -> str:
+        """Return in a sentence what the capability does to the engine that an operator should know; empty for nothing.
+        The page calls it for each engine."""
+        return ""
+
+
+def having(parts: Iterable[FleetPart], method: str) -> list[FleetPart]:
+    """Return the parts that have a method of their own, so that the others are not called."""
+    return [part for part in parts if getattr(type(part), method) is not getattr(FleetPart, method)]
+
+
+async def keep_ticking(part: FleetPart) -> None:
+    """Call a part's `tick` again and again until cancelled."""
+    complaint = ""
+    while True:
+        part.ticking = asyncio.create_task(part.tick())
+        try:
+            await asyncio.shield(part.ticking)
+            complaint = ""
+        except Exception as error:
+            # What other replicas answer must not end this one, whatever is wrong with it.
+            if complaint != str(error):
+                complaint = str(error)
+                cause = None if isinstance(error, MeridianError) else error
+                logger.warning("%s: %s", part.failure, complaint, exc_info=cause)
+        await asyncio.sleep(part.tick_s)

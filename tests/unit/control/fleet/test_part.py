@@ -1,0 +1,96 @@
+"""The parts of capabilities over a fleet: what calls them, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common.errors import NotFound
+from meridian_control.engine.part import Capability, Part
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.part import FleetPart, keep_ticking
+from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.server.fleet_service import FleetService
+from tests.fakes.control import utc_now
+from tests.unit.control.capabilities.handover.engines import hello
+
+if TYPE_CHECKING:
+    from meridian_control.engine.part import Stream
+
+
+class Ticking(FleetPart):
+    failure = "the clock is wrong"
+    tick_s = 0.0
+
+    def __init__(self, errors: list[Exception | None]) -> None:
+        self.errors, self.over = errors, asyncio.Event()
+
+    async def tick(self) -> None:
+        if not self.errors:
+            self.over.set()
+        elif (error := self.errors.pop(0)) is not None:
+            raise error
+
+
+async def test_an_error_of_a_part_is_logged_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    part = Ticking([ValueError("one"), ValueError("one"), NotFound("two"), None, NotFound("two")])
+    ticking = asyncio.create_task(keep_ticking(part))
+    with caplog.at_level(logging.WARNING):
+        await part.over.wait()
+    ticking.cancel()
+    told = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
+    assert told == [
+        ("the clock is wrong: one", True),
+        ("the clock is wrong: two", False),
+        ("the clock is wrong: two", False),
+    ]
+
+
+async def test_a_tick_goes_on_when_its_job_is_cancelled() -> None:
+    begun, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(FleetPart):
+        async def tick(self) -> None:
+            begun.set()
+            await goes_on.wait()
+            done.set()
+
+    job = asyncio.create_task(keep_ticking(Slow()))
+    await begun.wait()
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    goes_on.set()
+    await done.wait()
+
+
+async def test_a_part_over_the_fleet_makes_the_parts_of_streams() -> None:
+    class Shared(Part):
+        def __init__(self, stream: Stream, number: int = 0) -> None:
+            self.number = number
+
+    class Counting(FleetPart):
+        def __init__(self, fleet: Fleet) -> None:
+            self.made = 0
+
+        def stream(self, stream: Stream) -> Shared:
+            self.made += 1
+            return Shared(stream, self.made)
+
+    fleet = Fleet(utc_now, capabilities=[Capability("counting", Shared, Counting)])
+    first, second = (fleet.join(hello(name)).session for name in ("one", "two"))
+    assert [session.part(Shared).number for session in (first, second)] == [1, 2]
+    assert fleet.part(Counting).made == 2
+    plain = Fleet(utc_now, capabilities=[Capability("plain", Shared, lambda fleet: FleetPart())])
+    assert plain.join(hello("one")).session.part(Shared).number == 0
+
+
+async def test_a_method_whose_capability_is_missing_says_so() -> None:
+    context: Any = None
+    service = FleetService(WholeFleet(Fleet(utc_now, capabilities=[]), "one", None, lambda: True))
+    with pytest.raises(NotFound, match="no capability of this control plane answers ListBudgets"):
+        await service.ListBudgets(fleet_pb2.ListBudgetsRequest(), context)
