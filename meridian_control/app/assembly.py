@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +14,6 @@ from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.capabilities import listed
 from meridian_control.common.client_credentials import ClientCredentials
-from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.steady_clock import SteadyClock
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
@@ -25,38 +22,26 @@ from meridian_control.fleet.membership import Replica, Replicas, new_id
 from meridian_control.fleet.part import Beside, keep_ticking
 from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.whole_fleet import WholeFleet
-from meridian_control.policy import formats as forms
-from meridian_control.policy import model
 from meridian_control.policy.directory import PolicyDirectory
-from meridian_control.policy.store import EMPTY_ETAG, PolicyStore, StoredRevision
+from meridian_control.policy.initial import initial_policy
+from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.server import agent_messages
-from meridian_control.server.agent_service import CONNECT_METHOD, AgentService
-from meridian_control.server.audit_log import AuditLog
-from meridian_control.server.audit_service import AuditService
-from meridian_control.server.client_faults import ClientFaults
-from meridian_control.server.fleet_service import FleetService
-from meridian_control.server.freeze_service import FreezeService
-from meridian_control.server.interceptor import Gate
-from meridian_control.server.policy_service import PolicyService
-from meridian_control.server.rate_limits import CallLimits, Limiter
+from meridian_control.server.guarded import guarded
 from meridian_control.server.roles import Access
-from meridian_control.server.rollout_service import RolloutService
-from meridian_control.server.server import ControlServer, Services
 from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
     from contextlib import AsyncExitStack
-    from pathlib import Path
 
     import grpc
 
     from meridian_control.journal.log import DecisionLog
-
-logger = logging.getLogger("meridian_control")
+    from meridian_control.server.interceptor import Gate
+    from meridian_control.server.rate_limits import CallLimits
+    from meridian_control.server.server import ControlServer
 
 
 @dataclass(frozen=True)
@@ -100,7 +85,7 @@ class Parts:
             Job("other replicas' freezes", self.freezes.follow, True),
             Job("other replicas' rollouts", self.rollouts.follow, True),
             Job("rollouts", self.rollouts.drive),
-            *(Job(name, partial(keep_ticking, name, part)) for name, part in fleet.parts.items()),
+            *(Job(name, partial(keep_ticking, part)) for name, part in fleet.parts.items()),
             Job("engines without requests", fleet.keep_resting),
             Job("the known engines", self.known.run),
             Job("the delay of the event loop", fleet.loop_delay.run),
@@ -124,22 +109,13 @@ def build(
     `clock` gives the time of day, for the times that records show. Whatever measures a duration or compares times uses
     the clock of the fleet, which is not set back or forward.
     """
-    fleet, database, faults = whole.fleet, store.database, ClientFaults()
-    audit = AuditLog(database, clock)
+    fleet, database = whole.fleet, store.database
     freezes = FreezeStore(database, fleet.clock, fleet.freezes.renew)
-    limiter = Limiter(limits or CallLimits())
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
-    services = Services(
-        agent=AgentService(fleet, faults, rollouts.look, whole.engines, limiter.seat),
-        policy=PolicyService(store, clock, fleet.set_policy, fleet.views.subject, whole.explain),
-        fleet=FleetService(whole),
-        audit=AuditService(audit),
-        freeze=FreezeService(freezes, fleet.clock),
-        rollout=RolloutService(rollouts, fleet.clock, whole.engines),
+    gate, server = guarded(
+        store, whole, rollouts, freezes, clock, access=access, limits=limits, interceptors=interceptors
     )
-    gate = Gate(access or Access(), limiter, audit, faults, parsers={CONNECT_METHOD: agent_messages.parse})
-    server = ControlServer(services, fleet, gate, interceptors)
     for part in fleet.parts.values():
         part.attach(Beside(whole.replica_id, whole.peers, whole.leads, rollouts, database, clock))
     known = KnownEngines(database, fleet)
@@ -173,7 +149,7 @@ async def assemble(
         capabilities=listed.CAPABILITIES,
     )
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
-    fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
+    fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy, clock())))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")
     replicas = Replicas(database, me) if shared else None
     whole = _whole(fleet, me, replicas, ending)
@@ -195,23 +171,3 @@ def _whole(fleet: Fleet, me: Replica, replicas: Replicas | None, ending: AsyncEx
 
 def clock() -> datetime:
     return datetime.now(UTC)
-
-
-async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
-    """Return the policy in force; an empty store gets the policy of the file first, or the defaults without a file."""
-    found = forms.find(path)
-    wanted = forms.load(found) if found is not None else model.Policy()
-    source = str(found) if found is not None else "defaults"
-    current = await store.current()
-    while current is None:
-        # If several replicas start at once, one of them stores the policy and the others get EtagMismatch.
-        with suppress(EtagMismatch):
-            await store.append(wanted, etag=EMPTY_ETAG, author="meridian-control", reason=source, now=clock())
-        current = await store.current()
-    if found is not None and current.policy != wanted:
-        logger.warning(
-            "revision %d of the store stays in force, not the policy file %s: apply the file with meridianctl",
-            current.revision,
-            found,
-        )
-    return current
