@@ -507,6 +507,8 @@ def test_states_keep_nothing_that_they_came_from() -> None:
         tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
     thinking, seen = [[FIRST] * 400] * 2, {"r0": list[int](), "r1": list[int]()}
     rng, kept = random.Random(1), list[int]()
+    # A process that has run other tests has millions of other objects, which each collection would go through.
+    gc.freeze()
     for _ in range(120):
         step(tracker, ["r0", "r1"], thinking, seen, rng)
         tracker.run.read()
