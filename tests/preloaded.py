@@ -52,6 +52,7 @@ PROGRAMS = {
     str(EXAMPLES / "llm.py"): "vllm",
     "meridian_control": "control",
     "tests.chaos.engine": "vllm",
+    "tests.chaos.foreign": "control",
     "tests.engine.lacking": "vllm",
     "tests.engine.less_known": "vllm",
     "tests.engine.late": "vllm",
@@ -59,6 +60,7 @@ PROGRAMS = {
     "tests.engine.misfit": "vllm",
     "tests.engine.stock": "vllm",
     "tests.patient": "control",
+    "tests.primes": "control",
     "tests.soak.stock": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
 }
