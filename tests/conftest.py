@@ -42,7 +42,6 @@ FIRST = (
     "tests/engine/test_matrix.py[ngram",
     "tests/engine/test_data_parallel.py",
     "tests/engine/test_served.py",
-    "tests/engine/test_examples.py",
     "tests/contract/control/app/test_server.py",
     "tests/engine/test_matrix.py[async",
     "tests/engine/test_matrix.py[marked-async",

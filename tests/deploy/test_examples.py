@@ -1,7 +1,6 @@
 """The examples with several engines, run as they are: `vllm serve` with data-parallel ranks, and Ray Serve.
 
-The processes of both import vLLM anew, which takes a minute of processor time, so only `make test-examples` runs these
-tests. `tests/engine/test_examples.py` runs the examples with one engine.
+Only `make test-examples` runs these tests. `tests/engine/test_examples.py` runs the examples with one engine.
 """
 
 from __future__ import annotations

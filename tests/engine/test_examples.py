@@ -1,6 +1,6 @@
 """The scripts in deploy/examples as they are: two processes at a time, each with an engine of its own.
 
-Only the environment names Meridian, neither the scripts nor this test.
+Only the environment names Meridian, neither the scripts nor this test. `make test-examples` runs the test.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Script(Process):
         return self.popen.wait(60 * BUSY)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_scripts_are_governed_by_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine connects to a real meridian-control and takes the policy, and its thinking ends at the cap."""
