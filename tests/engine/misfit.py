@@ -1,7 +1,7 @@
-"""Load the plugin into a vLLM that does not fit the agent: `python -m tests.engine.misfit version|hook`.
+"""Load the plugin where the agent cannot run: `python -m tests.engine.misfit version|hook|address`.
 
-Either vLLM's version is outside the supported ones, or a method that the agent needs is gone. The program fails if vLLM
-is not stock afterwards.
+Either vLLM's version is outside the supported ones, or a method that the agent needs is gone, or the environment names
+no usable address. The program fails if vLLM is not stock afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
 
     if sys.argv[1] == "version":
         vllm.__version__ = "0.99.0"
-    else:
+    elif sys.argv[1] == "hook":
         del Scheduler._preempt_request
     register()
     assert not hasattr(WorkerWrapperBase.init_device, "__wrapped__")

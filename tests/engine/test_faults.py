@@ -215,56 +215,45 @@ def _mend_observer(worker: Any) -> None:
 
 
 NO_OP = """
-import sys
-before = set(sys.modules)
+import os, sys
 from importlib.metadata import entry_points
+before = set(sys.modules)
 (plugin,) = entry_points(group="vllm.general_plugins", name="meridian")
-plugin.load()()
+for value in (None, "", ",", " , ", "\\n\\t,"):
+    os.environ.pop("MERIDIAN_CONTROL", None)
+    if value is not None:
+        os.environ["MERIDIAN_CONTROL"] = value
+    plugin.load()()
 ours = {m for m in set(sys.modules) - before if m.split(".")[0] in ("meridian_agent", "meridian", "grpc", "google")}
 assert ours == {"meridian_agent", "meridian_agent.plugin"}, ours
 assert "vllm" not in sys.modules
 """
 
 
-def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    clean = {k: v for k, v in os.environ.items() if k != "MERIDIAN_CONTROL"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **ENGINE_ENV, **env}, check=False
-    )
-
-
-@pytest.mark.parametrize("value", [None, "", ",", " , ", "\n\t,"])
-def test_unset_means_nothing_is_imported(value: str | None) -> None:
+def test_unset_means_nothing_is_imported() -> None:
     """A variable that names no address at all counts as unset."""
-    done = python(NO_OP, **({} if value is None else {"MERIDIAN_CONTROL": value}))
-    assert done.returncode == 0, done.stderr
-
-
-UNUSABLE = """
-import logging
-from vllm.config.scheduler import SchedulerConfig
-stock = SchedulerConfig.get_scheduler_cls
-from meridian_agent.plugin import register
-register()
-assert SchedulerConfig.get_scheduler_cls is stock
-"""
-
-
-def test_a_control_plane_that_cannot_be_an_address_means_stock_vllm() -> None:
-    done = python(UNUSABLE, MERIDIAN_CONTROL="http://control:50051")
-    assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
-    assert "MERIDIAN_CONTROL='http://control:50051': no address host:port; it is left out" in said
-    assert "MERIDIAN_CONTROL names no usable address: this process runs stock vLLM" in said
+    subprocess.run([sys.executable, "-c", NO_OP], check=True)
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("version", "0.99.0 is outside the supported"), ("hook", "Scheduler._preempt_request")]
+    ("what", "address", "said"),
+    [
+        ("version", "127.0.0.1:1", ["0.99.0 is outside the supported"]),
+        ("hook", "127.0.0.1:1", ["Scheduler._preempt_request"]),
+        (
+            "address",
+            "http://control:50051",
+            [
+                "MERIDIAN_CONTROL='http://control:50051': no address host:port; it is left out",
+                "MERIDIAN_CONTROL names no usable address: this process runs stock vLLM",
+            ],
+        ),
+    ],
 )
-def test_a_vllm_that_does_not_fit_stays_stock_and_says_so(tmp_path: Path, what: str, said: str) -> None:
-    environment = {**ENGINE_ENV, "MERIDIAN_CONTROL": "127.0.0.1:1"}
+def test_a_vllm_that_does_not_fit_stays_stock_and_says_so(
+    tmp_path: Path, what: str, address: str, said: list[str]
+) -> None:
+    environment = {**ENGINE_ENV, "MERIDIAN_CONTROL": address}
     process = Process([sys.executable, "-m", "tests.engine.misfit", what], tmp_path / "log", environment)
     assert process.popen.wait() == 0, process.output()
-    assert said in process.output()
+    assert [text for text in said if text not in process.output()] == []
