@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from tests.data import maze
-from tests.engine.test_data_parallel import RANKS
 from tests.engine.test_served import APART, Served
 from tests.processes import RPC_S, Control, wait_for
 
@@ -172,27 +171,6 @@ def test_a_client_that_leaves_is_told_as_one(both: tuple[Served, Control]) -> No
     asyncio.run(leave(served))
     found = explained(control, "left", ends=2)
     assert {life.events[-1].detail for life in (found.life, *found.siblings)} == {"the client has gone"}
-
-
-def test_the_causes_of_aborts_reach_each_data_parallel_rank(tmp_path: Path) -> None:
-    control = Control(tmp_path)
-    served = Served(tmp_path, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    try:
-        wait_for(served.ready, 300, "vLLM to serve")
-        wait_for(lambda: len(control.engines()) == 2, 60, "both ranks to connect")
-        prompt = {"prompt": PROMPT, "max_tokens": 40}
-        stop = post(served, "completions", prompt)["choices"][0]["text"].split()[5]
-        for number in range(4):
-            post(served, "completions", {**prompt, "stop": [stop], "request_id": f"stopped-{number}"})
-        asyncio.run(leave(served))
-        lives = [explained(control, f"stopped-{number}").life for number in range(4)]
-        left = explained(control, "left", ends=2)
-    finally:
-        served.process.stop()
-        control.process.stop()
-    assert {life.events[-1].detail for life in lives} == {"stop"}
-    assert {life.events[-1].detail for life in (left.life, *left.siblings)} == {"the client has gone"}
-    assert {life.engine_id for life in (*lives, left.life, *left.siblings)} == {"served", "served-dp1"}
 
 
 def test_hostile_texts_reach_no_terminal_and_no_log(both: tuple[Served, Control]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
+
+from tests.engine.test_client_ids import PROMPT, explained, leave, post
 from tests.engine.test_served import PROMPTS, Served, all_of, phase_metrics, stream
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from meridian.v1 import fleet_pb2
 
@@ -17,43 +20,68 @@ CAP = 10
 RANKS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "--num-gpu-blocks-override", "64")
 
 
-async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Control]]:
+    """Yield a server with two ranks, and its control plane."""
+    folder = tmp_path_factory.mktemp("ranks")
+    control = Control(folder)
+    served = Served(folder, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    try:
+        wait_for(served.ready, 180, "vLLM to serve")
+        wait_for(lambda: len(control.engines()) == 2, 60, "both ranks to connect")
+        yield served, control
+    finally:
+        served.process.stop()
+        control.process.stop()
+
+
+def test_the_causes_of_aborts_reach_each_rank(ranks: tuple[Served, Control]) -> None:
+    served, control = ranks
+    prompt = {"prompt": PROMPT, "max_tokens": 40}
+    stop = post(served, "completions", prompt)["choices"][0]["text"].split()[5]
+    for number in range(4):
+        post(served, "completions", {**prompt, "stop": [stop], "request_id": f"stopped-{number}"})
+    asyncio.run(leave(served))
+    lives = [explained(control, f"stopped-{number}").life for number in range(4)]
+    left = explained(control, "left", ends=2)
+    assert {life.events[-1].detail for life in lives} == {"stop"}
+    assert {life.events[-1].detail for life in (left.life, *left.siblings)} == {"the client has gone"}
+    assert {life.engine_id for life in (*lives, left.life, *left.siblings)} == {"served", "served-dp1"}
+
+
+async def test_each_rank_is_an_engine_of_its_own(ranks: tuple[Served, Control]) -> None:
     """Each rank is named after its pod, with its own steps, decisions and caps; requests go to both."""
-    control = Control(tmp_path)
-    served = Served(tmp_path, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    served, control = ranks
 
     def obey(revision: int) -> dict[str, fleet_pb2.Engine] | None:
         found = {engine.engine_id: engine for engine in control.engines()}
         return found if len(found) == 2 and {e.acked_revision for e in found.values()} == {revision} else None
 
-    try:
-        wait_for(served.ready, 180, "vLLM to serve")
-        revision = control.set_policy({"scheduler": {"max_think_tokens": CAP}})
-        wait_for(lambda: obey(revision), 30, "both ranks to obey the policy")
-        answers = await all_of(served)
-        assert {len(reasoning.split()) for reasoning, *_ in answers} == {CAP}
+    def counted() -> list[float]:
+        return [phase_metrics(served.port, rank)["meridian_vllm_think_tokens_total"] for rank in ("0", "1")]
 
-        wait_for(lambda: sum(_ended(obey(revision))) == len(answers), 30, "every cap to be reported")
-        engines = obey(revision)
-        counted = [phase_metrics(served.port, rank)["meridian_vllm_think_tokens_total"] for rank in ("0", "1")]
-        names = [f"effort-{i}" for i in range(len(PROMPTS))]
-        said = [
-            stream(served, prompt, reasoning_effort="low", request_id=name)
-            for prompt, name in zip(PROMPTS, names, strict=True)
-        ]
-        await asyncio.gather(*said)
-        efforts = {control.explain(name).effort for name in names}
-    finally:
-        served.process.stop()
-        control.process.stop()
-    assert efforts == {"low"}
-    assert engines is not None
+    revision = control.set_policy({"scheduler": {"max_think_tokens": CAP}})
+    wait_for(lambda: obey(revision), 30, "both ranks to obey the policy")
+    before = counted()
+    answers = await all_of(served)
+    assert {len(reasoning.split()) for reasoning, *_ in answers} == {CAP}
+    engines = wait_for(
+        lambda: (each := obey(revision)) and sum(_ended(each)) == len(answers) and each, 30, "every cap to be reported"
+    )
     assert engines.keys() == {"served", "served-dp1"}
     assert not any(engine.fault for engine in engines.values())
     assert all(_ended(engines)), "a rank got no request"
-    assert counted == [CAP * ended for ended in _ended(dict(sorted(engines.items())))], "vLLM's own metrics"
+    ended = _ended(dict(sorted(engines.items())))
+    assert counted() == [begun + CAP * ends for begun, ends in zip(before, ended, strict=True)], "vLLM's own metrics"
+    names = [f"effort-{i}" for i in range(len(PROMPTS))]
+    said = [
+        stream(served, prompt, reasoning_effort="low", request_id=name)
+        for prompt, name in zip(PROMPTS, names, strict=True)
+    ]
+    await asyncio.gather(*said)
+    assert {control.explain(name).effort for name in names} == {"low"}
 
 
-def _ended(engines: dict[str, fleet_pb2.Engine] | None) -> list[int]:
+def _ended(engines: dict[str, fleet_pb2.Engine]) -> list[int]:
     """Return the number of ends of thinking that each rank has reported."""
-    return [sum(engine.ends.values()) for engine in (engines or {}).values()]
+    return [sum(engine.ends.values()) for engine in engines.values()]
