@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 
-# Number of times that stock vLLM must draw the same tokens again before another engine is compared with it.
-REPEATS = 2
+# Number of times that stock vLLM must draw the same tokens again before another engine is compared with it; beside a
+# greedy request it must draw them once more.
+REPEATS = 1
 
 
 class StockFailed(Exception):  # noqa: N818

@@ -28,7 +28,8 @@ SHORT = 14
 
 @feature("caps: exact to the token, one end marker, nothing before it changed", *EVERYWHERE, *RANKS)
 def caps(engine: Engine) -> None:
-    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 40}) for i in range(3 if engine.slow else 6)]
+    count, most = (2, 24) if engine.slow else (6, 40)
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": most}) for i in range(count)]
     free = engine.tokens(asks)
     for cap in (1, 2, 20):
         engine.control.apply({"scheduler": {"max_think_tokens": cap}})
@@ -41,14 +42,14 @@ def answer_reserve(engine: Engine) -> None:
     reserve, most, marker = 12, 40, len(engine.ending)
     # Thinking about these prompts takes more than `most` tokens. With drafts vLLM takes no bias against the end marker.
     sampling = {**GREEDY, "ignore_eos": True}
-    prompts = [engine.prompt(i) for i in range(3)]
+    prompts = [engine.prompt(i) for i in range(1 if engine.slow else 3)]
     # A prompt that leaves only `most` tokens of the context.
     words = [engine.token(word) for word in ("walk", "is", "where")]
     before_it = engine.scheduler.max_model_len - most - len(engine.opening)
     prompts.append([*(words * before_it)[:before_it], *engine.opening])
     free = engine.tokens([Ask(prompt, {**sampling, "max_tokens": most}) for prompt in prompts])
     engine.control.apply({"scheduler": {"answer_reserve_tokens": reserve}})
-    limits = [most, most, most, 1000]
+    limits = [most] * (len(prompts) - 1) + [1000]
     asks = [Ask(prompt, {**sampling, "max_tokens": n}) for prompt, n in zip(prompts, limits, strict=True)]
     answers, seen = engine.observe(asks)
     for ask, before, (answer,), said in zip(asks, free, answers, seen, strict=True):
@@ -111,11 +112,11 @@ def rules(engine: Engine) -> None:
 @feature("loops end within 256 tokens; other thinking stays", *ALL)
 def loops(engine: Engine) -> None:
     """A bias makes two requests repeat one token for ever; the others think as without the rule. On slow engines loops
-    are to end within 96 tokens."""
-    most = 96 if engine.slow else 256
+    are to end within 64 tokens."""
+    most = 64 if engine.slow else 256
     biases = [{engine.token(word): 100.0, engine.end: -30.0} for word in "AB"]
     biased = [engine.endless(max_tokens=most + 16, logit_bias=bias) for bias in biases]
-    usual = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 60}) for i in range(1 if engine.slow else 4)]
+    usual = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 40}) for i in range(1 if engine.slow else 4)]
     asks = [*(Ask(engine.prompt(4 + i), params) for i, params in enumerate(biased)), *usual]
     expected = [answer.tokens for (answer,) in engine.stock.ask(asks)]
     assert engine.end not in expected[0] + expected[1]
