@@ -103,7 +103,7 @@ def test_beam_search_thinks_as_without_a_reserve(llm: Any, agent: Any, control: 
     from vllm.sampling_params import BeamSearchParams
 
     prompts = [{"prompt_token_ids": prompt_ids(llm, opened())}]
-    params, end = BeamSearchParams(beam_width=2, max_tokens=30), agent.tracker.markers.end[0]
+    params, end = BeamSearchParams(beam_width=2, max_tokens=12), agent.tracker.markers.end[0]
 
     def beams() -> list[list[int]]:
         (output,) = llm.beam_search(prompts, params)

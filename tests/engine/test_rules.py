@@ -280,7 +280,7 @@ def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_al
     before = control.settled().ends.get("give_up", 0)
     # Without a hold fewer places are probed, so here any EAT counts as high.
     apply(give_up_eat_nats=1e-9)
-    assert paced(llm, CASES, GREEDY, settled) == free, "the rule is in shadow"
+    assert paced(llm, CASES[:2], GREEDY, settled) == free[:2], "the rule is in shadow"
     assert control.settled().ends["give_up_shadowed"] > 0
     governed, measured = probed(give_up_eat_nats=level)
     given_up = 0

@@ -118,6 +118,7 @@ async def watched(served: Served) -> tuple[list[tuple[str, str, str]], list[defa
     answers, seen = asyncio.ensure_future(all_of(served)), list[defaultdict[str, float]]()
     while not answers.done():
         seen.append(await asyncio.to_thread(phase_metrics, served.port))
+        await asyncio.sleep(0.05)
     return await answers, seen
 
 
