@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     import pytest
 
-# More bytes than gRPC lets through as one message: 60,000 requests with the longest ids that clients usually get in.
-MANY, LONG = 60_000, 250
+# More bytes than gRPC lets through as one message: 18,000 requests with long ids of characters of four bytes.
+MANY, LONG, WIDE = 18_000, 250, "\U0001f4a5"
 BIG_MESSAGE = 16 << 20
 # Seconds within which a control plane on a busy machine takes in as many requests.
 PATIENT_S = 120.0
 
 
 def name_of(number: int) -> str:
-    return f"request-{number}-".ljust(LONG, "x")
+    return f"request-{number}-".ljust(LONG, WIDE)
 
 
 def wait_in_queue(engine: LinkedEngine, number: int, begin: int = 0) -> None:
@@ -172,9 +172,8 @@ async def test_the_largest_texts_fit_into_a_part() -> None:
     """Clients choose ids and texts, and four bytes may stand for one character."""
     async with server(BIG_MESSAGE, reads_snapshot_parts=True) as (servicer, target):
         with LinkedEngine([target]) as engine:
-            wide = "\U0001f4a5"
             for index in range(200):
-                engine.open(f"{index}" + wide * 100_000, tenant=wide * 128, effort=wide * 128, queued_s=0.0)
+                engine.open(f"{index}" + WIDE * 100_000, tenant=WIDE * 128, effort=WIDE * 128, queued_s=0.0)
             await until(lambda: engine.link.lease.connected)
             engine.step()
             await until(lambda: "step" in servicer.kinds())
