@@ -116,7 +116,6 @@ def _builder() -> str:
 
 
 VLLM = Need("vLLM", module("vllm"), "pip install -e '.[cpu]'", "tests/engine, tests/chaos, tests/soak, tests/sim")
-TOKENIZERS = Need("tokenizers", module("tokenizers"), "pip install -e '.[cpu]'", "tests/unit/project/test_chain.py")
 NVRTC = Need(
     "NVRTC, the compiler of CUDA source",
     _nvrtc,
@@ -178,7 +177,7 @@ IMAGES = Need(
     "tests/deploy/test_images.py, make images",
 )
 OPTIONAL = (VOCABULARIES, NIXL, RAY, HELM, IMAGES, GPU)
-NEEDS = (VLLM, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, *OPTIONAL)
+NEEDS = (VLLM, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, *OPTIONAL)
 
 
 def main() -> None:
