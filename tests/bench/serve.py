@@ -17,7 +17,7 @@ from tests.bench import harness
 from tests.bench.harness import BenchError, Column
 from tests.bench.machine import LARGE_PAGES
 from tests.engine.pools import STEP_MS
-from tests.engine.test_served import Served
+from tests.engine.served import Served
 from tests.processes import ENGINE_ENV, MODEL, Control, Process, wait_for
 
 if TYPE_CHECKING:

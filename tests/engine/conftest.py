@@ -16,12 +16,15 @@ import pytest
 from tests.engine import ENGINE_ARGS, cases, chat
 from tests.engine.pacing import Settled, watch
 from tests.engine.policies import NEUTRAL
+from tests.engine.served import APART, governed
 from tests.processes import ENGINE_ENV, Control, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm import LLM
+
+    from tests.engine.served import Served
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,6 +84,13 @@ def scheduler(llm: LLM) -> Any:
 def settled(scheduler: Any, control: Control) -> Settled:
     """Return an object that waits until all reports are answered."""
     return Settled(scheduler, control)
+
+
+@pytest.fixture(scope="session")
+def apart(folder: Path) -> Iterator[tuple[Served, Control]]:
+    """Yield a server whose front end and engine core are processes of their own, and its control plane."""
+    with governed(folder / "apart", more={**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
+        yield both
 
 
 @pytest.fixture

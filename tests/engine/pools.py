@@ -11,7 +11,7 @@ import httpx
 from meridian.v1 import fleet_pb2
 
 from tests.engine.matrix.builds import NIXL
-from tests.engine.test_served import Served
+from tests.engine.served import Served
 from tests.processes import Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:

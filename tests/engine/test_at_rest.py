@@ -15,12 +15,13 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import confirmed
-from tests.engine.test_served import APART, Served
-from tests.processes import RPC_S, Control, wait_for
+from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from tests.engine.served import Served
+    from tests.processes import Control
 
 
 @pytest.fixture
@@ -149,31 +150,25 @@ def test_no_stream_is_cut_after_a_long_rest(
     assert control.engine().connect_time == before
 
 
-def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(folder: Path, tmp_path: Path) -> None:
+def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(apart: tuple[Served, Control]) -> None:
     """The engine core is a process of its own, which waits for messages while it is paused."""
-    control = Control(tmp_path)
-    served = Served(tmp_path, control.target, more={**APART, "VLLM_SERVER_DEV_MODE": "1"})
+    served, control = apart
     url = f"http://127.0.0.1:{served.port}"
-    try:
-        wait_for(served.ready, 240, "the server")
-        revision = control.apply({"fallback": {"lease_ms": 1000}})
-        body = {"model": "maze", "prompt": "1", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=RPC_S, verify=False) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            assert httpx.post(f"{url}/pause", params={"mode": "keep"}, timeout=RPC_S, verify=False).status_code == 200
-            before = control.engine()
-            control.freeze()
-            confirmed(control, True)
-            assert control.engine().freeze.paused
-            assert control.apply({"fallback": {"lease_ms": 2000}}) == revision + 1
-            control.thaw()
-            confirmed(control, False)
-            assert httpx.post(f"{url}/resume", timeout=RPC_S, verify=False).status_code == 200
-            assert sum(1 for _ in lines) > 100
-        wait_for(lambda: control.requests() == [], 20, "the end of the request")
-        assert control.engine().connect_time == before.connect_time
-        assert "stream to" not in served.process.output()
-    finally:
-        served.process.stop()
-        control.process.stop()
+    revision = control.apply({"fallback": {"lease_ms": 1000}})
+    body = {"model": "maze", "prompt": "1", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=RPC_S, verify=False) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert httpx.post(f"{url}/pause", params={"mode": "keep"}, timeout=RPC_S, verify=False).status_code == 200
+        before = control.engine()
+        control.freeze()
+        confirmed(control, True)
+        assert control.engine().freeze.paused
+        assert control.apply({"fallback": {"lease_ms": 2000}}) == revision + 1
+        control.thaw()
+        confirmed(control, False)
+        assert httpx.post(f"{url}/resume", timeout=RPC_S, verify=False).status_code == 200
+        assert sum(1 for _ in lines) > 100
+    wait_for(lambda: control.requests() == [], 20, "the end of the request")
+    assert control.engine().connect_time == before.connect_time
+    assert "stream to" not in served.process.output()

@@ -10,37 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
-import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from tests.data import maze
-from tests.engine.test_served import APART, Served
 from tests.processes import RPC_S, Control, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from tests.engine.served import Served
 
 PROMPT = maze.prompts(1, seed=5)[0]
 # Colours, the clipboard, lines that are erased, a forged line, another reading direction.
 HOSTILE = "rid\x1b[31m\nCRITICAL forged\r\x1b]52;c;aGk=\x07\x1b[2K\x1b[1A\u202egnp\u2028\x9b31m\x7f"
 RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-@pytest.fixture(scope="module")
-def both(folder: Path) -> Iterator[tuple[Served, Control]]:
-    """Yield a server whose front end and engine core are processes of their own, and its control plane."""
-    where = folder / "client_ids"
-    where.mkdir()
-    control = Control(where)
-    served = Served(where, control.target, more=APART)
-    wait_for(served.ready, 300, "vLLM to serve")
-    wait_for(lambda: control.engine().acked_revision or True, 60, "the engine to connect")
-    yield served, control
-    served.process.stop()
-    control.process.stop()
 
 
 def post(served: Served, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
@@ -96,8 +79,8 @@ def ctl(control: Control, *args: str) -> str:
     return result.output
 
 
-def test_a_request_is_found_by_what_its_client_sees(both: tuple[Served, Control]) -> None:
-    served, control = both
+def test_a_request_is_found_by_what_its_client_sees(apart: tuple[Served, Control]) -> None:
+    served, control = apart
     own = {"X-Request-Id": "trace-7f"}
     answers = {
         "header": post(served, "chat/completions", chat(), own)["id"],
@@ -115,8 +98,8 @@ def test_a_request_is_found_by_what_its_client_sees(both: tuple[Served, Control]
     assert all(answers["completion"] in made["request_id"] for made in decisions)
 
 
-def test_all_choices_and_prompts_of_a_call_are_shown(both: tuple[Served, Control]) -> None:
-    served, control = both
+def test_all_choices_and_prompts_of_a_call_are_shown(apart: tuple[Served, Control]) -> None:
+    served, control = apart
     several = post(served, "chat/completions", chat(n=3, temperature=1.0))["id"]
     found = explained(control, several, ends=3)
     engine_ids = {life.request_id for life in (found.life, *found.siblings)}
@@ -129,8 +112,8 @@ def test_all_choices_and_prompts_of_a_call_are_shown(both: tuple[Served, Control
     assert explained(control, one).life.request_id == one
 
 
-def test_a_live_call_is_offered_by_its_choices(both: tuple[Served, Control]) -> None:
-    served, control = both
+def test_a_live_call_is_offered_by_its_choices(apart: tuple[Served, Control]) -> None:
+    served, control = apart
 
     async def run() -> None:
         async with served.client() as client:
@@ -155,8 +138,8 @@ def test_a_live_call_is_offered_by_its_choices(both: tuple[Served, Control]) -> 
     asyncio.run(run())
 
 
-def test_a_stop_string_is_no_disconnect(both: tuple[Served, Control]) -> None:
-    served, control = both
+def test_a_stop_string_is_no_disconnect(apart: tuple[Served, Control]) -> None:
+    served, control = apart
     text = post(served, "completions", {"prompt": PROMPT, "max_tokens": 40})["choices"][0]["text"]
     stop = text.split()[5]
     answer = post(served, "completions", {"prompt": PROMPT, "max_tokens": 40, "stop": [stop], "request_id": "stopped"})
@@ -166,15 +149,15 @@ def test_a_stop_string_is_no_disconnect(both: tuple[Served, Control]) -> None:
     assert life.events[-1].detail == "stop"
 
 
-def test_a_client_that_leaves_is_told_as_one(both: tuple[Served, Control]) -> None:
-    served, control = both
+def test_a_client_that_leaves_is_told_as_one(apart: tuple[Served, Control]) -> None:
+    served, control = apart
     asyncio.run(leave(served))
     found = explained(control, "left", ends=2)
     assert {life.events[-1].detail for life in (found.life, *found.siblings)} == {"the client has gone"}
 
 
-def test_hostile_texts_reach_no_terminal_and_no_log(both: tuple[Served, Control]) -> None:
-    served, control = both
+def test_hostile_texts_reach_no_terminal_and_no_log(apart: tuple[Served, Control]) -> None:
+    served, control = apart
     extra = {"meridian_tenant": HOSTILE, "meridian_slo_class": HOSTILE, "meridian_effort": HOSTILE}
     extra |= {"meridian_max_think_tokens": HOSTILE}
     for _ in range(40):

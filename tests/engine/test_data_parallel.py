@@ -7,32 +7,29 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.engine.served import PROMPTS, all_of, governed, phase_metrics, stream
 from tests.engine.test_client_ids import PROMPT, explained, leave, post
-from tests.engine.test_served import PROMPTS, Served, all_of, phase_metrics, stream
-from tests.processes import Control, wait_for
+from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from meridian.v1 import fleet_pb2
+
+    from tests.engine.served import Served
+    from tests.processes import Control
 
 CAP = 10
 RANKS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "--num-gpu-blocks-override", "64")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Control]]:
+def ranks(folder: Path) -> Iterator[tuple[Served, Control]]:
     """Yield a server with two ranks, and its control plane."""
-    folder = tmp_path_factory.mktemp("ranks")
-    control = Control(folder)
-    served = Served(folder, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    try:
-        wait_for(served.ready, 180, "vLLM to serve")
-        wait_for(lambda: len(control.engines()) == 2, 60, "both ranks to connect")
-        yield served, control
-    finally:
-        served.process.stop()
-        control.process.stop()
+    with governed(folder / "ranks", RANKS, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as both:
+        wait_for(lambda: len(both[1].engines()) == 2, 60, "both ranks to connect")
+        yield both
 
 
 def test_the_causes_of_aborts_reach_each_rank(ranks: tuple[Served, Control]) -> None:

@@ -17,14 +17,17 @@ import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.test_served import APART, Served, phase_metrics
-from tests.processes import MARKED, RPC_S, Control, free_port, wait_for
+from tests.engine.served import APART, governed, phase_metrics
+from tests.processes import MARKED, RPC_S, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from meridian.v1 import fleet_pb2
+
+    from tests.engine.served import Served
+    from tests.processes import Control
 
 PROMPT = maze.prompts(1, seed=5)[0]
 # Most tokens of a request: thinking up to a budget, and the beginning of an answer.
@@ -41,8 +44,8 @@ POLICY = {
 class Client:
     """A client of one server, and an operator of its control plane."""
 
-    def __init__(self, served: Served, control: Control, metrics: str) -> None:
-        self.control, self._metrics, self._port = control, metrics, served.port
+    def __init__(self, served: Served, control: Control) -> None:
+        self.control, self._port = control, served.port
         self.process, self.open = served.process, served.client
 
     def post(self, path: str, body: dict[str, Any], name: str = "") -> dict[str, Any]:
@@ -76,24 +79,8 @@ class Client:
         return phase_metrics(self._port)[f"meridian_vllm_{name}"]
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"http://{self._metrics}/metrics", timeout=RPC_S, verify=False).text
+        text = httpx.get(f"http://{self.control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
         return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
-@contextlib.contextmanager
-def serving(folder: Path, policy: dict[str, Any], options: list[str], more: dict[str, str]) -> Iterator[Client]:
-    """Run a server and its control plane, with a policy in force."""
-    folder.mkdir()
-    metrics = f"127.0.0.1:{free_port()}"
-    control = Control(folder, options=["--metrics-listen", metrics])
-    served = Served(folder, control.target, options=options, more=more)
-    try:
-        wait_for(served.ready, 180, "vLLM to serve")
-        control.apply(policy)
-        yield Client(served, control, metrics)
-    finally:
-        served.process.stop()
-        control.process.stop()
 
 
 # ------------------------------------------------------------------------------------------------- efforts and budgets
@@ -104,8 +91,8 @@ def client(folder: Path) -> Iterator[Client]:
     """Yield a client of a server with two API server processes, in which vLLM closes thinking with a text."""
     options = ["--api-server-count", "2", "--reasoning-config", REASONING]
     more = {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with serving(folder / "effort", POLICY, options, more) as client:
-        yield client
+    with governed(folder / "effort", options, more, POLICY) as both:
+        yield Client(*both)
 
 
 def test_each_api_says_its_effort(client: Client) -> None:
@@ -309,8 +296,8 @@ async def streamed(
 def parsed(folder: Path, thinker: Path) -> Iterator[Client]:
     """Yield a client of a server with a reasoning parser and a parser of tool calls."""
     options = ["--model", str(thinker), *TOOL_OPTIONS]
-    with serving(folder / "parsed", {"entropy": {"enabled": False}}, options, {}) as client:
-        yield client
+    with governed(folder / "parsed", options, policy={"entropy": {"enabled": False}}) as both:
+        yield Client(*both)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +342,8 @@ async def test_a_required_tool_call_without_a_reasoning_parser(folder: Path, thi
     policy = {"entropy": {"enabled": False}, "model": {"maze": markers}}
     options = ["--model", str(thinker), *TOOL_OPTIONS, "--reasoning-parser", ""]
     own = {"vllm_xargs": {"meridian_max_think_tokens": 3}}
-    with serving(folder / "unparsed", policy, options, {}) as client:
+    with governed(folder / "unparsed", options, policy=policy) as both:
+        client = Client(*both)
         for seed in range(CALLS):
             message = client.post("/chat/completions", ask(thinker, seed, **own))["choices"][0]["message"]
             checked([call["function"] for call in message["tool_calls"]], message["content"], message["reasoning"])

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.test_served import Served
-from tests.processes import MODEL, RPC_S, Control, free_port, wait_for
+from tests.engine.served import Served, governed
+from tests.processes import MODEL, RPC_S, Control
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,17 +44,9 @@ def embedded() -> Callable[..., tuple[list[int], str]]:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Served, Control, str]]:
-    where, metrics = folder / "embeddings", f"127.0.0.1:{free_port()}"
-    where.mkdir()
-    control = Control(where, options=["--metrics-listen", metrics])
-    server = Served(where, control.target, options=["--enable-prompt-embeds"])
-    try:
-        wait_for(server.ready, 300, "vLLM to serve")
-        yield server, control, metrics
-    finally:
-        server.process.stop()
-        control.process.stop()
+def served(folder: Path) -> Iterator[tuple[Served, Control]]:
+    with governed(folder / "embeddings", ["--enable-prompt-embeds"]) as both:
+        yield both
 
 
 def complete(server: Served, **body: Any) -> list[int]:
@@ -67,9 +59,9 @@ def complete(server: Served, **body: Any) -> list[int]:
 
 
 def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
-    served: tuple[Served, Control, str], embedded: Callable[..., tuple[list[int], str]]
+    served: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
 ) -> None:
-    server, control, metrics = served
+    server, control = served
     ids, rows = embedded(open_think=True)
     control.apply({"entropy": {"enabled": False}})
     free = complete(server, prompt=ids)
@@ -77,14 +69,14 @@ def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
     assert complete(server, prompt=ids) != free, "a prompt of tokens is capped"
     assert complete(server, prompt_embeds=rows) == free
     assert control.settled().unread_prompts == 1
-    text = httpx.get(f"http://{metrics}/metrics", timeout=RPC_S, verify=False).text
+    text = httpx.get(f"http://{control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
     assert "meridian_unread_prompts_total 1.0" in text
 
 
 def test_thinking_that_the_model_opens_after_embeddings_is_capped(
-    served: tuple[Served, Control, str], embedded: Callable[..., tuple[list[int], str]]
+    served: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
 ) -> None:
-    server, control, _ = served
+    server, control = served
     ids, rows = embedded()
     control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": CAP}})
     capped = complete(server, prompt=ids)

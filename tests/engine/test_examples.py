@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.data import maze
-from tests.engine.test_served import APART, TOGETHER
+from tests.engine.served import APART, TOGETHER
 from tests.processes import BUSY, ENGINE_ENV, MODEL, ROOT, Control, Process, wait_for
 
 if TYPE_CHECKING:

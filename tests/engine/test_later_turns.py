@@ -14,12 +14,14 @@ import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.test_served import Served
-from tests.processes import MODEL, RPC_S, Control, free_port, wait_for
+from tests.engine import served
+from tests.processes import MODEL, RPC_S, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.processes import Control
 
 # The model's own template with the switch of Qwen3.6's.
 STRIPS, SWITCH = "loop.index0 < ns.last_user", "loop.index0 < ns.last_user and not preserve_thinking"
@@ -43,8 +45,8 @@ class Turn(NamedTuple):
 class Server:
     """A server, and its control plane, None for stock vLLM."""
 
-    def __init__(self, served: Served, control: Control | None, metrics: str) -> None:
-        self._port, self.process, self._control, self._metrics = served.port, served.process, control, metrics
+    def __init__(self, server: served.Served, control: Control | None) -> None:
+        self._port, self.process, self._control = server.port, server.process, control
 
     @property
     def control(self) -> Control:
@@ -86,7 +88,7 @@ class Server:
     def reclaimed(self) -> float:
         """Return the number of blocks that were given up."""
         self.control.settled()
-        text = httpx.get(f"http://{self._metrics}/metrics", timeout=RPC_S, verify=False).text
+        text = httpx.get(f"http://{self.control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
         name = "meridian_agent_blocks_reclaimed_total{"
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
@@ -109,28 +111,13 @@ def model(folder: Path) -> Path:
     return made
 
 
-def _server(folder: Path, name: str, model: Path, *options: str, governed: bool = True) -> Iterator[Server]:
-    where = folder / name
-    where.mkdir()
-    metrics = f"127.0.0.1:{free_port()}"
-    control = Control(where, options=["--metrics-listen", metrics]) if governed else None
-    more = {} if governed else {"VLLM_PLUGINS": ""}
-    target = control.target if control is not None else ""
-    served = Served(
-        where,
-        target,
-        options=["--model", str(model), "--enable-prompt-tokens-details", "--trust-request-chat-template", *options],
-        more=more,
-    )
-    try:
-        wait_for(served.ready, 300, "vLLM to serve")
-        if control is not None:
-            control.apply(POLICY)
-        yield Server(served, control, metrics)
-    finally:
-        served.process.stop()
-        if control is not None:
-            control.process.stop()
+def _options(model: Path, *options: str) -> list[str]:
+    return ["--model", str(model), "--enable-prompt-tokens-details", "--trust-request-chat-template", *options]
+
+
+def _server(folder: Path, name: str, model: Path, *options: str) -> Iterator[Server]:
+    with served.governed(folder / name, _options(model, *options), policy=POLICY) as both:
+        yield Server(*both)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +127,14 @@ def governed(folder: Path, model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def stock(folder: Path, model: Path) -> Iterator[Server]:
-    yield from _server(folder, "turns-stock", model, governed=False)
+    where = folder / "turns-stock"
+    where.mkdir()
+    server = served.Served(where, "", options=_options(model), more={"VLLM_PLUGINS": ""})
+    try:
+        wait_for(server.ready, 300, "vLLM to serve")
+        yield Server(server, None)
+    finally:
+        server.process.stop()
 
 
 def both(governed: Server, stock: Server, index: int, **body: Any) -> tuple[Turn, Turn]:

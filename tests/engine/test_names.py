@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
-from tests.engine.test_served import APART, Served
+from tests.engine.served import APART, Served
 from tests.processes import MERIDIANCTL, Control, wait_for
 
 if TYPE_CHECKING:

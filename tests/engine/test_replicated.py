@@ -14,7 +14,8 @@ import grpc
 import pytest
 from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
 
-from tests.engine.test_served import ROUNDS, Served, all_of
+from tests.engine.served import Served, all_of
+from tests.engine.test_served import ROUNDS
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine
 from tests.processes import wait_for

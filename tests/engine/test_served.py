@@ -7,110 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-import httpx
-import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.certificates import Authority
 from tests.data import maze
-from tests.engine import ENGINE_ARGS
-from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
+from tests.engine.served import PROMPTS, Served, all_of, phase_metrics, stream
+from tests.processes import Control, free_port, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
-
-    from tests.certificates import Issued
 
 # Number of rounds, enough for most tokens to be still to come when the first rows arrive.
 ROUNDS = 3
-PROMPTS = maze.prompts(6, seed=5)
-# Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
-TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
-class Served:
-    """The server and its client's address. options: more of vLLM's own options. more: more of its environment."""
-
-    def __init__(
-        self,
-        folder: Path,
-        control_target: str,
-        own: Issued | None = None,
-        options: Sequence[str] = (),
-        more: dict[str, str] | None = None,
-    ) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
-        command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
-        command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
-        env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
-        env |= {**TOGETHER, "MERIDIAN_URL": f"http://127.0.0.1:{self.port}"}
-        # The folder is the server's own, because another server of the same name has left settings that hold without a
-        # control plane.
-        env["MERIDIAN_STATE_DIR"] = str(folder / f"state-{self.port}")
-        if own is not None:
-            env |= {
-                "MERIDIAN_TLS_CA": str(own.ca),
-                "MERIDIAN_TLS_CERT": str(own.cert),
-                "MERIDIAN_TLS_KEY": str(own.key),
-            }
-        self.process = Process(command, folder / "served.log", {**env, **(more or {})})
-
-    def ready(self) -> bool:
-        assert self.process.popen.poll() is None, self.process.output()[-3000:]
-        try:
-            # Without `verify=False` each call reads all certificate authorities, which takes longer than the call.
-            return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2, verify=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def client(self) -> openai.AsyncOpenAI:
-        http = openai.DefaultAsyncHttpxClient(verify=False)
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=http)
-
-
-async def stream(served: Served, prompt: str, **extra: Any) -> tuple[str, str, str]:
-    """Send one streaming chat request; return reasoning, content and finish reason."""
-    reasoning, content, finish = "", "", ""
-    async with served.client() as client:
-        chunks = await client.chat.completions.create(
-            model="maze",
-            messages=[{"role": "user", "content": prompt}],
-            stream=True,
-            temperature=0.0,
-            max_tokens=700,
-            extra_body=extra,
-        )
-        async for chunk in chunks:
-            for choice in chunk.choices:
-                reasoning += getattr(choice.delta, "reasoning", None) or ""
-                content += choice.delta.content or ""
-                finish = choice.finish_reason or finish
-    return reasoning, content, finish
-
-
-async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
-    return list(await asyncio.gather(*(stream(served, prompt, **extra) for prompt in PROMPTS)))
-
-
-def phase_metrics(port: int, *engines: str) -> defaultdict[str, float]:
-    """Return the agent's metrics in vLLM's own /metrics, by name and phase: sums over these engines, or over all."""
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=RPC_S, verify=False).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    found = defaultdict[str, float](float)
-    for sample in samples:
-        chosen = sample.name.startswith("meridian_vllm_") and "le" not in sample.labels
-        if chosen and (not engines or sample.labels["engine"] in engines):
-            found["/".join([sample.name, *filter(None, [sample.labels.get("phase")])])] += sample.value
-    return found
 
 
 async def watched(served: Served) -> tuple[list[tuple[str, str, str]], list[defaultdict[str, float]]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tests.engine import ENGINE_ARGS
-from tests.engine.test_served import APART, TOGETHER, Served
+from tests.engine.served import APART, TOGETHER, Served
 from tests.processes import ENGINE_ENV, MODEL, Process, wait_for
 from tests.soak import watch
 from tests.soak.clients import Clients

@@ -1,0 +1,126 @@
+"""vLLM's OpenAI server in a process of its own, with or without a control plane, and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.data import maze
+from tests.engine import ENGINE_ARGS
+from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tests.certificates import Issued
+
+PROMPTS = maze.prompts(6, seed=5)
+# Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
+TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+class Served:
+    """The server and its client's address. options: more of vLLM's own options. more: more of its environment."""
+
+    def __init__(
+        self,
+        folder: Path,
+        control_target: str,
+        own: Issued | None = None,
+        options: Sequence[str] = (),
+        more: dict[str, str] | None = None,
+    ) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
+        command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
+        command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
+        env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
+        env |= {**TOGETHER, "MERIDIAN_URL": f"http://127.0.0.1:{self.port}"}
+        # The folder is the server's own, because another server of the same name has left settings that hold without a
+        # control plane.
+        env["MERIDIAN_STATE_DIR"] = str(folder / f"state-{self.port}")
+        if own is not None:
+            env |= {
+                "MERIDIAN_TLS_CA": str(own.ca),
+                "MERIDIAN_TLS_CERT": str(own.cert),
+                "MERIDIAN_TLS_KEY": str(own.key),
+            }
+        self.process = Process(command, folder / "served.log", {**env, **(more or {})})
+
+    def ready(self) -> bool:
+        assert self.process.popen.poll() is None, self.process.output()[-3000:]
+        try:
+            # Without `verify=False` each call reads all certificate authorities, which takes longer than the call.
+            return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2, verify=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def client(self) -> openai.AsyncOpenAI:
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=http)
+
+
+async def stream(served: Served, prompt: str, **extra: Any) -> tuple[str, str, str]:
+    """Send one streaming chat request; return reasoning, content and finish reason."""
+    reasoning, content, finish = "", "", ""
+    async with served.client() as client:
+        chunks = await client.chat.completions.create(
+            model="maze",
+            messages=[{"role": "user", "content": prompt}],
+            stream=True,
+            temperature=0.0,
+            max_tokens=700,
+            extra_body=extra,
+        )
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
+                content += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+    return reasoning, content, finish
+
+
+async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
+    return list(await asyncio.gather(*(stream(served, prompt, **extra) for prompt in PROMPTS)))
+
+
+def phase_metrics(port: int, *engines: str) -> defaultdict[str, float]:
+    """Return the agent's metrics in vLLM's own /metrics, by name and phase: sums over these engines, or over all."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=RPC_S, verify=False).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = defaultdict[str, float](float)
+    for sample in samples:
+        chosen = sample.name.startswith("meridian_vllm_") and "le" not in sample.labels
+        if chosen and (not engines or sample.labels["engine"] in engines):
+            found["/".join([sample.name, *filter(None, [sample.labels.get("phase")])])] += sample.value
+    return found
+
+
+@contextmanager
+def governed(
+    folder: Path, options: Sequence[str] = (), more: dict[str, str] | None = None, policy: dict[str, Any] | None = None
+) -> Iterator[tuple[Served, Control]]:
+    """Run a server and its control plane in a new folder, with a policy in force. The control plane's last option is
+    the address of its metrics."""
+    folder.mkdir()
+    control = Control(folder, options=["--metrics-listen", f"127.0.0.1:{free_port()}"])
+    served = Served(folder, control.target, options=options, more=more)
+    try:
+        wait_for(served.ready, 300, "vLLM to serve")
+        control.engine()
+        if policy is not None:
+            control.apply(policy)
+        yield served, control
+    finally:
+        served.process.stop()
+        control.process.stop()
