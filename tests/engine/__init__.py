@@ -27,7 +27,7 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 # As the API server tells of a chat that the model's own template has rendered, which strips thinking.
 STRIPPED = {"meridian_chat_template": "{}"}
-MAX_TOKENS = 200
+MAX_TOKENS = 128
 CASES = 6
 
 

@@ -221,7 +221,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "<think>\n{% if enable_thinking is defined and not enable_thinking %}</think>\n{% endif %}"
 )
-CAP, CALLS = 12, 4
+CAP, CALLS = 12, 2
 TOOL_OPTIONS = ["--load-format", "dummy", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 

@@ -122,14 +122,14 @@ def test_it_comes_back_by_itself(
 ) -> None:
     """Requests go on meanwhile, and their tokens count afterwards; the fault stays visible."""
     monkeypatch.setattr(guard_module, "RESTS_S", (2.0, 3600.0))
-    control.apply({"scheduler": {"max_think_tokens": 600}})
+    control.apply({"scheduler": {"max_think_tokens": 200}})
     run = Run(llm)
     for name in ("old", "older"):
-        run.add(name, opened(), endless(agent, max_tokens=800))
+        run.add(name, opened(), endless(agent, max_tokens=240))
     run.until(lambda: len(run.tokens["old"]) > 10)
     _break(agent, "after_update")
     run.until(lambda: scheduler._agent is None)
-    run.add("new", opened(), endless(agent, max_tokens=800))
+    run.add("new", opened(), endless(agent, max_tokens=240))
     run.step()
     shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
     assert shown.HasField("recover_time")
@@ -138,10 +138,10 @@ def test_it_comes_back_by_itself(
     again = scheduler._agent
     assert again is not agent
     assert len(again.tracker.by_id) == 3
-    assert len(run.tokens["old"]) < 600
+    assert len(run.tokens["old"]) < 200
     run.until()
     end = again.tracker.markers.end[0]
-    assert {name: run.tokens[name].index(end) for name in run.tokens} == dict.fromkeys(run.tokens, 600)
+    assert {name: run.tokens[name].index(end) for name in run.tokens} == dict.fromkeys(run.tokens, 200)
     assert {name: run.tokens[name].count(end) for name in run.tokens} == dict.fromkeys(run.tokens, 1)
     shown = control.settled()
     assert (shown.fault, dict(shown.faults)) == ("", {"after_update": 1})

@@ -80,7 +80,7 @@ def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
     """Every token's phase is that of its place before or after the markers."""
     chosen = cases()
     with records(agent) as seen:
-        generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=300, seed=3))
+        generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=200, seed=3))
     (start,), (end,) = agent.tracker.markers.starts[0], agent.tracker.markers.ends[0]
     for case, tokens, measured in zip(chosen, generated, rows(seen).values(), strict=True):
         thinking = bool(case["template"].get("open_think"))
@@ -116,7 +116,7 @@ def test_eat_probe(  # noqa: PLR0917
     control.apply({**DENSE, "entropy": DENSE["entropy"] | rules, "model": {"maze": {"eat_answer_prefix": prefix}}})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
-        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         (tokens,) = paced(llm, [case], params, settled)
     prompt = prompt_ids(llm, case)
     (measured,) = probes(seen).values()
