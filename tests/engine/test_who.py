@@ -95,7 +95,7 @@ def test_a_grammar_after_a_forced_end(llm: Any, agent: Any, control: Control, ca
 
 
 def test_no_end_is_forced_into_an_answer_that_a_grammar_constrains(
-    llm: Any, agent: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a reasoning parser vLLM's grammar constrains the text from the first token on, also if the prompt opens
     thinking and the grammar would allow the end marker."""
@@ -112,7 +112,8 @@ def test_no_end_is_forced_into_an_answer_that_a_grammar_constrains(
         {"scheduler": {"max_think_tokens": 9}, "entropy": {"enabled": False}, "kv_memory": {"enabled": False}}
     )
     before = dict(control.settled().outcomes)
-    capped, ended = chat(llm, [opened(0)] * 2, params)
+    # The control plane keeps pace, so its caps arrive before the requests have ended.
+    capped, ended = paced(llm, [opened(0)] * 2, params, settled)
     assert capped == whole
     assert ended[:10] == [*free[:9], agent.tracker.markers.end[0]]
     after = control.settled().outcomes
