@@ -32,8 +32,10 @@ settings.load_profile("meridian")
 # that wait. All other groups follow in the order of collection.
 FIRST = (
     "engine",
-    "engine under faults",
     "tests/chaos/test_faults.py",
+    "tests/engine/test_matrix.py[v2-async",
+    "engine under faults",
+    "servers",
     "tests/contract/control/rollout/test_rollout_guardrails.py",
     "tests/contract/control/rollout/test_rollout.py",
     "tests/soak/test_soak.py",
@@ -65,13 +67,15 @@ OF_THEIR_OWN = (
 # Files in tests/engine whose tests break the agent, the engine or the control plane. The files share a second engine,
 # so that both halves run side by side.
 UNDER_FAULTS = ("fail_static", "faults", "foreign", "hostile", "inner_faults")
+# Files in tests/engine whose engines are servers in processes of their own; the files share one of these servers.
+SERVERS = ("client_ids", "effort", "embeddings", "later_turns", "names", "paused")
 
 
 def group(nodeid: str) -> str:
     """Return the group of a test; tests of one group run in one process, one after the other.
 
-    Groups are: the tests on each of the two shared engines, those of one build of the engine matrix, and otherwise
-    those of one file, whose module-wide fixtures start only once.
+    Groups are: the tests on each of the two shared engines, those on servers, those of one build of the engine matrix,
+    and otherwise those of one file, whose module-wide fixtures start only once.
     """
     path, _, test = nodeid.partition("::")
     folder, _, file = path.rpartition("/")
@@ -79,7 +83,7 @@ def group(nodeid: str) -> str:
     if file == "test_matrix.py":
         return f"{path}[{test.partition('[')[2].partition(':')[0]}"
     if folder == "tests/engine" and name not in OF_THEIR_OWN:
-        return "engine under faults" if name in UNDER_FAULTS else "engine"
+        return "servers" if name in SERVERS else "engine under faults" if name in UNDER_FAULTS else "engine"
     return path
 
 

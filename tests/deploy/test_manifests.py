@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     Object = dict[str, Any]
 
 KUBERNETES = HERE / "kubernetes"
-# The three newest releases, and an old one.
-RELEASES = sorted({Version(known).release[:2] for known in kubernetes_validate.utils.all_versions()})
-VERSIONS = ("1.30", *(f"{major}.{minor}" for major, minor in RELEASES[-3:]))
+# An old release, and the newest.
+NEWEST = max(Version(known).release[:2] for known in kubernetes_validate.utils.all_versions())
+VERSIONS = ("1.30", "{}.{}".format(*NEWEST))
 # Schemas of resources that Kubernetes itself does not know. KServe's services have none.
 MODELS = {
     "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",

@@ -1,12 +1,10 @@
-"""What a real engine reports and confirms while it makes no step: after the last request, between the calls of a
-program that has the engine in its own process, and while vLLM is paused."""
+"""What a real engine reports and confirms while it makes no step: after the last request, and between the
+calls of a program that has the engine in its own process."""
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
@@ -16,12 +14,11 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import confirmed
-from tests.processes import RPC_S, wait_for
+from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.engine.served import Served
     from tests.processes import Control
 
 
@@ -149,28 +146,3 @@ def test_no_stream_is_cut_after_a_long_rest(
     resting.until()
     control.settled()
     assert control.engine().connect_time == before
-
-
-def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(apart: tuple[Served, Control]) -> None:
-    """The engine core is a process of its own, which waits for messages while it is paused."""
-    served, control = apart
-    url = f"http://127.0.0.1:{served.port}"
-    revision = control.apply({"fallback": {"lease_ms": 1000}})
-    body = {"model": "maze", "prompt": "1", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=RPC_S, verify=False) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert httpx.post(f"{url}/pause", params={"mode": "keep"}, timeout=RPC_S, verify=False).status_code == 200
-        before = control.engine()
-        control.freeze()
-        confirmed(control, True)
-        assert control.engine().freeze.paused
-        assert control.apply({"fallback": {"lease_ms": 2000}}) == revision + 1
-        control.thaw()
-        confirmed(control, False)
-        assert httpx.post(f"{url}/resume", timeout=RPC_S, verify=False).status_code == 200
-        assert sum(1 for _ in itertools.islice(lines, 100)) == 100
-    # The client has left before the last token.
-    wait_for(lambda: control.requests() == [], 20, "the end of the request")
-    assert control.engine().connect_time == before.connect_time
-    assert "stream to" not in served.process.output()

@@ -1,0 +1,40 @@
+"""What a server confirms while vLLM is paused and makes no step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import httpx
+
+from tests.engine.test_fail_static import confirmed
+from tests.processes import RPC_S, wait_for
+
+if TYPE_CHECKING:
+    from tests.engine.served import Served
+    from tests.processes import Control
+
+
+def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(apart: tuple[Served, Control]) -> None:
+    """The engine core is a process of its own, which waits for messages while it is paused."""
+    served, control = apart
+    url = f"http://127.0.0.1:{served.port}"
+    revision = control.apply({"fallback": {"lease_ms": 1000}})
+    body = {"model": "maze", "prompt": "1", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=RPC_S, verify=False) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert httpx.post(f"{url}/pause", params={"mode": "keep"}, timeout=RPC_S, verify=False).status_code == 200
+        before = control.engine()
+        control.freeze()
+        confirmed(control, True)
+        assert control.engine().freeze.paused
+        assert control.apply({"fallback": {"lease_ms": 2000}}) == revision + 1
+        control.thaw()
+        confirmed(control, False)
+        assert httpx.post(f"{url}/resume", timeout=RPC_S, verify=False).status_code == 200
+        assert sum(1 for _ in itertools.islice(lines, 100)) == 100
+    # The client has left before the last token.
+    wait_for(lambda: control.requests() == [], 20, "the end of the request")
+    assert control.engine().connect_time == before.connect_time
+    assert "stream to" not in served.process.output()
