@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,19 +10,30 @@ import pytest
 from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.data import maze
-from tests.engine import STRIPPED, Run, cases, chat, paced, prompt_ids, stops_next
+from tests.engine import ENGINE_ARGS, STRIPPED, Run, cases, chat, paced, prompt_ids, stops_next
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from meridian_agent.core.step_record import StepRecord
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
 ANSWER = {"enable_thinking": False}
+
+
+@contextlib.contextmanager
+def half_the_cache(llm: Any) -> Iterator[None]:
+    """Hold half of the engine's blocks, so that shorter requests fill the others."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(ENGINE_ARGS["num_gpu_blocks_override"] // 2)
+    try:
+        yield
+    finally:
+        pool.free_blocks(held)
 
 
 def pressure(llm: Any, agent: Any, control: Control, settled: Settled | None = None) -> tuple[int, int]:
@@ -32,12 +44,13 @@ def pressure(llm: Any, agent: Any, control: Control, settled: Settled | None = N
     before = agent.preempted_think, agent.output_critical
     run = Run(llm)
     for i in range(5):
-        run.add(f"think-{i}", opened(i), endless(agent, max_tokens=380))
+        run.add(f"think-{i}", opened(i), endless(agent, max_tokens=200))
     for i in range(3):
-        run.add(f"answer-{i}", {**cases()[i], "template": ANSWER}, endless(agent, max_tokens=250))
-    run.until(settled=settled)
-    assert {len(t) for n, t in run.tokens.items() if n.startswith("answer")} == {250}
-    assert {len(t) for n, t in run.tokens.items() if n.startswith("think")} == {380}
+        run.add(f"answer-{i}", {**cases()[i], "template": ANSWER}, endless(agent, max_tokens=130))
+    with half_the_cache(llm):
+        run.until(settled=settled)
+    assert {len(t) for n, t in run.tokens.items() if n.startswith("answer")} == {130}
+    assert {len(t) for n, t in run.tokens.items() if n.startswith("think")} == {200}
     control.settled()
     return agent.preempted_think - before[0], agent.output_critical - before[1]
 
@@ -55,15 +68,16 @@ def test_answers_are_never_preempted_before_thinking(llm: Any, agent: Any, contr
 
 def test_preempted_thinking_resumes_with_its_counts(llm: Any, agent: Any, control: Control) -> None:
     """A cap counts across preemption and resumption."""
-    control.apply({"scheduler": {"max_think_tokens": 300}, "entropy": {"enabled": False}})
+    control.apply({"scheduler": {"max_think_tokens": 150}, "entropy": {"enabled": False}})
     before = agent.preempted_think
     run = Run(llm)
     for i in range(6):
-        run.add(f"r{i}", opened(i), endless(agent, max_tokens=380))
-    run.until()
+        run.add(f"r{i}", opened(i), endless(agent, max_tokens=180))
+    with half_the_cache(llm):
+        run.until()
     assert agent.preempted_think > before
     end = agent.tracker.markers.end[0]
-    assert {t.index(end) for t in run.tokens.values()} == {300}
+    assert {t.index(end) for t in run.tokens.values()} == {150}
 
 
 def order_of(scheduler: Any, agent: Any) -> list[int]:

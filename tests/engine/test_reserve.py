@@ -15,6 +15,7 @@ from tests.engine import Run, chat, paced, prompt_ids
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_fail_static import kill, lost, rebuild, state_file  # noqa: F401 - a fixture
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
+from tests.engine.test_pressure import half_the_cache
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -171,11 +172,12 @@ def test_an_agent_that_comes_back_keeps_the_reserve_of_requests_in_flight(
 
 
 def test_preemption_does_not_change_what_is_left(llm: Any, agent: Any, control: Control) -> None:
-    control.apply({**reserve(79), "entropy": {"enabled": False}})
+    control.apply({**reserve(39), "entropy": {"enabled": False}})
     before, end = agent.preempted_think, agent.tracker.markers.end[0]
     run = Run(llm)
     for i in range(6):
-        run.add(f"r{i}", opened(i), endless(agent, max_tokens=380))
-    run.until()
+        run.add(f"r{i}", opened(i), endless(agent, max_tokens=200))
+    with half_the_cache(llm):
+        run.until()
     assert agent.preempted_think > before
-    assert {(t.index(end), len(t)) for t in run.tokens.values()} == {(380 - 79 - 1, 380)}
+    assert {(t.index(end), len(t)) for t in run.tokens.values()} == {(200 - 39 - 1, 200)}
