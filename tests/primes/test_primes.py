@@ -1,19 +1,22 @@
-"""A capability in a folder of its own, and one line of assembly: the agent applies its decisions, and people see it."""
+"""A capability in a folder of its own, and one line of assembly: it decides on a real engine, and people see it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
-from tests.fakes.linked import LinkedEngine
+from tests.engine import ENGINE_ARGS
+from tests.engine.served import PROMPTS, Served, stream
 from tests.primes.capability import ENDS, is_prime
-from tests.processes import RPC_S, Control, free_port
+from tests.processes import RPC_S, Control, free_port, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,28 +44,32 @@ def page(port: int) -> list[list[str]]:
     return []
 
 
-async def test_a_capability_needs_its_folder_and_one_line_of_assembly(tmp_path: Path) -> None:
+def test_a_capability_needs_its_folder_and_one_line_of_assembly(tmp_path: Path) -> None:
     metrics, shown = free_port(), free_port()
     listen = ["--metrics-listen", f"127.0.0.1:{metrics}", "--page-listen", f"127.0.0.1:{shown}"]
     control = ControlWithPrimes(tmp_path, options=listen)
+    served = Served(tmp_path, control.target)
     try:
-        revision = control.set_policy({**CLOSED, "extension": {"primes": {"enabled": True, "at_least": 11}}})
-        with LinkedEngine([control.target]) as engine:
-            await engine.steps_until(lambda: revision in engine.kept)
-            engine.open("thinks")
+        wait_for(served.ready, 120, "the server")
+        control.apply({**CLOSED, "extension": {"primes": {"enabled": True, "at_least": 11}}})
+        # The model ends no thinking by itself.
+        end = AutoTokenizer.from_pretrained(ENGINE_ARGS["model"]).convert_tokens_to_ids("</think>")
 
-            def ended() -> list[dict[str, Any]]:
-                decided = json.loads(ctl(control, "decisions", "--kind", "force", "-o", "json"))
-                return [one for one in decided if one["reason"] == "prime" and one["outcome"] == "OUTCOME_APPLIED"]
+        def ended() -> list[dict[str, Any]]:
+            asyncio.run(stream(served, PROMPTS[0], logit_bias={str(end): -30}, ignore_eos=True))
+            decided = json.loads(ctl(control, "decisions", "--kind", "force", "-o", "json"))
+            return [one for one in decided if one["reason"] == "prime" and one["outcome"] == "OUTCOME_APPLIED"]
 
-            (decision,) = await engine.steps_until(ended)
-            assert is_prime(int(decision["signals"]["think_tokens"]))
-            assert f"\n{ENDS} " in httpx.get(f"http://127.0.0.1:{metrics}/metrics", timeout=RPC_S, verify=False).text
-            assert page(shown) == [["primes", "ends at a prime", "1"]]
+        decisions = wait_for(ended, 60, "an end at a prime number of tokens")
+        assert all(is_prime(int(decision["signals"]["think_tokens"])) for decision in decisions)
+        assert f"\n{ENDS} " in httpx.get(f"http://127.0.0.1:{metrics}/metrics", timeout=RPC_S, verify=False).text
+        ((name, row, text),) = page(shown)
+        assert (name, row, int(text) > 0) == ("primes", "ends at a prime", True)
         assert "extension.primes" in ctl(control, "policy", "explain")
         with pytest.raises(grpc.RpcError, match=r"extension\.primes\.at_least"):
             control.set_policy({"extension": {"primes": {"at_least": 1}}})
         with pytest.raises(grpc.RpcError, match=r"extension\.prims"):
             control.set_policy({"extension": {"prims": {}}})
     finally:
+        served.process.stop()
         control.process.stop()
