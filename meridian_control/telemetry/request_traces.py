@@ -121,10 +121,7 @@ def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
     if opened.effort:
         yield "gen_ai.request.reasoning.level", opened.effort
     yield "meridian.engine_id", life.engine_id
-    # `meridian.think_tokens` and `meridian.effort` are older names of two of these attributes. The release after 0.3
-    # drops them.
-    yield "meridian.think_tokens", life.think_tokens
-    for name in ("tenant", "slo_class", "effort"):
+    for name in ("tenant", "slo_class"):
         if value := getattr(opened, name):
             yield f"meridian.{name}", value
     if life.joined_late:
