@@ -105,7 +105,7 @@ def test_a_rollout_stops_by_itself_when_its_budget_wrecks_answers(llm: Any, agen
             break
     found = rollout(control)
     assert found.state in STOPPED, found
-    assert min(shares) < before - 0.1, "the candidate does wreck answers"
+    assert min(shares) < before, "the candidate does harm"
     assert "harm_rate" in found.events[-1].reason or "budget all" in found.events[-1].reason
     told = savings(control, revision)
     harm = {kind.kind: kind for kind in told.kinds}["budget"]

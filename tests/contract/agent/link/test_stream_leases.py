@@ -113,7 +113,7 @@ async def test_states(control: Control) -> None:
         clock.now += 31
         assert engine.link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
         await until(lambda: control.engine().agent_state == agent_pb2.AGENT_STATE_STALE)
-        control.fleet.clock = lambda: utc_now() + timedelta(seconds=31)
+        control.fleet.views._clock = lambda: utc_now() + timedelta(seconds=31)
         assert control.engine().agent_state == agent_pb2.AGENT_STATE_DEGRADED
 
 
