@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from weakref import proxy
 
 from meridian.v1 import agent_pb2
 
@@ -273,10 +274,15 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class Parts:
-    """The parts of one stream in the order in which they decide. A part's method is called only if it has one."""
+    """The parts of one stream in the order in which they decide. A part's method is called only if it has one.
+
+    The stream keeps its parts alive, and each part has a weak reference to the stream. Without such a circle of
+    references the table of a stream that ends is freed at once, and not only by the next full look for garbage.
+    """
 
     def __init__(self, stream: Stream, makers: Iterable[PartMaker]) -> None:
-        self.all = [part for make in makers if (part := make(stream)) is not None]
+        weak: Stream = proxy(stream)
+        self.all = [part for make in makers if (part := make(weak)) is not None]
         self._policy_begins = self._having("policy_begins")
         self._policy_changed = self._having("policy_changed")
         self._revise = self._having("revise")

@@ -58,7 +58,7 @@ class ControlGroup(Part):
     """
 
     def __init__(self, stream: Stream, experiments: Experiments | None = None) -> None:
-        self._stream, self._table, self._policies = stream, stream.table, stream.policies
+        self._stream, self._table = stream, stream.table
         stream.policies.holdout = self
         self.experiments = experiments or Experiments()
         self.requests = ControlRequests(stream.table)
@@ -123,20 +123,20 @@ class ControlGroup(Part):
         for slot in slots:
             request, opened = self.requests.by_slot[slot], self._table.info[slot]
             assert opened is not None
-            if self._policies.held(slot).treated.entropy.shadow and not held.treated.entropy.shadow:
+            if self._stream.policies.held(slot).treated.entropy.shadow and not held.treated.entropy.shadow:
                 # A rule that has fired while it was in shadow for treated requests, too, fires again.
                 self._table.ask_again(slot)
             request.kinds |= kinds
             self.requests.set_cap(slot, *(kind_of_cap(held, opened, extended=False) if acts else (NO_CAP, None)))
 
     def would_end(self, slot: int, reason: str, think_tokens: int, *, reported: bool) -> None:
-        kind, request = kind_of_rule(self._policies.held(slot), reason), self.requests.by_slot[slot]
+        kind, request = kind_of_rule(self._stream.policies.held(slot), reason), self.requests.by_slot[slot]
         ends = kind is not None and request.ends_by_rule(kind, think_tokens, gives_up=reason == "give_up")
         if ends and reason in BY_PROBE and reported and slot in self._table.history.sampled:
             request.ends_at_newest_probe()
 
     def carried_out(self, slot: int, reason: str, think_tokens: int) -> None:
-        if (kind := kind_of_rule(self._policies.held(slot), reason)) is not None:
+        if (kind := kind_of_rule(self._stream.policies.held(slot), reason)) is not None:
             self.requests.carried_out(slot, kind, think_tokens)
 
     def ends(self, turn: Turn) -> None:
@@ -145,7 +145,7 @@ class ControlGroup(Part):
 
     def decide(self, turn: Turn) -> None:
         if self.requests.by_slot and self._stream.may_probe:
-            for slot in self.requests.probes_due(self._policies.of):
+            for slot in self.requests.probes_due(self._stream.policies.of):
                 self._stream.probe(turn, UNREAD_PROBE, np.array([slot]))
 
     # ------------------------------------------------------------------------------------------------- what comes of it
@@ -162,7 +162,7 @@ class ControlGroup(Part):
             # NaN is no sample.
             is_sample = one.reason != UNREAD_PROBE and np.isfinite(one.eat_nats)
             is_awaited = is_sample and int(self._table.awaited_signals[one.slot]) & BITS["eat"]
-            if is_awaited and one.think_tokens >= sampled_from(self._policies.of(one.slot)):
+            if is_awaited and one.think_tokens >= sampled_from(self._stream.policies.of(one.slot)):
                 self._count_first(one.slot, "eat", one.eat_nats)
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
@@ -199,7 +199,7 @@ class ControlGroup(Part):
                 # The engine's cap holds until the request's own cap arrives, which a very low cap may not wait for.
                 request.is_cut |= reason == "hard_cap" and bool(table.think_tokens[slot] < table.max_think_tokens[slot])
                 continue
-            opened, held = table.info[slot], self._policies.held(slot)
+            opened, held = table.info[slot], self._stream.policies.held(slot)
             if reason == "hard_cap" and opened is not None:
                 kind = kind_of_cap(held, opened, extended=bool(table.extended[slot]))[1]
             else:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities import listed
 from meridian_control.common.errors import NotFound
 from meridian_control.engine.part import Capability, Part
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.part import FleetPart, keep_ticking
 from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import StoredRevision
 from meridian_control.server.fleet_service import FleetService
 from tests.fakes.control import utc_now
 from tests.unit.control.capabilities.handover.engines import hello
@@ -94,3 +99,30 @@ async def test_a_method_whose_capability_is_missing_says_so() -> None:
     service = FleetService(WholeFleet(Fleet(utc_now, capabilities=[]), "one", None, lambda: True))
     with pytest.raises(NotFound, match="no capability of this control plane answers ListBudgets"):
         await service.ListBudgets(fleet_pb2.ListBudgetsRequest(), context)
+
+
+async def test_a_stream_that_ends_leaves_no_garbage() -> None:
+    """Full looks for garbage are rare, so what a session holds must be free without one."""
+    fleet = Fleet(utc_now, capabilities=listed.CAPABILITIES)
+    fleet.set_policy(StoredRevision(1, "", Policy(), "", "", utc_now()))
+    connection = fleet.join(hello("one"))
+    nonce = connection.session.delivery.nonce
+    opened = [agent_pb2.RequestOpened(slot=slot, request_id=str(slot), prompt_tokens=4) for slot in range(3)]
+    for message in (
+        agent_pb2.ConnectRequest(settings_status=agent_pb2.SettingsStatus(nonce=nonce, revision=1)),
+        agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=opened[:2])),
+        agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1, opened=opened[2:])),
+    ):
+        fleet.receive(connection, message)
+    assert connection.session.policy is not None
+    held: list[object] = [connection.session.table, *connection.session._parts.all]
+    left = weakref.WeakSet(held)
+    del held
+    gc.collect()
+    gc.disable()
+    try:
+        fleet.leave(connection, "agent_closed")
+        del connection
+        assert list(left) == []
+    finally:
+        gc.enable()
