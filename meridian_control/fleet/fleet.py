@@ -23,7 +23,7 @@ from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.freeze_delivery import FreezeDelivery
 from meridian_control.fleet.loop_delay import LoopDelay
 from meridian_control.fleet.memory import STEP_BYTES, Account, Memory
-from meridian_control.fleet.part import FleetPart, having
+from meridian_control.fleet.part import FleetPart, each, having
 from meridian_control.fleet.policy_delivery import PolicyDelivery
 from meridian_control.fleet.recording import Recording, Recordings
 from meridian_control.fleet.status_messages import engine_view
@@ -217,8 +217,7 @@ class Fleet:
     def _leaving(self, connection: Connection, reason: str) -> Iterator[None]:
         replaced = connection not in self.connections
         self.connections.disconnect(connection)
-        for part in self.parts.values():
-            part.left(connection, replaced)
+        each(self.parts.values(), lambda part: part.left(connection, replaced))
         session, now = connection.session, self.clock()
         self.count_end(reason)
         try:
@@ -240,8 +239,8 @@ class Fleet:
             self.departed.add(view, session.lease_s, now)
         for gone in (forgotten := self.departed.forget(now)):
             self.shadows.pop(gone, None)
-        for part in self.parts.values() if forgotten else ():
-            part.forgot(forgotten)
+        if forgotten:
+            each(self.parts.values(), lambda part: part.forgot(forgotten))
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
@@ -249,8 +248,7 @@ class Fleet:
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine, if it is newer than the one that the fleet has."""
         if stored.revision > self.revision:
-            for part in self.parts.values():
-                part.policy_came(stored)
+            each(self.parts.values(), lambda part: part.policy_came(stored))
             self._policies.renew(stored)
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
@@ -296,13 +294,11 @@ class Fleet:
     def engine_view(self, session: Session, connected: bool) -> fleet_pb2.Engine:
         """Return the session's engine as a message. connected: whether the engine's stream is open."""
         view = engine_view(session, connected)
-        for part in self._show_engine:
-            part.show_engine(view, session)
+        each(self._show_engine, lambda part: part.show_engine(view, session))
         return view
 
     def _froze(self) -> None:
-        for part in self.parts.values():
-            part.froze()
+        each(self.parts.values(), lambda part: part.froze())
 
     def part(self, kind: type[AnyFleetPart]) -> AnyFleetPart:
         """Return the part of this class. Raises LookupError if the fleet has none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from meridian_control.common.errors import MeridianError
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     Metric: TypeAlias = tuple[str, Rows]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Shown(NamedTuple):
@@ -64,14 +65,18 @@ class FleetPart:
     """A capability's part over the engines of one replica; a method that a capability has no use for is left out.
 
     The fleet makes each part once, before any engine connects, and gives itself to it. Unless a method says otherwise,
-    the fleet calls it, and it returns nothing.
+    the fleet calls it, and it returns nothing. An error of a method is logged and ends nothing else, but `begin` and
+    `end` raise theirs, and one of `stream` or `joined` ends the stream of that engine.
     """
 
     # What the log says while `tick` fails; the error follows.
     failure = "a capability's work fails"
-    # Seconds between two calls of `tick`, and the newest call.
+    # Seconds from the end of a call of `tick` to the next call.
     tick_s = 1.0
+    # The newest call of `tick`, which goes on if the job that awaits it is cancelled.
     ticking: asyncio.Task[None] | None = None
+    # The newest error that the log has of the part; empty once `tick` has done its work.
+    complaint = ""
 
     # ----------------------------------------------------------------------------------------------------- the replica
 
@@ -84,8 +89,8 @@ class FleetPart:
         StoreUnavailable, StoredPolicyUnreadable."""
 
     async def tick(self) -> None:
-        """Do the work that is due. A job beside the server calls it every `tick_s` seconds: a call is never cancelled,
-        the next one waits for it, and an error is logged and ends nothing."""
+        """Do the work that is due. A job beside the server calls it again `tick_s` seconds after its end. A call is not
+        cancelled with the job."""
 
     async def end(self) -> None:
         """Store what would be lost. The program calls it once, after all streams have ended."""
@@ -98,7 +103,7 @@ class FleetPart:
         return None
 
     def joined(self, connection: Connection) -> None:
-        """Set up the session of an engine that connects, before anything else is said to the engine."""
+        """Set up the session of an engine that connects, before the engine is sent its first message."""
 
     def left(self, connection: Connection, replaced: bool) -> None:
         """Keep what is needed of a session whose stream has ended, before the session closes. replaced: whether a newer
@@ -111,7 +116,7 @@ class FleetPart:
         """Note that a revision is in force from now on; engines have not got it yet."""
 
     def froze(self) -> None:
-        """Note that engines have been told of other freezes."""
+        """Note that other freezes are in force, which all engines have been sent."""
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -138,8 +143,7 @@ class FleetPart:
         yield from ()
 
     async def show(self) -> Shown:
-        """Return what the status page shows of the capability. The page calls it for each look at the fleet. Raises
-        MeridianError."""
+        """Return what the status page shows of the capability. The page calls it for each look at the fleet."""
         return Shown({})
 
     def show_row(self, engine: fleet_pb2.Engine) -> dict[str, Any]:
@@ -159,16 +163,40 @@ def having(parts: Iterable[FleetPart], method: str) -> list[FleetPart]:
 
 async def keep_ticking(part: FleetPart) -> None:
     """Call a part's `tick` again and again until cancelled."""
-    complaint = ""
     while True:
         part.ticking = asyncio.create_task(part.tick())
         try:
             await asyncio.shield(part.ticking)
-            complaint = ""
+            part.complaint = ""
         except Exception as error:
             # What other replicas answer must not end this one, whatever is wrong with it.
-            if complaint != str(error):
-                complaint = str(error)
-                cause = None if isinstance(error, MeridianError) else error
-                logger.warning("%s: %s", part.failure, complaint, exc_info=cause)
+            _complain(part, part.failure, error)
         await asyncio.sleep(part.tick_s)
+
+
+def each(parts: Iterable[FleetPart], ask: Callable[[FleetPart], T]) -> list[T]:
+    """Return what each part answers. An error of one is logged, and only its answer is missing."""
+    answers = []
+    for part in parts:
+        try:
+            answers.append(ask(part))
+        except Exception as error:
+            _complain(part, type(part).__name__, error)
+    return answers
+
+
+async def answer_of(part: FleetPart, answer: Awaitable[T], default: T) -> T:
+    """Return an answer of a part, or the default after an error, which is logged."""
+    try:
+        return await answer
+    except Exception as error:
+        _complain(part, type(part).__name__, error)
+        return default
+
+
+def _complain(part: FleetPart, what: str, error: Exception) -> None:
+    """Log an error of a part, unless it is the one that was logged last."""
+    if part.complaint != str(error):
+        part.complaint = str(error)
+        cause = None if isinstance(error, MeridianError) else error
+        logger.warning("%s: %s", what, part.complaint, exc_info=cause)

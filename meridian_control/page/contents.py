@@ -21,6 +21,7 @@ from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.plain_data import plain
 from meridian_control.engine.decision_ledger import CARRIED_OUT
 from meridian_control.fleet import decision_queries
+from meridian_control.fleet.part import Shown, answer_of, each
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +42,8 @@ PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "out
 async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
     """Return everything on the page except the life of a request. Raises MeridianError."""
     parts = whole.fleet.parts.values()
-    state, ends, *shown = await asyncio.gather(whole.watched(), newest_ends(whole), *(part.show() for part in parts))
+    shows = (answer_of(part, part.show(), Shown({})) for part in parts)
+    state, ends, *shown = await asyncio.gather(whole.watched(), newest_ends(whole), *shows)
     engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
     freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
     rows = [engine_row(engine, freezes, now, parts) for engine in engines]
@@ -200,7 +202,7 @@ def lasting(seconds: float) -> str:
 def engine_row(
     engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime, parts: Iterable[FleetPart]
 ) -> dict[str, Any]:
-    causes = filter(None, (part.cause(engine) for part in parts))
+    causes = filter(None, each(parts, lambda part: part.cause(engine)))
     row = {
         "id": engine.engine_id,
         "incarnation": engine.incarnation,
@@ -216,8 +218,8 @@ def engine_row(
         "step_time_ms": round(engine.step_time_ms, 1),
         "ends": dict(engine.ends),
     }
-    for part in parts:
-        row |= part.show_row(engine)
+    for entries in each(parts, lambda part: part.show_row(engine)):
+        row |= entries
     return row
 
 

@@ -13,6 +13,7 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.paging import fitting, page
 from meridian_control.fleet import decision_queries, thinking_ends
+from meridian_control.fleet.part import each
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,8 +54,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         shown, token = self._page(engines, request)
         answer = fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
         if request.local_only and not request.page_token:
-            for part in self._whole.fleet.parts.values():
-                part.answer_replica(answer, REPLICA_BYTES)
+            each(self._whole.fleet.parts.values(), lambda part: part.answer_replica(answer, REPLICA_BYTES))
         return answer
 
     async def ListRequests(  # noqa: N802

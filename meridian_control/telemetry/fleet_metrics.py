@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ from prometheus_client.registry import Collector
 from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.fleet.part import answer_of, each
 from meridian_control.fleet.status_messages import engine_limits
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import catalogue
@@ -132,7 +134,7 @@ class FleetCollector(Collector):
     async def _read(self) -> list[Metric]:
         parts = self._fleet.parts.values()
         for part in parts:
-            await part.before_metrics()
+            await answer_of(part, part.before_metrics(), None)
         # Nothing below waits, so all values are of one moment.
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
         newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
@@ -148,7 +150,7 @@ class FleetCollector(Collector):
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", _agents(states)),
-            *(metric for part in parts for metric in part.metrics(totals)),
+            *chain.from_iterable(each(parts, lambda part: list(part.metrics(totals)))),
             *self._counted(totals),
             ("meridian_engine_state", _states(engines, dict(states))),
             *_of(engines),

@@ -16,11 +16,11 @@ function show(state) {
   showTotals(state.totals);
   showEngines(state);
   showFreezes(state.freezes);
-  showBudgets(state.budgets);
+  showBudgets(state.budgets || []);
   showCapabilities(state.capabilities);
   if (state.rollouts) showRollouts(state.rollouts);
   showEnds(state.ends);
-  showSavings(state.savings);
+  showSavings(state.savings || []);
   showRequests(state);
   if (state.revisions) showRevisions(state.revisions);
   setText("about", `meridian-control ${state.version}, replica ${state.replica}`);

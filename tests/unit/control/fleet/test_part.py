@@ -17,9 +17,11 @@ from meridian_control.engine.part import Capability, Part
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.part import FleetPart, keep_ticking
 from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.page.contents import engine_row
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import StoredRevision
 from meridian_control.server.fleet_service import FleetService
+from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
 from tests.unit.control.capabilities.handover.engines import hello
 
@@ -99,6 +101,52 @@ async def test_a_method_whose_capability_is_missing_says_so() -> None:
     service = FleetService(WholeFleet(Fleet(utc_now, capabilities=[]), "one", None, lambda: True))
     with pytest.raises(NotFound, match="no capability of this control plane answers ListBudgets"):
         await service.ListBudgets(fleet_pb2.ListBudgetsRequest(), context)
+
+
+FAILING = ("left", "forgot", "policy_came", "froze", "show_engine", "answer_replica", "before_metrics", "metrics")
+
+
+async def test_an_error_of_a_part_takes_no_other_part_down(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(name: str) -> Any:
+        def fail(*_: object) -> None:
+            raise ValueError(name)
+
+        async def fail_later(*_: object) -> None:
+            raise ValueError(name)
+
+        return fail_later if name == "before_metrics" else fail
+
+    asked: list[str] = []
+
+    def notes(name: str) -> Any:
+        async def note_later(_: FleetPart) -> None:
+            asked.append(name)
+
+        def note(*_: object) -> list[object]:
+            asked.append(name)
+            return []
+
+        return note_later if name == "before_metrics" else note
+
+    bad = type("Bad", (FleetPart,), {name: fails(name) for name in (*FAILING, "cause", "show_row")})
+    good = type("Good", (FleetPart,), {name: notes(name) for name in FAILING})
+    parts = [Capability("bad", None, lambda fleet: bad()), Capability("good", None, lambda fleet: good())]
+    fleet = Fleet(utc_now, capabilities=parts)
+    fleet.set_policy(StoredRevision(1, "", Policy(), "", "", utc_now()))
+    connection = fleet.join(hello("one"))
+    context: Any = None
+    service = FleetService(WholeFleet(fleet, "one", None, lambda: True))
+    (engine,) = (await service.ListEngines(fleet_pb2.ListEnginesRequest(local_only=True), context)).engines
+    assert engine.engine_id == "one"
+    assert engine_row(engine, {}, utc_now(), fleet.parts.values())["id"] == "one"
+    collector = FleetCollector(fleet, lambda: True, lambda: None, {}, asyncio.get_running_loop())
+    assert await asyncio.to_thread(lambda: list(collector.collect()))
+    fleet.freezes.renew(())
+    fleet.leave(connection, "agent_closed")
+    assert not fleet.connections.counted
+    assert [gone.engine_id for gone in fleet.views.engines()] == ["one"]
+    assert {*asked} >= {*FAILING} - {"forgot"}
+    assert {record.getMessage() for record in caplog.records} >= {f"Bad: {name}" for name in {*FAILING} - {"forgot"}}
 
 
 async def test_a_stream_that_ends_leaves_no_garbage() -> None:
