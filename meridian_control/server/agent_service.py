@@ -68,16 +68,14 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[agent_pb2.ConnectResponse]:
-        who, place = caller.get().name or host_of(context.peer()), ExitStack()
+        who = caller.get().name or host_of(context.peer())
         try:
             first = await _first(request_iterator)
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("message", "must begin with hello")
             caller.get().check_engine(first.hello.engine_id)
-            place = self._seat()
-            connection = self._fleet.join(first.hello, self._refresh, who)
+            connection, place = self._join(first.hello, who)
         except MeridianError as error:
-            place.close()
             self._fleet.count_end(error.code)
             raise
         reader = asyncio.create_task(self._read(connection, request_iterator))
@@ -113,6 +111,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 self._broken_off[connection.session.identity] = self._fleet.clock(), host
                 if self._looking is None or self._looking.done():
                     self._looking = asyncio.create_task(self._look_for_lost())
+
+    def _join(self, hello: agent_pb2.Hello, who: str) -> tuple[Connection, ExitStack]:
+        """Begin a session; return its connection, and its place among the engines, which the caller closes. Raises as
+        `Fleet.join`, and TooMany if there is no place."""
+        place = self._seat()
+        try:
+            return self._fleet.join(hello, self._refresh, who), place
+        except BaseException:
+            place.close()
+            raise
 
     def _log_connected(self, session: Session) -> None:
         engine_id, incarnation = session.identity
