@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 
 class FreezeDelivery:
-    """The freezes of one replica's engines. connections: the fleet's own set. over: is called once all engines have
-    been sent changed freezes."""
+    """The freezes of one replica's engines.
+
+    connections: the fleet's own set. when_sent: is called once all engines have been sent changed freezes.
+    """
 
     def __init__(
-        self, connections: Collection[Connection], clock: Callable[[], datetime], over: Callable[[], None]
+        self, connections: Collection[Connection], clock: Callable[[], datetime], when_sent: Callable[[], None]
     ) -> None:
-        self._connections, self._clock, self._over = connections, clock, over
+        self._connections, self._clock, self._when_sent = connections, clock, when_sent
         self._freezes: tuple[Freeze, ...] = ()
         # Timer that runs when the next freeze ends.
         self._thawing: asyncio.TimerHandle | None = None
@@ -52,7 +54,7 @@ class FreezeDelivery:
         if rest := waiting[ENGINES_AT_ONCE:]:
             asyncio.get_running_loop().call_soon(self._send_to, rest, freezes)
         else:
-            self._over()
+            self._when_sent()
 
     def _give(self, connection: Connection) -> None:
         session, now = connection.session, self._clock()

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 
 class Views:
-    """connections and departed: the fleet's own. engine_view: returns a session's engine as a message; its second
-    argument says whether the engine's stream is open."""
+    """The engines and live requests of one replica, as messages.
+
+    connections and departed: the fleet's own. engine_view: returns a session's engine as a message; its second argument
+    says whether the engine's stream is open.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class Views:
         return [request for _, request in keyed]
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
-        """Return the same at once."""
+        """Return the same as `requests_in_turns`, at once."""
         live = [request for session in self._sessions(engine_id) for request in request_views(session)]
         return sorted(live, key=lambda r: (r.engine_id, r.request_id))
 

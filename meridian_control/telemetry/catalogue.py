@@ -1,8 +1,7 @@
 """Every metric of the control plane: its name, its labels, its help text, and advice to the operator.
 
 Collectors take names, labels and texts from this list, so every exposed metric is listed. The metrics of a capability
-stand in its own folder. `python -m deploy.generate`
-writes the tables of the operations guide from it.
+stand in its own folder. `python -m deploy.generate` writes the tables of the operations guide from all of them.
 """
 
 from __future__ import annotations

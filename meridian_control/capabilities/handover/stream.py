@@ -48,9 +48,8 @@ class EngineHandovers(Part):
     """The handovers from one engine, and to it.
 
     `results` keeps what became of requests that were to be handed over, over all engines, or of this engine alone if
-    none are given. `pool` has the engines to
-    which requests may be handed over; whoever changes it does so between two reports. `shadowed` sums up the handovers
-    in shadow that would have happened.
+    none are given. `pool` has the engines to which requests may be handed over; whoever changes it does so between two
+    reports. `shadowed` sums up the handovers in shadow that would have happened.
     """
 
     def __init__(self, stream: Stream, results: Handovers | None = None) -> None:
