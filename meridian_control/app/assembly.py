@@ -137,7 +137,10 @@ async def assemble(
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)
-    store = PolicyStore(database, {one.name: one.section for one in listed.CAPABILITIES if one.section is not None})
+    store = PolicyStore(
+        database,
+        {capability.name: capability.section for capability in listed.CAPABILITIES if capability.section is not None},
+    )
     steady = SteadyClock(await database.now())
     memory = memory_limits(args)
     fleet = Fleet(

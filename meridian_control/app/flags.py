@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
         ("--max-caller-mib", MemoryLimits.caller, "one caller's engines"),
         ("--max-engines-mib", MemoryLimits.all, "all engines"),
     ):
-        told = f"most memory in MiB for the requests of {whose} on this replica; default: %(default)s"
-        p.add_argument(name, type=int, default=default >> 20, help=told)
+        help_text = f"most memory in MiB for the requests of {whose} on this replica; default: %(default)s"
+        p.add_argument(name, type=int, default=default >> 20, help=help_text)
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
     p.add_argument(
@@ -154,11 +154,11 @@ def engine_limits(args: argparse.Namespace) -> CallLimits:
 
 def memory_limits(args: argparse.Namespace) -> MemoryLimits:
     """Return the bounds of the memory that sessions take. Raises ValueError."""
-    found = {"stream": args.max_stream_mib, "caller": args.max_caller_mib, "engines": args.max_engines_mib}
-    for name, mib in found.items():
+    limits_mib = {"stream": args.max_stream_mib, "caller": args.max_caller_mib, "engines": args.max_engines_mib}
+    for name, mib in limits_mib.items():
         if mib < 1:
             raise ValueError(f"--max-{name}-mib must be at least 1; got {mib}")
-    return MemoryLimits(*(mib << 20 for mib in found.values()))
+    return MemoryLimits(*(mib << 20 for mib in limits_mib.values()))
 
 
 def bindable(address: str) -> str:

@@ -44,14 +44,14 @@ def audit(
         until=_stamp(until),
     )
     with connect(context) as client:
-        found = first(limit, client.audit.ListAudit, request, "records")
+        records = first(limit, client.audit.ListAudit, request, "records")
     table = new_table("time", "principal", "role", "peer", "method", "outcome", "before", "after", "what", "why")
-    for r in found:
+    for r in records:
         method = r.method.removeprefix("meridian.v1.")
         what = " ".join(f"{name}={r.details[name]}" for name in sorted(r.details))
         who = (r.time.ToJsonString(), r.principal, r.role, r.peer)
         add(table, *who, method, r.outcome, r.before_etag, r.after_etag, what, r.error or r.reason)
-    show(found, output, table)
+    show(records, output, table)
 
 
 def _stamp(time: datetime | None) -> Timestamp | None:

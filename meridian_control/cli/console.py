@@ -89,10 +89,10 @@ class Target:
                 _check("MERIDIAN_SERVER", server)
         elif server:
             _check("--server", server)
-        found = None if server else contexts.find(context)
-        if found is not None:
-            _check("the server of the context", found.server)
-            return found.server, self.credentials.over(found.credentials())
+        stored_context = None if server else contexts.find(context)
+        if stored_context is not None:
+            _check("the server of the context", stored_context.server)
+            return stored_context.server, self.credentials.over(stored_context.credentials())
         return server or DEFAULT_SERVER, self.credentials.over(ClientCredentials.from_environment())
 
     def channel(self) -> grpc.Channel:
@@ -148,12 +148,12 @@ def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
     if output is Output.table:
         console().print(rows)
         return
-    told = [as_dict(message) for message in messages]
+    entries = [as_dict(message) for message in messages]
     if output is Output.json:
-        show_value(told, output)
-    elif told:
+        show_value(entries, output)
+    elif entries:
         name = re.sub("(?<=.)(?=[A-Z])", "_", messages[0].DESCRIPTOR.name).lower()
-        show_value({name: told}, output)
+        show_value({name: entries}, output)
 
 
 def show_value(value: Any, output: Output) -> None:
@@ -192,8 +192,8 @@ class PlainConsole(Console):
 
 
 def console() -> PlainConsole:
-    found = PlainConsole()
-    return found if found.is_terminal else PlainConsole(width=PIPED_WIDTH)
+    plain = PlainConsole()
+    return plain if plain.is_terminal else PlainConsole(width=PIPED_WIDTH)
 
 
 def say(*lines: str, err: bool = False) -> None:
@@ -230,12 +230,12 @@ def pages(call: Any, request: Any) -> Iterator[Any]:
 
 def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
     """Return at most `limit` entries of a list method, read page by page from the field `field` of its responses."""
-    found: list[Any] = []
+    entries: list[Any] = []
     for page in pages(call, request):
-        found += getattr(page, field)
-        if len(found) >= limit:
+        entries += getattr(page, field)
+        if len(entries) >= limit:
             break
-    return found[:limit]
+    return entries[:limit]
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

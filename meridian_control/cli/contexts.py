@@ -76,12 +76,12 @@ def find(name: str) -> Context | None:
 
     Raises FileError.
     """
-    found = load()
-    wanted = name or found.current
-    if wanted and wanted not in found.contexts:
+    stored = load()
+    wanted = name or stored.current
+    if wanted and wanted not in stored.contexts:
         if (file := path()) is None:
             raise FileError(Path("meridian/contexts.toml"), "", "there is no home folder: set MERIDIAN_CONTEXTS")
         raise FileError(
-            file, "", f'has no context "{wanted}"; known contexts: {", ".join(sorted(found.contexts)) or "none"}'
+            file, "", f'has no context "{wanted}"; known contexts: {", ".join(sorted(stored.contexts)) or "none"}'
         )
-    return found.contexts[wanted] if wanted else None
+    return stored.contexts[wanted] if wanted else None

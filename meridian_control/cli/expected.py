@@ -36,14 +36,14 @@ class Expected:
     def missing(self, engines: Iterable[fleet_pb2.Engine], unreachable: Iterable[str]) -> list[str]:
         """Return the reasons why expected engines are not there, one a line. unreachable: ids of the replicas whose
         engines are not known."""
-        found = list(engines)
+        listed = list(engines)
         lines = unreachable_lines(unreachable)
-        live, least = connected(found), self.least or (0 if self.allow_none else 1)
+        live, least = connected(listed), self.least or (0 if self.allow_none else 1)
         if len(live) < least:
             number = f"{len(live)} engines are" if live else "no engine is"
             more = f", of at least {self.least}" if self.least else "; --allow-none accepts that"
             lines.append(f"{number} connected{more}")
-        gone = [engine for engine in found if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED]
+        gone = [engine for engine in listed if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED]
         lost = [engine for engine in gone if engine.lost and not self.least and not self.allow_none]
         lines += [f"{engine.engine_id} is lost: its stream broke off, and it has not come back" for engine in lost]
         if len(live) < least:
@@ -63,6 +63,6 @@ def same_names(engines: Iterable[fleet_pb2.Engine]) -> list[str]:
 
 def all_engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
     """Return the engines of all replicas, and the ids of the replicas that did not answer."""
-    found = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
-    unreachable = [name for page in found for name in page.unreachable_replicas]
-    return [engine for page in found for engine in page.engines], unreachable
+    answers = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
+    unreachable = [name for page in answers for name in page.unreachable_replicas]
+    return [engine for page in answers for engine in page.engines], unreachable

@@ -84,20 +84,20 @@ def decisions(
     asked = fleet_pb2.ListDecisionsRequest(
         engine_id=engine, request_id=request, kind=kind, reason=reason, page_size=min(limit, 1000)
     )
-    found: list[fleet_pb2.LoggedDecision] = []
+    logged: list[fleet_pb2.LoggedDecision] = []
     unreachable: set[str] = set()
     with connect(context) as client:
         for page in pages(client.fleet.ListDecisions, asked):
-            found += page.decisions
+            logged += page.decisions
             unreachable |= set(page.unreachable_replicas)
-            if len(found) >= limit:
+            if len(logged) >= limit:
                 break
-    found = found[:limit]
+    logged = logged[:limit]
     rows = new_table("time", "engine", "request", "revision", "decision", "think", "why", "outcome")
-    for d in found:
+    for d in logged:
         about = (d.engine_id, d.request_id, d.revision, _name(d), d.signals.think_tokens)
         add(rows, d.time.ToJsonString(), *about, _why(d), _outcome(d))
-    show(found, output, rows)
+    show(logged, output, rows)
     warn_unreachable(unreachable)
 
 
@@ -111,10 +111,10 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
     engines = [e for page in answers for e in page.engines]
     engines = [e for e in engines if engine in ("", e.engine_id)]
     if output is not Output.table:
-        told = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
+        shadow_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
         moved = [e for e in engines if e.HasField("shadow_handovers")]
-        told += [{"engine_id": e.engine_id, "section": "disagg", **as_dict(e.shadow_handovers)} for e in moved]
-        show_value(told if output is Output.json else {"shadow": told}, output)
+        shadow_rows += [{"engine_id": e.engine_id, "section": "disagg", **as_dict(e.shadow_handovers)} for e in moved]
+        show_value(shadow_rows if output is Output.json else {"shadow": shadow_rows}, output)
         return
     columns = "since revision", "thinking ended", "would end", "at, mean", "tokens saved", "of thinking"
     rows = new_table("engine", "section", "rule", *columns)

@@ -77,69 +77,69 @@ def freeze(
     request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
     request.duration.FromSeconds(duration_s(duration))
     with connect(context) as client:
-        made = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
-        say(f"freeze {made.freeze_id} until {_time(made)}")
-        _wait_for_confirmations(client, made, wait, Expected(engines, allow_none))
+        stored = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
+        say(f"freeze {stored.freeze_id} until {_time(stored)}")
+        _wait_for_confirmations(client, stored, wait, Expected(engines, allow_none))
 
 
 def _bad_label(pair: str) -> str:
     return f"--label must be KEY=VALUE; got {pair!r}"
 
 
-def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_s: float, expected: Expected) -> None:
+def _wait_for_confirmations(client: Client, stored: freeze_pb2.StoredFreeze, wait_s: float, expected: Expected) -> None:
     """Print how many engines have confirmed a freeze; exit with FAILED unless all that are expected have."""
     began = time.monotonic()
     while True:
         known, unreachable = all_engines(client)
-        found = [engine for engine in known if _is_meant(engine, made)]
-        wanted = connected(found)
+        meant = [engine for engine in known if _is_meant(engine, stored)]
+        wanted = connected(meant)
         missing = [
-            f"{engine.engine_id} has not confirmed: {_awaited(engine, made)}"
+            f"{engine.engine_id} has not confirmed: {_awaited(engine, stored)}"
             for engine in wanted
-            if not _is_frozen(engine, made)
+            if not _is_frozen(engine, stored)
         ]
-        missing += expected.missing(found, unreachable)
+        missing += expected.missing(meant, unreachable)
         waited_s = time.monotonic() - began
         # Only an engine's own replica can match the engine's labels, and that replica learns of the freeze within
         # HEARD_S.
-        is_known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
+        is_known = not stored.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
         if (is_known and not missing) or waited_s >= wait_s:
             break
         time.sleep(POLL_INTERVAL_S)
     if not wanted:
         say("no connected engine matches; engines that match are frozen as soon as they connect")
     else:
-        confirmed = sum(_is_frozen(engine, made) for engine in wanted)
+        confirmed = sum(_is_frozen(engine, stored) for engine in wanted)
         say(f"{confirmed} of {len(wanted)} connected engines confirmed")
     for engine in wanted:
-        if engine.freeze.paused and _is_frozen(engine, made):
+        if engine.freeze.paused and _is_frozen(engine, stored):
             say(f"vLLM is paused on {engine.engine_id}: the freeze is in force from its first step on")
     if missing:
         fail(FAILED, *missing)
 
 
-def _awaited(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> str:
+def _awaited(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> str:
     """Return what an engine's confirmation waits for."""
-    if made.freeze_id not in engine.freeze.freeze_ids:
+    if stored.freeze_id not in engine.freeze.freeze_ids:
         return "its replica of the control plane has not sent the freeze to it yet"
-    told = f"came at {_clock(engine.report_time)}" if engine.HasField("report_time") else "is still to come"
-    return f"none of its steps has begun since; its last report {told}"
+    report_text = f"came at {_clock(engine.report_time)}" if engine.HasField("report_time") else "is still to come"
+    return f"none of its steps has begun since; its last report {report_text}"
 
 
 def _clock(time: Timestamp) -> str:
     return time.ToDatetime().strftime("%H:%M:%S UTC")
 
 
-def _is_meant(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
-    if made.freeze_id in engine.freeze.freeze_ids:
+def _is_meant(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> bool:
+    if stored.freeze_id in engine.freeze.freeze_ids:
         return True
-    labels = tuple(made.match.engine_labels.items())
-    match = Match(tuple(made.match.engine_ids), made.match.model, labels)
+    labels = tuple(stored.match.engine_labels.items())
+    match = Match(tuple(stored.match.engine_ids), stored.match.model, labels)
     return match.matches(engine.engine_id, engine.model, engine.labels)
 
 
-def _is_frozen(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
-    return engine.freeze.confirmed and made.freeze_id in engine.freeze.freeze_ids
+def _is_frozen(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> bool:
+    return engine.freeze.confirmed and stored.freeze_id in engine.freeze.freeze_ids
 
 
 def thaw(
@@ -161,8 +161,8 @@ def freezes(context: typer.Context, output: OutputOption = Output.table) -> None
     """List the freezes in force, newest first."""
     with connect(context) as client:
         request = freeze_pb2.ListFreezesRequest()
-        found = [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
-    show(found, output, _table(found))
+        entries = [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
+    show(entries, output, _table(entries))
 
 
 def _table(rows: Sequence[freeze_pb2.StoredFreeze]) -> Table:

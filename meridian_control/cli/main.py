@@ -103,26 +103,26 @@ def options(
 def engines(context: typer.Context, output: OutputOption = Output.table) -> None:
     """List the engines with their state, policy revision and load."""
     with connect(context) as client:
-        found, unreachable = all_engines(client)
-    show(found, output, engine_table(found))
+        listed, unreachable = all_engines(client)
+    show(listed, output, engine_table(listed))
     warn_unreachable(unreachable)
     if output is Output.table:
-        for refused in (engine for engine in found if engine.nack_error):
+        for refused in (engine for engine in listed if engine.nack_error):
             say(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
-        for reason in dict.fromkeys(engine.withdrawn for engine in found if engine.withdrawn):
-            names = ", ".join(engine.engine_id for engine in found if engine.withdrawn == reason)
+        for reason in dict.fromkeys(engine.withdrawn for engine in listed if engine.withdrawn):
+            names = ", ".join(engine.engine_id for engine in listed if engine.withdrawn == reason)
             say(f"{names}: the control plane has withdrawn what did harm: {reason}")
-        for noted in (engine for engine in found if engine.entropy_note):
+        for noted in (engine for engine in listed if engine.entropy_note):
             backend = entropy_backend_name(noted.entropy_backend)
             say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
-        for blind in (engine for engine in found if engine.unknown_markers):
+        for blind in (engine for engine in listed if engine.unknown_markers):
             say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
-        for name in same_names(found):
+        for name in same_names(listed):
             say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
-        for lacking in found:
+        for lacking in listed:
             for fact in lacking.missing_facts:
                 say(f"{lacking.engine_id} works without {fact}")
-        for line in (*thinking_lines(found), *pool_lines(found), *limit_lines(found)):
+        for line in (*thinking_lines(listed), *pool_lines(listed), *limit_lines(listed)):
             say(line)
 
 
@@ -139,10 +139,10 @@ def requests(
     with connect(context) as client:
         request = fleet_pb2.ListRequestsRequest(engine_id=engine)
         answers = list(pages(client.fleet.ListRequests, request))
-    found = [
+    live_requests = [
         live for page in answers for live in page.requests if not request_id or is_called(live.request_id, request_id)
     ]
-    show(found, output, request_table(found))
+    show(live_requests, output, request_table(live_requests))
     warn_unreachable(name for page in answers for name in page.unreachable_replicas)
 
 
@@ -153,8 +153,8 @@ def budgets(context: typer.Context, output: OutputOption = Output.table) -> None
         answer = client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S)
     show(list(answer.budgets), output, budget_table(answer.budgets))
     if output is Output.table and answer.budgets:
-        told = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
-        say(f"usage of all replicas as of {told}")
+        shared_at = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
+        say(f"usage of all replicas as of {shared_at}")
 
 
 @app.command()
@@ -166,14 +166,14 @@ def pressure(
     """List the pressure entries of each connected engine: their levels, the measured values and their targets, and the
     newest changes of the level."""
     with connect(context) as client:
-        found, unreachable = all_engines(client)
+        listed, unreachable = all_engines(client)
     warn_unreachable(unreachable)
-    rows = [e for e in connected(found) if engine in ("", e.engine_id)]
+    rows = [e for e in connected(listed) if engine in ("", e.engine_id)]
     if output is Output.table:
         console().print(pressure_table(rows))
         return
-    told = [{"engine_id": e.engine_id, **as_dict(row)} for e in rows for row in e.pressures]
-    show_value(told if output is Output.json else {"pressures": told}, output)
+    pressure_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in rows for row in e.pressures]
+    show_value(pressure_rows if output is Output.json else {"pressures": pressure_rows}, output)
 
 
 @app.command()
@@ -196,8 +196,8 @@ def wait(
         # The call fails if the revision was never stored, so that no engine could apply it.
         wanted = current(client, revision or 0).revision
         while True:
-            found, unreachable = all_engines(client)
-            live, missing = connected(found), expected.missing(found, unreachable)
+            listed, unreachable = all_engines(client)
+            live, missing = connected(listed), expected.missing(listed, unreachable)
             behind = [engine for engine in live if engine.acked_revision < wanted]
             if not behind and not missing:
                 break

@@ -170,9 +170,9 @@ def policy_history(
     """List the policy revisions, newest first."""
     with connect(context) as client:
         request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
-        found = first(limit, client.policy.ListRevisions, request, "revisions")
-    rows = [(r.revision, r.create_time.ToJsonString(), r.author, r.reason, r.etag) for r in found]
-    show(found, output, _rows(("revision", "time", "author", "reason", "etag"), rows))
+        revisions = first(limit, client.policy.ListRevisions, request, "revisions")
+    rows = [(r.revision, r.create_time.ToJsonString(), r.author, r.reason, r.etag) for r in revisions]
+    show(revisions, output, _rows(("revision", "time", "author", "reason", "etag"), rows))
 
 
 @policy_app.command("diff")

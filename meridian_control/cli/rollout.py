@@ -105,13 +105,13 @@ def rollout_status(
 ) -> None:
     """Print a rollout: its state and steps, what it waits for, the values of its guardrails, and its events."""
     with connect(context) as client:
-        found = _rollout(client, rollout)
-        while wait and found.state in (rollout_pb2.ROLLOUT_STATE_RUNNING, rollout_pb2.ROLLOUT_STATE_PAUSED):
+        stored = _rollout(client, rollout)
+        while wait and stored.state in (rollout_pb2.ROLLOUT_STATE_RUNNING, rollout_pb2.ROLLOUT_STATE_PAUSED):
             time.sleep(POLL_INTERVAL_S)
-            found = _rollout(client, found.rollout_id)
-    _print(found, output)
-    if wait and found.state != rollout_pb2.ROLLOUT_STATE_COMPLETED:
-        fail(FAILED, f"rollout {found.rollout_id} is {_word(found)}")
+            stored = _rollout(client, stored.rollout_id)
+    _print(stored, output)
+    if wait and stored.state != rollout_pb2.ROLLOUT_STATE_COMPLETED:
+        fail(FAILED, f"rollout {stored.rollout_id} is {_word(stored)}")
 
 
 @rollout_app.command("list")
@@ -123,12 +123,12 @@ def rollout_list(
     """List the rollouts, newest first."""
     with connect(context) as client:
         request = rollout_pb2.ListRolloutsRequest(page_size=min(limit, 1000))
-        found = first(limit, client.rollout.ListRollouts, request, "rollouts")
+        rollouts = first(limit, client.rollout.ListRollouts, request, "rollouts")
     shown = new_table("rollout", "state", "step", "candidate", "started", "author", "reason")
-    for r in found:
+    for r in rollouts:
         started = r.create_time.ToJsonString()
         add(shown, r.rollout_id, _word(r), _step(r), r.candidate_revision, started, r.author, r.reason)
-    show(found, output, shown)
+    show(rollouts, output, shown)
 
 
 def _steering(name: str, method: str, request: type[Message], text: str) -> None:

@@ -67,20 +67,20 @@ def pool_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
 def limit_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
     """Yield each engine's limits that are not at their start-up values, or not at the values that the policy sets."""
     for e in rows:
-        found = [row for row in e.engine_limits if row.in_force != row.limit.startup or row.wanted]
-        if found:
-            yield f"{e.engine_id} runs with {', '.join(_limit(row, e) for row in found)}"
+        changed = [row for row in e.engine_limits if row.in_force != row.limit.startup or row.wanted]
+        if changed:
+            yield f"{e.engine_id} runs with {', '.join(_limit(row, e) for row in changed)}"
 
 
 def _limit(row: fleet_pb2.EngineLimitState, engine: fleet_pb2.Engine) -> str:
-    told = f"started with {row.limit.startup}"
+    text = f"started with {row.limit.startup}"
     if row.wanted not in (0, row.in_force):
-        told += f"; the policy sets {row.wanted}"
+        text += f"; the policy sets {row.wanted}"
         if not row.limit.lowest <= row.wanted <= row.limit.highest:
-            told += f", the engine takes {row.limit.lowest} to {row.limit.highest}"
+            text += f", the engine takes {row.limit.lowest} to {row.limit.highest}"
         else:
-            told += f", not in force: {_engine_state(engine)}"
-    return f"{row.name} {row.in_force} ({told})"
+            text += f", not in force: {_engine_state(engine)}"
+    return f"{row.name} {row.in_force} ({text})"
 
 
 def handover_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
@@ -192,10 +192,10 @@ def harm_table(row: fleet_pb2.Savings) -> Table:
     return shown
 
 
-def _harm(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, row: fleet_pb2.Savings) -> str:
-    if not found.HasField("harm_ratio"):
-        return f"not measured, {unmeasured_reason(found, row)}"
-    value, high = found.harm_ratio.value, found.harm_ratio.high
+def _harm(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, row: fleet_pb2.Savings) -> str:
+    if not harm.HasField("harm_ratio"):
+        return f"not measured, {unmeasured_reason(harm, row)}"
+    value, high = harm.harm_ratio.value, harm.harm_ratio.high
     return f"{value:.2%}, at most {high:.2%}; allowed {row.max_loss:.2%}"
 
 
@@ -219,8 +219,8 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
         yield f"shadow's own estimate: {row.shadow_saved_tokens / row.control.think_tokens:.1%} of the thinking"
     if row.HasField("spills"):
         spills, longer = (
-            f"{found.value * 100:+.1f} points ({found.low * 100:+.1f} to {found.high * 100:+.1f})"
-            for found in (row.spills, row.long_answers)
+            f"{interval.value * 100:+.1f} points ({interval.low * 100:+.1f} to {interval.high * 100:+.1f})"
+            for interval in (row.spills, row.long_answers)
         )
         yield f"spilled after forced ends, against natural ends: {spills}; long answers alone: {longer}"
     else:
@@ -248,8 +248,7 @@ def _distributions(row: fleet_pb2.Savings) -> Iterator[str]:
             yield f"{named.value}: no request yet"
             continue
         shares = (
-            f"{each.seen / seen:.0%} (calibrated {each.calibrated / calibrated:.0%}) up to {each.max_value:.3g}"
-            for each in bins
+            f"{b.seen / seen:.0%} (calibrated {b.calibrated / calibrated:.0%}) up to {b.max_value:.3g}" for b in bins
         )
         unit = f", in {named.unit}" * bool(named.unit)
         yield f"{named.value} of {seen} requests{unit}: {', '.join(shares)}"

@@ -106,20 +106,20 @@ def calibrate(
         replay = _replay(traces, labels, base, model, delay_tokens)
     goal = calibration.Goal(max_loss, confidence)
     try:
-        found = calibration.calibrate(replay, goal)
+        result = calibration.calibrate(replay, goal)
     except halves.TooFewRequests as error:
         left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
         fail(FAILED, str(error), *left_out)
     terminal = console()
-    terminal.print(calibration_report.table(found, goal))
-    for sentence in calibration_report.sentences(found, replay, goal):
+    terminal.print(calibration_report.table(result, goal))
+    for sentence in calibration_report.sentences(result, replay, goal):
         terminal.say()
         terminal.say(sentence)
-    figures = json.dumps(calibration_report.report(found, replay, goal), indent=2) + "\n"
-    _write(out, lambda path: path.write_text(forms.to_toml(found.policy), encoding="utf-8"))
+    figures = json.dumps(calibration_report.report(result, replay, goal), indent=2) + "\n"
+    _write(out, lambda path: path.write_text(forms.to_toml(result.policy), encoding="utf-8"))
     _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
-    _write(plot, lambda path: calibration_report.plot(found, replay, path))
-    if found.recommended is None and not (found.second and found.second.in_force):
+    _write(plot, lambda path: calibration_report.plot(result, replay, path))
+    if result.recommended is None and not (result.second and result.second.in_force):
         raise typer.Exit(FAILED)
 
 

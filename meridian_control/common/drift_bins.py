@@ -37,8 +37,10 @@ class Bin(NamedTuple):
 
 def drift_bins(savings: fleet_pb2.Savings) -> dict[str, list[Bin]]:
     """Return the bins of each signal that the policy describes, by signal, in ascending order."""
-    found = {"eat": [Bin(each.max_nats, each.calibrated, each.seen) for each in savings.eat_samples]}
+    by_signal = {
+        "eat": [Bin(sample_bin.max_nats, sample_bin.calibrated, sample_bin.seen) for sample_bin in savings.eat_samples]
+    }
     others = {"rank": savings.rank_samples, "margin": savings.margin_samples, "rpdi": savings.rpdi_samples}
     for signal, bins in others.items():
-        found[signal] = [Bin(each.max_value, each.calibrated, each.seen) for each in bins]
-    return {signal: bins for signal, bins in found.items() if bins}
+        by_signal[signal] = [Bin(sample_bin.max_value, sample_bin.calibrated, sample_bin.seen) for sample_bin in bins]
+    return {signal: bins for signal, bins in by_signal.items() if bins}

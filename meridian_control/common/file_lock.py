@@ -57,8 +57,10 @@ class FileLock:
     def _described(self) -> str:
         """Describe the control plane that holds the lock."""
         try:
-            told = json.loads(self._holder.read_text(encoding="utf-8"))
-            return f"process {told['pid']} on {told['host']}, which serves {told['address']} since {told['since']}"
+            holder = json.loads(self._holder.read_text(encoding="utf-8"))
+            return (
+                f"process {holder['pid']} on {holder['host']}, which serves {holder['address']} since {holder['since']}"
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return "another control plane"
 

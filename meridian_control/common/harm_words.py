@@ -20,8 +20,8 @@ def kind_text(kind: str, name: str) -> str:
     return WORDS.get(kind) or f"{kind} {name}"
 
 
-def unmeasured_reason(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
+def unmeasured_reason(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
     """Return why the harm of all kinds, or of one, is not measured under the rules of `savings`."""
     if savings.not_measured:
         return savings.not_measured
-    return "no probe came where thinking would have ended" if found.unjudged else "no request is judged yet"
+    return "no probe came where thinking would have ended" if harm.unjudged else "no request is judged yet"

@@ -34,11 +34,11 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | 
 def host_name(text: str) -> str:
     """Return the name in a flag that adds one. Raises ArgumentTypeError for a name that no Host header can have without
     its port."""
-    said = text.strip()
-    if _is_address(said):
-        return said.lower()
-    found = _HOST.fullmatch(said)
-    if (name := _name(said)) is None or (found and found[2]) or "*" in name:
+    name_text = text.strip()
+    if _is_address(name_text):
+        return name_text.lower()
+    match = _HOST.fullmatch(name_text)
+    if (name := _name(name_text)) is None or (match and match[2]) or "*" in name:
         raise argparse.ArgumentTypeError(f"must be one host name or address, without scheme, port or *; got {text!r}")
     return name
 
@@ -139,8 +139,8 @@ class HttpListener:
     def _refusal(self, request: web.Request) -> web.Response | None:
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1 or not self._hosts.allows(hosts[0]):
-            told = ", ".join(map(ascii, hosts))[:100] or "no host"
-            return _refused(421, f"this listener does not answer to {told}; --allow-host adds a name")
+            names = ", ".join(map(ascii, hosts))[:100] or "no host"
+            return _refused(421, f"this listener does not answer to {names}; --allow-host adds a name")
         origin = request.headers.get("Origin")
         # Browsers name no origin in requests for images and scripts, but say that the request comes from another site.
         foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
@@ -164,8 +164,8 @@ def _refused(status: int, text: str) -> web.Response:
 
 def _name(host: str) -> str | None:
     """Return the name in a Host header or an origin, in lower case and without its port; None if it is malformed."""
-    found = _HOST.fullmatch(host)
-    return found[1].strip("[]").lower().rstrip(".") if found else None
+    match = _HOST.fullmatch(host)
+    return match[1].strip("[]").lower().rstrip(".") if match else None
 
 
 def _is_address(name: str) -> bool:

@@ -72,17 +72,17 @@ def regularized_beta(x: float, a: float, b: float) -> float:
 def _fraction(x: float, a: float, b: float) -> float:
     tiny = 1e-300
     c, d = 1.0, 1 / _away_from_0(1 - (a + b) * x / (a + 1), tiny)
-    found = d
+    fraction = d
     for m in range(1, MAX_TERMS):
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         for term in (even, odd):
             d = 1 / _away_from_0(1 + term * d, tiny)
             c = _away_from_0(1 + term / c, tiny)
-            found *= c * d
+            fraction *= c * d
         if abs(c * d - 1) < CONVERGED:
             break
-    return found
+    return fraction
 
 
 def _away_from_0(value: float, tiny: float) -> float:

@@ -30,15 +30,15 @@ class JsonFormatter(logging.Formatter):
     """Writes a record as a JSON object with time, level, logger, message and, if it has one, its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 class StrangerFilter(logging.Filter):
@@ -81,8 +81,8 @@ def begin(args: argparse.Namespace, *filters: logging.Filter) -> None:
     """Write the log to standard error in the form and from the level that the flags name, but for lines that a filter
     stops; other packages' records only from WARNING on."""
     handler = logging.StreamHandler()
-    for one in filters:
-        handler.addFilter(one)
+    for log_filter in filters:
+        handler.addFilter(log_filter)
     handler.setFormatter(JsonFormatter() if args.log_format == "json" else PlainFormatter(TEXT))
     logging.basicConfig(level="WARNING", handlers=[handler])
     logging.captureWarnings(True)

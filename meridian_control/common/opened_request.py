@@ -36,19 +36,24 @@ class OpenedRequest:
         *("min_think_tokens", "max_think_tokens", "remote_decode", "held_bytes"),
     )
 
-    def __init__(self, told: agent_pb2.RequestOpened) -> None:
+    def __init__(self, message: agent_pb2.RequestOpened) -> None:
         """Take the fields from a part of a report or snapshot. Raises BadReport if the slot, a count or a text is out
         of range."""
-        self.slot = slot = told.slot
-        self.prompt_tokens = prompt_tokens = told.prompt_tokens
-        self.think_tokens = think_tokens = told.think_tokens
-        self.output_tokens = output_tokens = told.output_tokens
-        request_id, model, tenant = told.request_id, told.model, told.tenant
-        slo_class, effort, traceparent, ref = told.slo_class, told.effort, told.traceparent, told.handed_over_ref
+        self.slot = slot = message.slot
+        self.prompt_tokens = prompt_tokens = message.prompt_tokens
+        self.think_tokens = think_tokens = message.think_tokens
+        self.output_tokens = output_tokens = message.output_tokens
+        request_id, model, tenant = message.request_id, message.model, message.tenant
+        slo_class, effort, traceparent, ref = (
+            message.slo_class,
+            message.effort,
+            message.traceparent,
+            message.handed_over_ref,
+        )
         if slot >= MAX_SLOTS:
             raise BadReport(f"slot must be below {MAX_SLOTS}; got {slot}")
         if prompt_tokens > MAX_COUNT or think_tokens > MAX_COUNT or output_tokens > MAX_COUNT:
-            _refuse_count(told)
+            _refuse_count(message)
         size = len(request_id) + len(model) + len(tenant) + len(slo_class) + len(effort) + len(traceparent) + len(ref)
         if size > SHORT_TEXT:
             given = request_id, model, tenant, slo_class, effort, traceparent, ref
@@ -58,10 +63,10 @@ class OpenedRequest:
         self.request_id, self.traceparent, self.handed_over_ref = request_id, traceparent, ref
         self.model, self.tenant = intern(model), intern(tenant)
         self.slo_class, self.effort = intern(slo_class), intern(effort)
-        self.max_tokens, self.phase, self.remote_decode = told.max_tokens, told.phase, told.remote_decode
-        self.unreported_think_tokens = told.unreported_think_tokens
-        self.min_think_tokens = told.min_think_tokens
-        self.max_think_tokens = told.max_think_tokens if told.HasField("max_think_tokens") else None
+        self.max_tokens, self.phase, self.remote_decode = message.max_tokens, message.phase, message.remote_decode
+        self.unreported_think_tokens = message.unreported_think_tokens
+        self.min_think_tokens = message.min_think_tokens
+        self.max_think_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
         self.held_bytes = OPENED_BYTES + size
 
     def __eq__(self, other: object) -> bool:
@@ -84,7 +89,7 @@ def _bounded(name: str, text: str) -> str:
     return text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
 
 
-def _refuse_count(told: agent_pb2.RequestOpened) -> None:
+def _refuse_count(message: agent_pb2.RequestOpened) -> None:
     for name in ("prompt_tokens", "think_tokens", "output_tokens"):
-        if (count := getattr(told, name)) > MAX_COUNT:
+        if (count := getattr(message, name)) > MAX_COUNT:
             raise BadReport(f"{name} must be at most {MAX_COUNT}; got {count}")

@@ -33,14 +33,14 @@ def packed_fields(message: Message) -> dict[int, NDArray[np.uint8]]:
     the message does not define may be among them, and an absent field is left out.
     """
     encoded = message.SerializeToString()
-    line, found, at, groups = np.frombuffer(encoded, np.uint8), dict[int, "NDArray[np.uint8]"](), 0, 0
+    line, fields, at, groups = np.frombuffer(encoded, np.uint8), dict[int, "NDArray[np.uint8]"](), 0, 0
     while at < len(encoded):
         tag, at = _varint(encoded, at)
         kind = tag & 7
         if kind == DELIMITED:
             length, at = _varint(encoded, at)
             if not groups:
-                found[tag >> 3] = line[at : at + length]
+                fields[tag >> 3] = line[at : at + length]
             at += length
         elif kind == VARINT:
             _, at = _varint(encoded, at)
@@ -49,7 +49,7 @@ def packed_fields(message: Message) -> dict[int, NDArray[np.uint8]]:
             groups += 1 if kind == GROUP else -1
         else:
             at += FIXED_BYTES[kind]
-    return found
+    return fields
 
 
 def _varint(encoded: bytes, at: int) -> tuple[int, int]:

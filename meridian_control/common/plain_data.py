@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 def plain(message: Message) -> dict[str, Any]:
     """Convert a message to plain data with the proto's names and with zeros; NaN (not measured) is left out."""
-    told = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _finite(told)  # type: ignore[no-any-return]
+    values = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _finite(values)  # type: ignore[no-any-return]
 
 
 def _finite(value: Any) -> Any:

@@ -36,8 +36,8 @@ def printable_document(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: found[0] if found[0] in "\n\t" else _document_escape(found[0]), text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape", "surrogatepass").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape", "surrogatepass").decode()
 
 
 def _document_escape(character: str) -> str:

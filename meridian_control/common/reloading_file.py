@@ -57,7 +57,7 @@ class Reloaded(Generic[Value]):
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes with the file, also if a symbolic link in its path is replaced; None for no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size

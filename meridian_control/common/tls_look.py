@@ -48,9 +48,9 @@ def trouble(target: str, credentials: ClientCredentials, names: Names = Names())
 
 def host_and_port(target: str) -> tuple[str, int] | None:
     """Return host and port of a gRPC target, None for one that names no TCP address."""
-    scheme, found, rest = target.partition("://")
-    name = rest.lstrip("/").rpartition("/")[2] if found else target
-    if (found and scheme not in ("dns", "ipv4", "ipv6")) or target.startswith(("unix:", "unix-abstract:")):
+    scheme, separator, rest = target.partition("://")
+    name = rest.lstrip("/").rpartition("/")[2] if separator else target
+    if (separator and scheme not in ("dns", "ipv4", "ipv6")) or target.startswith(("unix:", "unix-abstract:")):
         return None
     for prefix in ("dns:", "ipv4:", "ipv6:"):
         name = name.removeprefix(prefix)

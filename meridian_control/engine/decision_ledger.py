@@ -85,35 +85,35 @@ class Ledger:
         seen: the table or moments with the signals that the decision is based on, and the index in them; None for the
         current state of the request. cap_tokens: the cap that a decision of kind cap sets.
         """
-        made = self._new(kind, reason, slot, cap_tokens)
+        decision = self._new(kind, reason, slot, cap_tokens)
         if slot is not None:
             if self._journal is not None:
                 table, index = seen or (self._table, slot)
-                self._journal.decided(made, table, index, self._policies.behind(slot, reason), shadow=shadow)
-            self.last[slot] = made
+                self._journal.decided(decision, table, index, self._policies.behind(slot, reason), shadow=shadow)
+            self.last[slot] = decision
         if slot is not None and kind == "force" and not shadow:
-            self.forces[slot] = made
-        self._totals.decisions[made.counted_as] += 1
-        return made.decision_id
+            self.forces[slot] = decision
+        self._totals.decisions[decision.counted_as] += 1
+        return decision.decision_id
 
     def make_probes(self, reason: str, slots: list[int], seen: Seen, indices: NDArray[np.intp]) -> list[int]:
         """Decide to probe requests that have the same policy; return the ids of the decisions.
 
         indices: the index of each request in `seen`, the table or moments on which the decision is based.
         """
-        made = [self._new("probe", reason, slot) for slot in slots]
-        if made:
+        probes = [self._new("probe", reason, slot) for slot in slots]
+        if probes:
             if self._journal is not None:
-                self._journal.probed(made, seen, indices, self._policies.behind(slots[0], reason))
-            self._totals.decisions["probe"] += len(made)
-        return [decision.decision_id for decision in made]
+                self._journal.probed(probes, seen, indices, self._policies.behind(slots[0], reason))
+            self._totals.decisions["probe"] += len(probes)
+        return [decision.decision_id for decision in probes]
 
     def _new(self, kind: str, reason: str, slot: int | None, cap_tokens: int = 0) -> Decision:
         self.made += 1
         info = self._table.info[slot] if slot is not None else None
-        made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
-        self.open[self.made] = made
-        return made
+        decision = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
+        self.open[self.made] = decision
+        return decision
 
     def concerns(self, decision: Decision) -> bool:
         """Whether the request that the decision is about still lives in its slot."""
@@ -140,17 +140,17 @@ class Ledger:
         """
         probed: list[int | None] = []
         settled: list[Decision] = []
-        for told in outcomes:
+        for reported in outcomes:
             if len(settled) >= SETTLED_AT_ONCE:
                 self._count(settled)
                 settled = []
                 yield
-            slot, decision = None, self.open.pop(told.decision_id, None)
+            slot, decision = None, self.open.pop(reported.decision_id, None)
             if decision is None:
                 self._totals.unknown_outcomes += 1
             else:
-                outcome = told.outcome
-                settled.append(self._finish(decision, outcome, told.think_tokens, told.detail[:MAX_TEXT]))
+                outcome = reported.outcome
+                settled.append(self._finish(decision, outcome, reported.think_tokens, reported.detail[:MAX_TEXT]))
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
@@ -191,8 +191,8 @@ class Ledger:
     def close(self) -> Sliced[None]:
         """Close the decisions without an outcome, because the stream has ended and no outcome can arrive any more."""
         while self.open:
-            some = list(islice(self.open, SETTLED_AT_ONCE))
-            self._count([self._finish(self.open.pop(number), agent_pb2.OUTCOME_AGENT_OFF) for number in some])
+            numbers = list(islice(self.open, SETTLED_AT_ONCE))
+            self._count([self._finish(self.open.pop(number), agent_pb2.OUTCOME_AGENT_OFF) for number in numbers])
             if self.open:
                 yield
 

@@ -66,7 +66,7 @@ class EffectivePolicies:
         self.policy, self.revision = policy, revision
         self._held = [Held(policy, None, policy, policy)]
         self._newest_behind = None
-        self._active = [one for one in self.shorteners if one.entries]
+        self._active = [shortener for shortener in self.shorteners if shortener.entries]
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
         for count, (slot, opened) in enumerate(self._table.requests(), 1):
@@ -83,7 +83,7 @@ class EffectivePolicies:
         entries: list[StagedEntry] = []
         if own.override or self._active:
             who = self._who(opened)
-            entries = [entry for one in self._active for entry in one.assign(slot, opened, who, again)]
+            entries = [entry for shortener in self._active for entry in shortener.assign(slot, opened, who, again)]
             own = own.of(who)
         is_held_out = self.holdout is not None and self.holdout.assign(slot, opened, own, entries, again)
         if own is not self.policy or is_held_out or self._active:
@@ -91,7 +91,7 @@ class EffectivePolicies:
 
     def _staged(self, slot: int) -> tuple[tuple[Staged, ...], ...]:
         """Return, for each active shortener, the entries that put the request in a slot into a stage."""
-        return tuple([one.staged(slot) for one in self._active])
+        return tuple([shortener.staged(slot) for shortener in self._active])
 
     def shorten_again(self, slots: list[int]) -> Sliced[None]:
         """Find the policy of live requests whose entries have changed their stages."""
@@ -106,8 +106,8 @@ class EffectivePolicies:
         done = 0
         for own, staged, same_slots in chosen:
             for begin in range(0, len(same_slots), SLICE_ROWS):
-                self._shorten(some := same_slots[begin : begin + SLICE_ROWS], own, staged)
-                if (done := done + len(some)) >= SLICE_ROWS:
+                self._shorten(part := same_slots[begin : begin + SLICE_ROWS], own, staged)
+                if (done := done + len(part)) >= SLICE_ROWS:
                     done = 0
                     yield
 
@@ -123,14 +123,14 @@ class EffectivePolicies:
             group = 0 if policy is self.policy else self._index_of(Held(policy, by, own, policy))
         for slot in slots:
             self._table.set_group(slot, group)
-        for one, mine in zip(self._active, by_shortener, strict=True):
+        for shortener, mine in zip(self._active, by_shortener, strict=True):
             would: Policy | None = None
             for slot in slots:
                 cap = None
-                if own.scheduler.enabled and one.has_shadow(slot):
+                if own.scheduler.enabled and shortener.has_shadow(slot):
                     would = would or shortened(own, mine, shadow=True)[0]
                     cap = self._cap_under(would, slot, own)
-                self._shadow.shortened(one.section, slot, int(self._table.think_tokens[slot]), cap)
+                self._shadow.shortened(shortener.section, slot, int(self._table.think_tokens[slot]), cap)
 
     def _cap_under(self, would: Policy, slot: int, own: Policy) -> int | None:
         """Return the cap that a policy shortened by entries in shadow would give a request."""
@@ -186,7 +186,7 @@ class EffectivePolicies:
 
     def compared_rules(self, policy: Policy) -> object:
         """Return the parts of a policy that decide what is compared in shadow; equal parts compare equal."""
-        entries = [getattr(policy, one.section) for one in self.shorteners]
+        entries = [getattr(policy, shortener.section) for shortener in self.shorteners]
         return policy.scheduler, policy.entropy, policy.loop, policy.override, *entries
 
     def ema_alpha(self, slots: NDArray[np.int64]) -> NDArray[np.float64] | float:
@@ -223,7 +223,7 @@ class EffectivePolicies:
                 self._newest_behind = behind = Behind(self.revision, held.policy, None, None)
             return behind
         by = held.by.soft if reason == "soft_close" else held.by.rules if reason in ENTROPY_REASONS else held.by.cap
-        (detail,) = (one.detail(by) for one in self._active if one.section == by.section)
+        (detail,) = (shortener.detail(by) for shortener in self._active if shortener.section == by.section)
         return Behind(self.revision, held.policy, by, detail)
 
     def in_use(self) -> list[tuple[Policy, Among]]:

@@ -59,9 +59,9 @@ class kept(Generic[T]):  # noqa: N801
         self._name = name
 
     def __get__(self, made_for: Any, owner: type | None = None) -> T:
-        made: T = self._make(made_for)
-        made_for.__dict__[self._name] = made
-        return made
+        value: T = self._make(made_for)
+        made_for.__dict__[self._name] = value
+        return value
 
 
 class Unsampled:
@@ -218,8 +218,8 @@ class History:
     def places_in(self, slots: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return for each slot the place after its last row of the given step."""
         parts = zip(*(column.tolist() for column in (*self.span(slots), steps)), strict=True)
-        found = (at + self.step[at:until].searchsorted(step, side="right") for at, until, step in parts)
-        return np.fromiter(found, np.intp, len(slots))
+        places = (at + self.step[at:until].searchsorted(step, side="right") for at, until, step in parts)
+        return np.fromiter(places, np.intp, len(slots))
 
     @kept
     def step(self) -> NDArray[np.int64]:

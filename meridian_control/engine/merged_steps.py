@@ -42,20 +42,20 @@ def step_of(report: agent_pb2.StepReport, name: str, entries: int) -> list[int]:
     If the agent does not say, the step is the last. name: of the field. Call `ages_ms` first, which checks the report.
     Raises BadReport if the counts per step do not add up to the entries of the field.
     """
-    if not (told := getattr(report.merged, name)[:]):
+    if not (counts := getattr(report.merged, name)[:]):
         return [max(report.steps, 1) - 1] * entries
-    if len(told) != report.steps or sum(told) != entries:
+    if len(counts) != report.steps or sum(counts) != entries:
         raise BadReport(
-            f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(told)} in {len(told)}"
+            f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(counts)} in {len(counts)}"
         )
-    return list(chain.from_iterable(map(repeat, range(len(told)), told)))
+    return list(chain.from_iterable(map(repeat, range(len(counts)), counts)))
 
 
 def step_of_rows(report: agent_pb2.StepReport) -> NDArray[np.int64]:
     """Return the step in which each token row came, [rows], as `step_of` does. Call `ages_ms` first."""
-    if not (told := report.merged.rows[:]):
+    if not (counts := report.merged.rows[:]):
         return np.full(row_count(report.tokens), max(report.steps, 1) - 1)
-    return np.arange(len(told)).repeat(told)
+    return np.arange(len(counts)).repeat(counts)
 
 
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
@@ -68,12 +68,12 @@ def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
         return np.zeros(rows)
     if report.steps > MAX_STEPS:
         raise BadReport(f"a report must merge at most {MAX_STEPS} steps; got {report.steps}")
-    told, age_ms = merged.rows[:], merged.age_ms[:]
-    lengths = [len(column) for column in (told, merged.step_time_ms, merged.prefill_tokens, age_ms)]
+    row_counts, age_ms = merged.rows[:], merged.age_ms[:]
+    lengths = [len(column) for column in (row_counts, merged.step_time_ms, merged.prefill_tokens, age_ms)]
     if lengths != [report.steps] * 4:
         raise BadReport(f"columns of merged steps must have one entry for each of {report.steps}; got {lengths}")
-    if sum(told) != rows:
-        raise BadReport(f"merged steps must have all of the report's {rows} rows; got {sum(told)}")
+    if sum(row_counts) != rows:
+        raise BadReport(f"merged steps must have all of the report's {rows} rows; got {sum(row_counts)}")
     if wrong := [age for age in age_ms if not 0 <= age <= MAX_AGE_MS]:
         raise BadReport(f"age_ms must be in [0, {MAX_AGE_MS}]; got {wrong[0]}")
-    return np.array(age_ms, np.float64).repeat(told)
+    return np.array(age_ms, np.float64).repeat(row_counts)

@@ -181,8 +181,8 @@ class Moments:
     def _back(self, name: str, count: int) -> NDArray[Any]:
         """Return a column to which rows add: the table's value minus the sum over the rows after the moment. count:
         column of `History.counts`."""
-        told: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[:, count]
-        return told
+        values: NDArray[Any] = getattr(self._table, name)[self.slot] - self._later[:, count]
+        return values
 
     @kept
     def _later(self) -> NDArray[np.int64]:
@@ -235,13 +235,13 @@ class Moments:
 
     @kept
     def entropy_sum(self) -> NDArray[np.float64]:
-        told: NDArray[np.float64] = self._table.entropy_sum[self.slot] - self._later_entropies[0]
-        return told
+        sums: NDArray[np.float64] = self._table.entropy_sum[self.slot] - self._later_entropies[0]
+        return sums
 
     @kept
     def entropy_window_sum(self) -> NDArray[np.float64]:
-        told: NDArray[np.float64] = self._table.entropy_window_sum[self.slot] - self._later_entropies[1]
-        return told
+        sums: NDArray[np.float64] = self._table.entropy_window_sum[self.slot] - self._later_entropies[1]
+        return sums
 
     @kept
     def boundary_now(self) -> NDArray[np.bool_]:
@@ -374,13 +374,13 @@ def changes(table: RequestTable) -> list[RequestChange]:
 
 def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[RequestChange]:
     """Return events of the given kind for live requests, each with the request's state after the given step."""
-    told = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
-    if not told:
+    slot_steps = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
+    if not slot_steps:
         return []
-    slot, step = np.array(told).T
+    slot, step = np.array(slot_steps).T
     moments = Moments(table, slot, table.history.places_in(slot, step), step)
     columns = moments.step, moments.slot, moments.phase, moments.think_tokens, moments.output_tokens
-    return _changes([kind] * len(told), [0] * len(told), columns)
+    return _changes([kind] * len(slot_steps), [0] * len(slot_steps), columns)
 
 
 def _changes(kinds: list[str], flags: list[int], columns: tuple[NDArray[Any], ...]) -> list[RequestChange]:

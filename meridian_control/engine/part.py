@@ -154,11 +154,11 @@ class Stream:
         table.note_end(slot, reason, shadow)
         if shadow and table.control[slot] and self.policies.holdout is not None:
             self.policies.holdout.would_end(slot, named, int(seen.think_tokens[index]), reported=turn.reported)
-        made = self.ledger.make("force", named, slot, shadow, (seen, index))
+        decision_id = self.ledger.make("force", named, slot, shadow, (seen, index))
         if table.closing[slot]:
-            self.ledger.too_late(made)
+            self.ledger.too_late(decision_id)
         else:
-            turn.out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
+            turn.out.forces.add(decision_id=decision_id, slot=slot, reason=reason, shadow=shadow)
         return slot
 
     def probe(
@@ -176,8 +176,8 @@ class Stream:
         the results unless `reason` is UNREAD_PROBE."""
         self.table.open_probe(slots)
         numbers = slots.tolist()
-        made = self.ledger.make_probes(reason, numbers, *(seen or (self.table, slots)))
-        for decision_id, slot in zip(made, numbers, strict=True):
+        decision_ids = self.ledger.make_probes(reason, numbers, *(seen or (self.table, slots)))
+        for decision_id, slot in zip(decision_ids, numbers, strict=True):
             # Setting the fields takes half of the time of passing them as arguments.
             probe = turn.out.probes.add()
             probe.decision_id, probe.slot, probe.placement, probe.hold_ms = decision_id, slot, where, hold_ms

@@ -64,14 +64,14 @@ class Intake:
         self._shadow.new_stream()
         if journal is not None:
             journal.begin_snapshot()
-        for some in _slices(snapshot.requests):
-            listed = [table.open(told, self._stream.clock_ms(now)) for told in some]
+        for requests in _slices(snapshot.requests):
+            listed = [table.open(request, self._stream.clock_ms(now)) for request in requests]
             if journal is not None:
                 for opened in listed:
                     journal.listed(opened, self._sample_ratio)
             awaited = awaited or any(opened.unreported_think_tokens > 0 for opened in listed)
             self._assign(listed)
-            if len(some) == SLICE_ROWS:
+            if len(requests) == SLICE_ROWS:
                 yield
         # The agent may hold ranks that were decided before the snapshot.
         table.forget_ranks()
@@ -83,10 +83,10 @@ class Intake:
     def _assign(self, opened: Sequence[OpenedRequest]) -> None:
         """Give requests that the table has just opened to the parts, and find their policies."""
         # A faulty agent may open two requests in one slot, of which the table has the second one.
-        by_slot = {one.slot: one for one in opened}
+        by_slot = {request.slot: request for request in opened}
         self._parts.opened(list(by_slot))
-        for slot, one in by_slot.items():
-            self._policies.assign(slot, one)
+        for slot, request in by_slot.items():
+            self._policies.assign(slot, request)
 
     def take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
@@ -97,9 +97,9 @@ class Intake:
         _check(report)
         table, now_ms = self._table, self._stream.clock_ms(now)
         self._totals.reports += 1
-        for some in _slices(report.opened) if report.opened else ():
-            self._assign([self._open(told, now_ms) for told in some])
-            if len(some) == SLICE_ROWS:
+        for requests in _slices(report.opened) if report.opened else ():
+            self._assign([self._open(opened, now_ms) for opened in requests])
+            if len(requests) == SLICE_ROWS:
                 yield
         self._add_tokens(report, now_ms)
         if report.HasField("joined"):
@@ -139,26 +139,26 @@ class Intake:
             self._compare(ended[begin : begin + SLICE_ROWS])
             if begin:
                 yield
-        for some in _slices(self._known(report.closed)) if report.closed else ():
-            for closed in some:
+        for requests in _slices(self._known(report.closed)) if report.closed else ():
+            for closed in requests:
                 if self._is_cut(closed):
                     self._compare([(closed.slot, int(table.think_tokens[closed.slot]))])
                 if self._journal is not None:
                     self._journal.closed(closed, table)
                 self._endings.count_answer(closed)
-            self._parts.closed(some, governed)
-            for closed in some:
+            self._parts.closed(requests, governed)
+            for closed in requests:
                 table.close(closed.slot)
                 self._ledger.forget(closed.slot)
-            if len(some) == SLICE_ROWS:
+            if len(requests) == SLICE_ROWS:
                 yield
 
     def _known(self, closed: Sequence[agent_pb2.RequestClosed]) -> list[agent_pb2.RequestClosed]:
         """Return the requests that the table has, each once: a faulty agent may close a request twice."""
         known: dict[int, agent_pb2.RequestClosed] = {}
-        for one in closed:
-            if self._table.holds(one.slot):
-                known.setdefault(one.slot, one)
+        for request in closed:
+            if self._table.holds(request.slot):
+                known.setdefault(request.slot, request)
         return list(known.values())
 
     def _count_changes(self, report: agent_pb2.StepReport) -> Sliced[list[tuple[int, int]]]:
@@ -187,8 +187,8 @@ class Intake:
             self._parts.thinking_ended(reasons)
         return ended
 
-    def _open(self, told: agent_pb2.RequestOpened, now_ms: float) -> OpenedRequest:
-        opened = self._table.open(told, now_ms)
+    def _open(self, request: agent_pb2.RequestOpened, now_ms: float) -> OpenedRequest:
+        opened = self._table.open(request, now_ms)
         # A request that already has tokens was counted before; an agent that rested reports it again. A request that
         # was handed over was counted on its thinking engine.
         new = not (opened.think_tokens or opened.output_tokens or opened.handed_over_ref)
@@ -196,7 +196,7 @@ class Intake:
         self._totals.unknown_efforts += new and not self._policies.knows_effort(opened)
         # An engine that knows its markers knows the phase of every prompt of tokens.
         knows_markers = not self._stream.hello.unknown_markers
-        self._totals.unread_prompts += new and knows_markers and told.phase == agent_pb2.PHASE_UNSPECIFIED
+        self._totals.unread_prompts += new and knows_markers and request.phase == agent_pb2.PHASE_UNSPECIFIED
         self._shadow.opened(opened.slot)
         if self._journal is not None:
             self._journal.opened(opened, self._sample_ratio)
@@ -223,22 +223,24 @@ class Intake:
         table, ledger = self._table, self._ledger
         # Results that belong to decisions that wait for them.
         known = [
-            (made, row)
+            (decision, row)
             for row in zip(*columns, steps, strict=True)
-            if (made := ledger.open.get(row[0])) is not None and made.slot == row[1] and ledger.concerns(made)
+            if (decision := ledger.open.get(row[0])) is not None
+            and decision.slot == row[1]
+            and ledger.concerns(decision)
         ]
         if not known:
             return
         # Older agents send NaN for logits that cannot be measured, whose likeliest token is no trial answer either.
-        measured = [(made, row) for made, row in known if is_measured("probes.eat_nats", row[3])]
-        self._parts.probed([ProbeResult(made.reason, *row[1:-1]) for made, row in measured])
+        measured = [(decision, row) for decision, row in known if is_measured("probes.eat_nats", row[3])]
+        self._parts.probed([ProbeResult(decision.reason, *row[1:-1]) for decision, row in measured])
         sampled: dict[int, int] = {}
-        for made, (_, slot, _, eat_nats, *_, step) in known:
-            made.measured_eat_nats = eat_nats
-            if made.reason != UNREAD_PROBE:
+        for decision, (_, slot, _, eat_nats, *_, step) in known:
+            decision.measured_eat_nats = eat_nats
+            if decision.reason != UNREAD_PROBE:
                 sampled.setdefault(slot, step)
         table.history.sample(table, sampled)
-        rest = [row for made, row in measured if made.reason != UNREAD_PROBE]
+        rest = [row for decision, row in measured if decision.reason != UNREAD_PROBE]
         while rest:
             # A merged report may have several results of a request, which are taken in one after another.
             first = {row[1]: row for row in reversed(rest)}
@@ -311,10 +313,10 @@ def _check(report: agent_pb2.StepReport) -> None:
             _check_length(name, getattr(report, name))
 
 
-def _check_length(name: str, told: Sized) -> None:
+def _check_length(name: str, entries: Sized) -> None:
     """Raise BadReport if a field has more entries than there can be requests; a message lists a request once."""
-    if len(told) > MAX_SLOTS:
-        raise BadReport(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")
+    if len(entries) > MAX_SLOTS:
+        raise BadReport(f"{name} must have at most {MAX_SLOTS} entries; got {len(entries)}")
 
 
 def _slices(rows: Sequence[T]) -> Iterator[Sequence[T]]:

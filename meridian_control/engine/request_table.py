@@ -157,10 +157,10 @@ class RequestTable(Columns):
         self.info += [None] * (capacity - old)
         self.slot = np.arange(capacity)
 
-    def open(self, told: agent_pb2.RequestOpened, now_ms: float = 0.0) -> OpenedRequest:
+    def open(self, message: agent_pb2.RequestOpened, now_ms: float = 0.0) -> OpenedRequest:
         """Begin the row of a new request; return what the table keeps of the message. Raises BadReport if the slot, a
         count or a text is out of range."""
-        slot = (opened := OpenedRequest(told)).slot
+        slot = (opened := OpenedRequest(message)).slot
         if slot >= len(self.info):
             self._resize(max(-(-(slot + 1) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE, len(self.info) * 5 // 4))
         for block, values in self._new_rows:
@@ -177,13 +177,13 @@ class RequestTable(Columns):
             self.think_tokens[slot] = opened.think_tokens
         if opened.output_tokens:
             self.output_tokens[slot] = opened.output_tokens
-        if told.preempted:
+        if message.preempted:
             self.preempted[slot] = True
-        if told.queued:
+        if message.queued:
             self.queued[slot] = True
         if opened.min_think_tokens:
             self.own_min_think_tokens[slot] = opened.min_think_tokens
-        if told.forced:
+        if message.forced:
             self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP
             self.ended[slot] = self.forced[slot] = True
         if (before := self.info[slot]) is not None:

@@ -167,8 +167,8 @@ class Session:
     @property
     def given(self) -> list[tuple[int, Policy]]:
         """Revision and policy of the settings in force, and of the settings that were sent but not yet confirmed."""
-        found = [(self.acked_revision, self.policy)] if self.policy is not None else []
-        return found + ([self.delivery.pending] if self.delivery.pending is not None else [])
+        in_force = [(self.acked_revision, self.policy)] if self.policy is not None else []
+        return in_force + ([self.delivery.pending] if self.delivery.pending is not None else [])
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class in the stream, for the part of the same capability over all engines. Raises
@@ -219,11 +219,11 @@ class Session:
         if state != ENDING:
             return OperatorEnd(state, newest, think_tokens, [])
         self.table.note_end(slot, agent_pb2.FORCE_REASON_OPERATOR, shadow=False)
-        made = self._ledger.make("force", reason_name(agent_pb2.FORCE_REASON_OPERATOR), slot)
-        newest = self.open_decisions[made]
+        decision_id = self._ledger.make("force", reason_name(agent_pb2.FORCE_REASON_OPERATOR), slot)
+        newest = self.open_decisions[decision_id]
         newest.operator_reason = reason
         directives = agent_pb2.Directives(step=self._ledger.step)
-        directives.forces.add(decision_id=made, slot=slot, reason=agent_pb2.FORCE_REASON_OPERATOR)
+        directives.forces.add(decision_id=decision_id, slot=slot, reason=agent_pb2.FORCE_REASON_OPERATOR)
         return OperatorEnd(state, newest, think_tokens, [agent_pb2.ConnectResponse(directives=directives)])
 
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
@@ -280,9 +280,9 @@ class Session:
         return (yield from self._decide(now))
 
     def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Sliced[Out]:
-        if (taken := self.delivery.answered(status)) is None:
+        if (accepted := self.delivery.answered(status)) is None:
             return []
-        revision, policy = taken
+        revision, policy = accepted
         self.agent_state = agent_pb2.AGENT_STATE_READY
         leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
         shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000

@@ -68,14 +68,14 @@ class Delivery:
         """Take in the agent's answer; return the revision and policy that have come into force, None if none have."""
         if self.pending is None or status.nonce != self.nonce:
             return None
-        taken, self.pending = self.pending, None
+        sent, self.pending = self.pending, None
         self.agent_revision = status.revision
         if status.error:
-            self._refuse(taken[0], status.error[:MAX_TEXT])
+            self._refuse(sent[0], status.error[:MAX_TEXT])
             return None
-        self.wanted_limits = taken[1].engine_limits(self._hello.labels)
+        self.wanted_limits = sent[1].engine_limits(self._hello.labels)
         self.engine_limits = status.engine_limits if status.HasField("engine_limits") else None
-        return taken
+        return sent
 
     def _refuse(self, revision: int, error: str) -> None:
         self._totals.nacks += 1
@@ -125,7 +125,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
     """Return the part of a policy that the agent needs."""
     model = model_of(policy, hello)
     observe_entropy = effects.needs_signals(policy) and hello.capabilities.token_entropy
-    made = agent_pb2.Settings(
+    message = agent_pb2.Settings(
         revision=revision,
         nonce=nonce,
         think_start_token_ids=model.think_start_token_ids,
@@ -147,8 +147,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         merge_loops=not effects.loops_in_force(policy),
     )
     if limits := policy.engine_limits(hello.labels):
-        made.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
+        message.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
-        made.max_think_tokens = policy.scheduler.max_think_tokens
-        made.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
-    return made
+        message.max_think_tokens = policy.scheduler.max_think_tokens
+        message.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
+    return message

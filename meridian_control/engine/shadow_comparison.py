@@ -159,7 +159,7 @@ class Comparison:
 def _in_shadow(policy: Policy) -> list[str]:
     """Return the sections that are on and in shadow."""
     shadowed = {name: getattr(policy, name).shadow for name in ("scheduler", "entropy", "loop")}
-    found = [name for name, shadow in shadowed.items() if shadow and getattr(policy, name).enabled]
+    sections = [name for name, shadow in shadowed.items() if shadow and getattr(policy, name).enabled]
     entropy = policy.entropy
     gives_up = entropy.enabled and entropy.give_up_tokens > 0 and (entropy.shadow or entropy.give_up_shadow)
-    return [*found, *(["give_up"] if gives_up else [])]
+    return [*sections, *(["give_up"] if gives_up else [])]

@@ -157,35 +157,38 @@ def shortened(own: Policy, staged: Iterable[Staged], *, shadow: bool = False) ->
     shadow, which shorten nothing, instead of those in force. The result is None if the request's own values are as
     strict.
     """
-    chosen = [one for one in staged if one.entry.shadow is shadow]
+    chosen = [staged_entry for staged_entry in staged if staged_entry.entry.shadow is shadow]
     if not chosen:
         return own, None
     scheduler, entropy = own.scheduler, own.entropy
-    for one in chosen:
-        scheduler = _shortened(scheduler, one)
-    ruling = [one for one in chosen if getattr(one.entry, "entropy_in_force", False)]
+    for staged_entry in chosen:
+        scheduler = _shortened(scheduler, staged_entry)
+    ruling = [staged_entry for staged_entry in chosen if getattr(staged_entry.entry, "entropy_in_force", False)]
     if ruling:
         entropy = entropy.model_copy(update={"shadow": False})
     if (scheduler, entropy) == (own.scheduler, own.entropy):
         return own, None
     held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
     chosen.sort(key=_strictness, reverse=True)
-    softest = min(chosen, key=lambda one: _shortened(own.scheduler, one).soft_think_tokens)
+    softest = min(chosen, key=lambda staged_entry: _shortened(own.scheduler, staged_entry).soft_think_tokens)
     strictest = max(ruling or chosen, key=_strictness)
     return held, ShortenedBy(
-        *(Shortening(one.section, one.entry.name, one.stage, own) for one in (chosen[0], softest, strictest))
+        *(
+            Shortening(staged_entry.section, staged_entry.entry.name, staged_entry.stage, own)
+            for staged_entry in (chosen[0], softest, strictest)
+        )
     )
 
 
-def _strictness(one: Staged) -> tuple[int, int]:
-    entry, stage = one.entry, one.stage
+def _strictness(staged: Staged) -> tuple[int, int]:
+    entry, stage = staged.entry, staged.stage
     return stage, -(entry.soft_think_tokens if stage == SOFT_CLOSE else entry.max_think_tokens)
 
 
-def _shortened(scheduler: SchedulerPolicy, one: Staged) -> SchedulerPolicy:
+def _shortened(scheduler: SchedulerPolicy, staged: Staged) -> SchedulerPolicy:
     """Return the scheduler values in a stage; no value falls below the floors of the entry and of the section, nor
     rises, also from stage to stage."""
-    entry, stage = one.entry, one.stage
+    entry, stage = staged.entry, staged.stage
     floor, soft_floor = (max(own, scheduler.min_think_tokens) for own in floors_of(entry))
     cap, soft = scheduler.max_think_tokens, entry.soft_think_tokens
     if stage >= LOWER_CAP:

@@ -239,10 +239,10 @@ def intervals(rows: TokenRows, newest: NDArray[np.uint8], newest_ms: NDArray[np.
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
     """Mark each entry that differs from the previous entry, and the first entry."""
-    found = np.empty(len(column), bool)
-    found[:1] = True
-    np.not_equal(column[1:], column[:-1], out=found[1:])
-    return found
+    is_new = np.empty(len(column), bool)
+    is_new[:1] = True
+    np.not_equal(column[1:], column[:-1], out=is_new[1:])
+    return is_new
 
 
 def row_count(columns: agent_pb2.TokenColumns) -> int:
@@ -282,9 +282,9 @@ def spell_out(columns: agent_pb2.TokenColumns) -> None:
     """Replace byte columns by the other columns. Raises BadReport if the number of bytes fits no rows."""
     whole, measured = columns_of(columns)
     columns.Clear()
-    told: tuple[Any, ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
-    told += columns.entropy_nats, columns.end_logprob_nats, columns.top_logprob_nats
-    for column, values in zip(told, (*whole, *measured), strict=True):
+    fields: tuple[Any, ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
+    fields += columns.entropy_nats, columns.end_logprob_nats, columns.top_logprob_nats
+    for column, values in zip(fields, (*whole, *measured), strict=True):
         column.extend(values.tolist())
 
 
@@ -292,8 +292,8 @@ def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     """Return the columns of a report without byte_columns as byte_columns would have them, [7, rows]. Raises BadReport
     if they differ in length."""
     packed = packed_fields(columns)
-    told: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
-    numbers = [integers(packed.get(field, NOTHING), column) for field, column in zip(INTEGERS, told, strict=True)]
+    fields: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
+    numbers = [integers(packed.get(field, NOTHING), column) for field, column in zip(INTEGERS, fields, strict=True)]
     measured = [floats(packed.get(field, NOTHING)) for field in FLOATS]
     if not len(measured[-1]):
         # An older agent leaves the column out.
@@ -307,5 +307,5 @@ def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
 
 def sentence_goes_on(flags: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return whether the token before each row ends no sentence, although its own row says so. flags: of the rows."""
-    found: NDArray[np.bool_] = (flags & (FLAG_GOES_ON | FLAG_END)) == FLAG_GOES_ON
-    return found
+    goes_on: NDArray[np.bool_] = (flags & (FLAG_GOES_ON | FLAG_END)) == FLAG_GOES_ON
+    return goes_on

@@ -52,30 +52,32 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
     if not answers:
         assert unknown is not None
         raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
-    told = newest_life(answers)
-    told.ClearField("related")
-    _merge_siblings(told, answers, request.request_id)
-    if refs := refs_in(told.life):
+    response = newest_life(answers)
+    response.ClearField("related")
+    _merge_siblings(response, answers, request.request_id)
+    if refs := refs_in(response.life):
         related, silent = await _related(whole, request.local_only, refs)
-        told.related.extend(life for life in related if not _same(life, told.life))
+        response.related.extend(life for life in related if not _same(life, response.life))
         unreachable = sorted({*unreachable, *silent})
-    told.unreachable_replicas.extend(unreachable)
-    return told
+    response.unreachable_replicas.extend(unreachable)
+    return response
 
 
 def _merge_siblings(
-    told: fleet_pb2.ExplainRequestResponse, answers: list[fleet_pb2.ExplainRequestResponse], request_id: str
+    response: fleet_pb2.ExplainRequestResponse, answers: list[fleet_pb2.ExplainRequestResponse], request_id: str
 ) -> None:
-    """Set the siblings of the life in `told` to the lives of all answers but this one, newest first."""
+    """Set the siblings of the life in `response` to the lives of all answers but this one, newest first."""
     lives = [life for answer in answers for life in (answer.life, *answer.siblings)]
-    told.ClearField("siblings")
-    others = [life for life in _merged(lives) if not _same(life, told.life)]
-    if told.life.request_id == request_id:
+    response.ClearField("siblings")
+    others = [life for life in _merged(lives) if not _same(life, response.life)]
+    if response.life.request_id == request_id:
         # A replica that does not have this request may have answered with others whose client knows them by this id.
         others = [life for life in others if life.request_id == request_id]
     others.sort(key=lambda life: life.open_time.ToNanoseconds(), reverse=True)
-    told.siblings.extend(others[:MAX_SIBLINGS])
-    told.siblings_left_out = max(0, len(others) - MAX_SIBLINGS) + max(answer.siblings_left_out for answer in answers)
+    response.siblings.extend(others[:MAX_SIBLINGS])
+    response.siblings_left_out = max(0, len(others) - MAX_SIBLINGS) + max(
+        answer.siblings_left_out for answer in answers
+    )
 
 
 def _merged(lives: Iterable[fleet_pb2.RequestLife]) -> list[fleet_pb2.RequestLife]:
@@ -84,7 +86,7 @@ def _merged(lives: Iterable[fleet_pb2.RequestLife]) -> list[fleet_pb2.RequestLif
     for life in lives:
         key = life.engine_id, life.incarnation, life.request_id
         parts.setdefault(key, []).append(fleet_pb2.ExplainRequestResponse(life=life))
-    return [newest_life(found).life for found in parts.values()]
+    return [newest_life(life_parts).life for life_parts in parts.values()]
 
 
 async def _related(

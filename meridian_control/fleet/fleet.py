@@ -93,9 +93,14 @@ class Fleet:
         self._policies = PolicyDelivery(self.connections, clock, self.turns, self.tasks, revision)
         self.freezes = FreezeDelivery(self.connections, clock, self._froze)
         self.capabilities = capabilities
-        self.parts = {one.name: one.fleet(self) for one in capabilities if one.fleet is not None}
+        self.parts = {
+            capability.name: capability.fleet(self) for capability in capabilities if capability.fleet is not None
+        }
         sharing = {name for name, part in self.parts.items() if having([part], "stream")}
-        makers = [self.parts[one.name].stream if one.name in sharing else one.stream for one in capabilities]
+        makers = [
+            self.parts[capability.name].stream if capability.name in sharing else capability.stream
+            for capability in capabilities
+        ]
         self._makers = [make for make in makers if make is not None]
         self._show_engine = having(self.parts.values(), "show_engine")
 

@@ -51,9 +51,9 @@ class FreezeStore:
             async with self._database.reading() as connection:
                 rows = await connection.execute(query.where(_freezes.c.end_time > now))
             read = [self._begun_by(_freeze(row), now) for row in rows]
-            found = tuple(freeze for freeze in read if freeze.end_time > now)
-            self._on_change(found)
-        return found
+            in_force = tuple(freeze for freeze in read if freeze.end_time > now)
+            self._on_change(in_force)
+        return in_force
 
     def _begun_by(self, freeze: Freeze, now: datetime) -> Freeze:
         """Return a freeze that lasts no longer from now on than its own duration.
@@ -72,8 +72,8 @@ class FreezeStore:
             now = self._clock()
             async with self._database.reading() as connection:
                 newest = await connection.scalar(select(func.max(_freezes.c.freeze_id))) or 0
-            made = Freeze(newest + 1, match, author, reason, now.astimezone(UTC), end_time.astimezone(UTC))
-            row = {column.name: getattr(made, column.name, None) for column in _freezes.columns}
+            freeze = Freeze(newest + 1, match, author, reason, now.astimezone(UTC), end_time.astimezone(UTC))
+            row = {column.name: getattr(freeze, column.name, None) for column in _freezes.columns}
             try:
                 async with self._database.writing() as connection:
                     await connection.execute(insert(_freezes).values(row | {"engines": json.dumps(vars(match))}))
@@ -81,7 +81,7 @@ class FreezeStore:
                 # Another caller took the id.
                 continue
             await self.look()
-            return made
+            return freeze
 
     async def thaw(self, freeze_id: int) -> list[Freeze]:
         """End a freeze now, or all freezes for 0, and return the ended freezes. Raises NotFound, StoreUnavailable."""

@@ -44,14 +44,14 @@ class KnownEngines:
         if self._database.shared:
             return
         async with self._database.reading() as connection:
-            found = await connection.scalar(select(known_engines.c.engines))
-        if found is None:
+            stored = await connection.scalar(select(known_engines.c.engines))
+        if stored is None:
             return
-        now, told = self._fleet.clock(), json.loads(found)
-        if (now - datetime.fromisoformat(told["seen_at"])).total_seconds() > FORGET_AFTER_S:
+        now, saved = self._fleet.clock(), json.loads(stored)
+        if (now - datetime.fromisoformat(saved["seen_at"])).total_seconds() > FORGET_AFTER_S:
             return
         # Lost engines are kept in the order in which they were lost, and those that were connected are lost now.
-        lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in told["engines"]]
+        lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in saved["engines"]]
         for time, (engine_id, incarnation, model, _) in sorted(lost):
             view = fleet_pb2.Engine(engine_id=engine_id, incarnation=incarnation, model=model, lost=True)
             view.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
@@ -79,8 +79,8 @@ class KnownEngines:
         fresh = self._stored_at is not None and (now - self._stored_at).total_seconds() < RENEW_S
         if rows == self._stored and fresh:
             return
-        told: dict[str, Any] = {"seen_at": now.isoformat(), "engines": rows}
-        stored = insert(known_engines).values(number=1, engines=json.dumps(told))
+        saved: dict[str, Any] = {"seen_at": now.isoformat(), "engines": rows}
+        stored = insert(known_engines).values(number=1, engines=json.dumps(saved))
         stored = stored.on_conflict_do_update(index_elements=["number"], set_={"engines": stored.excluded.engines})
         async with self._database.writing(tell=False) as connection:
             await connection.execute(stored)

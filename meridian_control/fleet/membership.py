@@ -109,8 +109,8 @@ class Replicas:
             token = await connection.scalar(_LEAD, row) if await connection.scalar(_VACANT, row) else None
             if token is not None:
                 await connection.execute(_BURY, row)
-            others = tuple(Replica(*found) for found in await connection.execute(_OTHERS, row))
-            self.silent = tuple(found for (found,) in await connection.execute(_SILENT, row))
+            others = tuple(Replica(*columns) for columns in await connection.execute(_OTHERS, row))
+            self.silent = tuple(replica_id for (replica_id,) in await connection.execute(_SILENT, row))
         if token != self._token and token is not None:
             logger.info("replica %s leads, token %d", self.me.replica_id, token)
         self._token, self._leads_until = token, began + LEASE_S - MARGIN_S

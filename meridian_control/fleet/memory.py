@@ -54,12 +54,12 @@ class Memory:
         if bytes_now <= before:
             self._given_up += before - bytes_now
             return
-        for taken, limit, whose, flag in (
+        for taken_bytes, limit, whose, flag in (
             (bytes_now, self._limits.stream, "one stream", "--max-stream-mib"),
             (self._by_caller[who], self._limits.caller, "one caller", "--max-caller-mib"),
             (self.bytes, self._limits.all, "all engines together", "--max-engines-mib"),
         ):
-            if taken > limit:
+            if taken_bytes > limit:
                 raise MemoryExceeded(f"requests of {whose} take more than {limit >> 20} MiB ({flag})")
 
 

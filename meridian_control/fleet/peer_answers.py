@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 def reading(channel: grpc.aio.Channel) -> grpc.aio.Channel:
     """Return the channel for a stub whose calls raise ValueError for what cannot be read; streams are as before."""
-    made: Any = _Reading(channel)
-    return made  # type: ignore[no-any-return]
+    wrapped: Any = _Reading(channel)
+    return wrapped  # type: ignore[no-any-return]
 
 
 class _Reading:
@@ -69,7 +69,7 @@ def _has_times(descriptor: Descriptor, above: tuple[str, ...]) -> bool:
     name = descriptor.full_name
     inner = (f.message_type for f in descriptor.fields if f.message_type is not None)
     return name == Timestamp.DESCRIPTOR.full_name or (
-        name not in above and any(_has_times(each, (*above, name)) for each in inner)
+        name not in above and any(_has_times(field, (*above, name)) for field in inner)
     )
 
 

@@ -186,13 +186,13 @@ class Peers:
         if isinstance(error, ReplicaUnavailable):
             return str(error)
         code = grpc.StatusCode.DEADLINE_EXCEEDED
-        told, cause = f"{code}: no answer within {CALL_TIMEOUT_S:g} s", ""
+        failure, cause = f"{code}: no answer within {CALL_TIMEOUT_S:g} s", ""
         if isinstance(error, grpc.aio.AioRpcError):
             code = error.code()
-            told = f"{code}: {error.details()}"
+            failure = f"{code}: {error.details()}"
         if code in MAY_BE_TLS:
             cause = await asyncio.to_thread(tls_look.trouble, peer.replica.address, self._credentials, NAMES)
-        return f"{cause} ({told})" if cause else told
+        return f"{cause} ({failure})" if cause else failure
 
     async def relay(self, recording: Recording, began: asyncio.Event) -> None:
         """Add the records of all other replicas to a recording until cancelled, also of replicas that start later.

@@ -92,14 +92,14 @@ def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
     """Return the limits of vLLM's scheduler that the policy may change on the session's engine."""
     hello, wanted = session.hello, session.delivery.wanted_limits
     # A frozen engine, and one whose agent is off, run as stock vLLM.
-    told = None if session.frozen or hello.fault else session.delivery.engine_limits
-    found = []
+    reported = None if session.frozen or hello.fault else session.delivery.engine_limits
+    states = []
     for field, limit in hello.engine_limits.ListFields():
-        in_force = limit.startup if told is None else getattr(told, field.name)
+        in_force = limit.startup if reported is None else getattr(reported, field.name)
         state = fleet_pb2.EngineLimitState(name=field.name, limit=limit, in_force=in_force)
         state.wanted = wanted.get(field.name, 0)
-        found.append(state)
-    return found
+        states.append(state)
+    return states
 
 
 def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:

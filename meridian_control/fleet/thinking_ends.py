@@ -46,14 +46,14 @@ async def end_thinking(whole: WholeFleet, request: Asked) -> Answer:
     if request.wait_ms < 0:
         raise InvalidRequest("wait_ms", f"must be at least 0; got {request.wait_ms}")
     state = await whole.state(request.engine_id, request.local_only)
-    found = _matches(state.requests, request.request_id)
-    if len(found) > 1:
-        names = [f'"{request_id}" on {engine_id}' for engine_id, request_id in found[:NAMED]]
-        names += [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
+    matches = _matches(state.requests, request.request_id)
+    if len(matches) > 1:
+        names = [f'"{request_id}" on {engine_id}' for engine_id, request_id in matches[:NAMED]]
+        names += [f"{len(matches) - NAMED} more"] if len(matches) > NAMED else []
         raise InvalidRequest("request_id", f"{request.request_id!a} is ambiguous; it names {', '.join(names)}")
-    if not found:
+    if not matches:
         return await _not_live(whole, request, state)
-    ((engine_id, request_id),) = found
+    ((engine_id, request_id),) = matches
     # After an engine has moved, its old stream may still seem open, so the replica of the newest stream comes first.
     engines = [e for e in state.engines if e.engine_id == engine_id and e.state == CONNECTED]
     engines.sort(key=lambda engine: engine.connect_time.ToNanoseconds(), reverse=True)
@@ -136,5 +136,5 @@ async def _not_live(whole: WholeFleet, request: Asked, state: fleet_pb2.WatchFle
 
 def _matches(requests: Iterable[fleet_pb2.LiveRequest], request_id: str) -> list[tuple[str, str]]:
     """Return engine id and request id of the requests with this id, or else of those with it as the client's part."""
-    found = sorted({(r.engine_id, r.request_id) for r in requests if is_called(r.request_id, request_id)})
-    return [pair for pair in found if pair[1] == request_id] or found
+    matches = sorted({(r.engine_id, r.request_id) for r in requests if is_called(r.request_id, request_id)})
+    return [pair for pair in matches if pair[1] == request_id] or matches

@@ -59,9 +59,9 @@ class Turns:
 async def in_parts(items: Iterable[T]) -> AsyncIterator[list[T]]:
     """Yield lists of SLICE_ROWS items, which are made while the event loop does other work in between."""
     remaining = iter(items)
-    while some := list(islice(remaining, SLICE_ROWS)):
-        yield some
-        if len(some) == SLICE_ROWS:
+    while part := list(islice(remaining, SLICE_ROWS)):
+        yield part
+        if len(part) == SLICE_ROWS:
             await asyncio.sleep(0)
 
 

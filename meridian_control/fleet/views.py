@@ -74,8 +74,8 @@ class Views:
         in between."""
         keyed: list[tuple[tuple[str, str], fleet_pb2.LiveRequest]] = []
         for session in self._sessions(engine_id):
-            async for some in in_parts(each_request_view(session)):
-                keyed += [((request.engine_id, request.request_id), request) for request in some]
+            async for views in in_parts(each_request_view(session)):
+                keyed += [((request.engine_id, request.request_id), request) for request in views]
         keyed.sort(key=itemgetter(0))
         return [request for _, request in keyed]
 

@@ -89,13 +89,15 @@ class WholeFleet:
             return await _requests(peer, engine_id)
 
         # A replica with very many requests may be late with them, and its engines are shown nevertheless.
-        (heard, silent), (found, late) = await asyncio.gather(self.peers.ask(_engines), self.peers.ask(ask, "requests"))
+        (heard, silent), (by_replica, late) = await asyncio.gather(
+            self.peers.ask(_engines), self.peers.ask(ask, "requests")
+        )
         unreachable = sorted({*silent, *late})
         engines = await self._with(heard)
         where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
-        found[self.replica_id] = await self.fleet.views.requests_in_turns(engine_id)
+        by_replica[self.replica_id] = await self.fleet.views.requests_in_turns(engine_id)
         requests = [
-            live for replica_id, lives in found.items() for live in lives if (live.engine_id, replica_id) in where
+            live for replica_id, lives in by_replica.items() for live in lives if (live.engine_id, replica_id) in where
         ]
         requests.sort(key=lambda live: (live.engine_id, live.request_id))
         return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)
@@ -189,13 +191,13 @@ class WholeFleet:
 
 def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
     """Return each engine once, as its newest connection reports it; as gone only if it is connected to no replica."""
-    found: dict[tuple[str, str], fleet_pb2.Engine] = {}
+    newest: dict[tuple[str, str], fleet_pb2.Engine] = {}
     connected: set[str] = set()
     for engine in sorted(engines, key=lambda e: e.connect_time.ToNanoseconds()):
         if engine.state == CONNECTED:
             connected.add(engine.engine_id)
-        found[engine.engine_id, engine.incarnation if engine.state == CONNECTED else ""] = engine
-    shown = [e for e in found.values() if e.state == CONNECTED or e.engine_id not in connected]
+        newest[engine.engine_id, engine.incarnation if engine.state == CONNECTED else ""] = engine
+    shown = [e for e in newest.values() if e.state == CONNECTED or e.engine_id not in connected]
     return sorted(shown, key=lambda e: (e.engine_id, e.incarnation))
 
 
@@ -235,12 +237,12 @@ async def engine_pages(peer: Peer) -> fleet_pb2.ListEnginesResponse:
 async def _requests(peer: Peer, engine_id: str) -> list[fleet_pb2.LiveRequest]:
     """Return all pages of a replica's live requests."""
     request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True, page_size=MAX_PAGE_SIZE)
-    found: list[fleet_pb2.LiveRequest] = []
+    requests: list[fleet_pb2.LiveRequest] = []
     while True:
         page = await peer.fleet.ListRequests(request, timeout=CALL_TIMEOUT_S)
-        found.extend(page.requests)
+        requests.extend(page.requests)
         if not page.next_page_token:
-            return found
+            return requests
         if not page.requests:
             raise ValueError("an empty page has a next one")
         request.page_token = page.next_page_token

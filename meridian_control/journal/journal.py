@@ -114,24 +114,24 @@ class Journal:
             if not count % SLICE_ROWS:
                 yield
 
-    def decided(self, made: Decision, seen: Seen, index: int, behind: Behind, *, shadow: bool) -> None:
+    def decided(self, decision: Decision, seen: Seen, index: int, behind: Behind, *, shadow: bool) -> None:
         """Log a decision other than a probe, if the life of its request is kept. index: the index in `seen` of the
         values that its rule saw."""
-        if (life := self._lives.get(made.slot)) is not None:
+        if (life := self._lives.get(decision.slot)) is not None:
             values = (seen.packed_row(index),)
-            self._log.add_decision(made, life, self._circumstances(made, values, seen, behind, shadow))
+            self._log.add_decision(decision, life, self._circumstances(decision, values, seen, behind, shadow))
 
-    def probed(self, made: list[Decision], seen: Seen, indices: NDArray[np.intp], behind: Behind) -> None:
+    def probed(self, probes: list[Decision], seen: Seen, indices: NDArray[np.intp], behind: Behind) -> None:
         """Log probes of one reason about requests with one policy, of those requests whose lives are kept. indices: for
         each probe the index in `seen` of the values that its rule saw."""
         if not self._lives:
             return
         values: tuple[bytes, ...] | TokenCounts
-        if made[0].reason == "eat" and not is_gated(behind.policy.entropy):
+        if probes[0].reason == "eat" and not is_gated(behind.policy.entropy):
             values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
         else:
             values = tuple(map(seen.packed_row, indices))
-        self._log.add_probes(made, self._lives, self._circumstances(made[0], values, seen, behind, shadow=False))
+        self._log.add_probes(probes, self._lives, self._circumstances(probes[0], values, seen, behind, shadow=False))
 
     def _circumstances(
         self, first: Decision, values: tuple[bytes, ...] | TokenCounts, seen: Seen, behind: Behind, shadow: bool
@@ -142,10 +142,10 @@ class Journal:
 
     def settled(self, decisions: Iterable[Decision]) -> None:
         """Note that decisions have got their outcomes."""
-        for made in decisions:
-            made.outcome_time = self.now
-            if self._log.settled is not None and made.is_logged:
-                self._log.settled(made)
+        for decision in decisions:
+            decision.outcome_time = self.now
+            if self._log.settled is not None and decision.is_logged:
+                self._log.settled(decision)
 
     def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:
         self._log.add(

@@ -124,6 +124,6 @@ class _File(RotatingFileHandler):
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        made: Any = record.msg
-        told = json_format.MessageToDict(decision_message(made), preserving_proto_field_name=True)
-        return json.dumps(told, separators=(",", ":"))
+        decision: Any = record.msg
+        fields = json_format.MessageToDict(decision_message(decision), preserving_proto_field_name=True)
+        return json.dumps(fields, separators=(",", ":"))

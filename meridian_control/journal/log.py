@@ -101,23 +101,23 @@ class DecisionLog:
         lives: the lives by slot; requests without a life are not logged.
         """
         size = probes[0].size_under(under)
-        for made in probes:
-            if (life := lives.get(made.slot)) is not None:
+        for probe in probes:
+            if (life := lives.get(probe.slot)) is not None:
                 life.probes += 1
-                self._keep(self._probes, made, life, under, size)
+                self._keep(self._probes, probe, life, under, size)
         while len(self._probes) > self._max_probes:
             self._drop(self._probes)
 
-    def add_decision(self, made: Decision, life: Life, under: Circumstances) -> None:
+    def add_decision(self, decision: Decision, life: Life, under: Circumstances) -> None:
         """Add a decision other than a probe to the life of its request."""
-        self._keep(self._decisions, made, life, under, made.size_under(under))
+        self._keep(self._decisions, decision, life, under, decision.size_under(under))
         if len(self._decisions) > self._max_decisions:
             self._drop(self._decisions)
-        self.add(life, made)
+        self.add(life, decision)
 
-    def _keep(self, kept: deque[Decision], made: Decision, life: Life, under: Circumstances, size: int) -> None:
-        made.life, made.under, made.is_logged = life, under, True
-        kept.append(made)
+    def _keep(self, kept: deque[Decision], decision: Decision, life: Life, under: Circumstances, size: int) -> None:
+        decision.life, decision.under, decision.is_logged = life, under, True
+        kept.append(decision)
         self.decision_bytes += size
         life.referring += 1
         if life.referring == 1:
@@ -128,11 +128,11 @@ class DecisionLog:
 
     def _drop(self, kept: deque[Decision]) -> None:
         """Drop the oldest of these decisions."""
-        made = kept.popleft()
-        self.decision_bytes -= made.size_under(made.under)
-        made.life.referring -= 1
-        if not made.life.referring:
-            self.decision_bytes -= made.life.held_bytes
+        decision = kept.popleft()
+        self.decision_bytes -= decision.size_under(decision.under)
+        decision.life.referring -= 1
+        if not decision.life.referring:
+            self.decision_bytes -= decision.life.held_bytes
 
     def _count(self, added: int) -> None:
         """Count events that were added, and keep the bound of the log."""
@@ -166,6 +166,6 @@ class DecisionLog:
 
     def events_of(self, life: Life) -> tuple[list[LifeEvent | Decision], int]:
         """Return the events and probes of a life in their order, and the number of those that the log has dropped."""
-        probes = [made for made in self._probes if made.life is life]
+        probes = [probe for probe in self._probes if probe.life is life]
         events = sorted((*life.history(), *probes), key=attrgetter("number"))
         return events, life.left_out + life.probes - len(probes)

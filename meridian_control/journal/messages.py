@@ -76,21 +76,21 @@ def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) ->
     """Return a page of the decisions that match the request, newest first. Raises InvalidRequest."""
     limit, before_us = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
 
-    def wanted(made: Decision) -> bool:
+    def wanted(decision: Decision) -> bool:
         return (
-            request.engine_id in ("", made.life.engine_id)
-            and request.kind in ("", made.kind)
-            and request.reason in ("", made.reason)
-            and made.life.is_called(request.request_id)
+            request.engine_id in ("", decision.life.engine_id)
+            and request.kind in ("", decision.kind)
+            and request.reason in ("", decision.reason)
+            and decision.life.is_called(request.request_id)
         )
 
     before = START + timedelta(microseconds=before_us) if before_us is not None else None
-    found: list[Decision] = []
-    for made in log.decisions(wanted, before):
-        if len(found) >= limit and made.time != found[-1].time:
+    listed: list[Decision] = []
+    for decision in log.decisions(wanted, before):
+        if len(listed) >= limit and decision.time != listed[-1].time:
             break
-        found.append(made)
-    return page_of(map(decision_message, found), limit)
+        listed.append(decision)
+    return page_of(map(decision_message, listed), limit)
 
 
 def page_of(decisions: Iterable[fleet_pb2.LoggedDecision], limit: int) -> fleet_pb2.ListDecisionsResponse:
@@ -117,14 +117,14 @@ def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb
     by_time = sorted(answers, key=lambda answer: answer.life.open_time.ToNanoseconds())
     newest = by_time[-1].life
     parts = [answer for answer in by_time if _key(answer.life) == _key(newest)]
-    told = fleet_pb2.ExplainRequestResponse()
+    response = fleet_pb2.ExplainRequestResponse()
     for part in parts:
-        told.MergeFrom(part)
-    told.life.open_time.CopyFrom(parts[0].life.open_time)
-    told.life.joined_late = parts[0].life.joined_late
-    told.life.events_left_out = sum(part.life.events_left_out for part in parts)
-    told.life.events.sort(key=lambda event: event.time.ToNanoseconds())
-    return told
+        response.MergeFrom(part)
+    response.life.open_time.CopyFrom(parts[0].life.open_time)
+    response.life.joined_late = parts[0].life.joined_late
+    response.life.events_left_out = sum(part.life.events_left_out for part in parts)
+    response.life.events.sort(key=lambda event: event.time.ToNanoseconds())
+    return response
 
 
 def _key(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
@@ -133,7 +133,7 @@ def _key(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
 
 def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
     opened, (events, left_out) = life.opened, log.events_of(life)
-    told = fleet_pb2.RequestLife(
+    message = fleet_pb2.RequestLife(
         engine_id=life.engine_id,
         incarnation=life.incarnation,
         request_id=opened.request_id,
@@ -152,10 +152,10 @@ def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
         events_left_out=left_out,
         handed_over_ref=opened.handed_over_ref,
     )
-    _set(told.open_time, life.open_time)
+    _set(message.open_time, life.open_time)
     if life.close_time is not None:
-        _set(told.close_time, life.close_time)
-    return told
+        _set(message.close_time, life.close_time)
+    return message
 
 
 def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
@@ -164,7 +164,7 @@ def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
         phase = seen.phase
     else:
         seen, kind, detail, phase = event, event.kind, event.detail, event.phase  # type: ignore[assignment]
-    told = fleet_pb2.RequestEvent(
+    message = fleet_pb2.RequestEvent(
         kind=kind,
         phase=phase,  # type: ignore[arg-type]
         think_tokens=seen.think_tokens,
@@ -172,42 +172,42 @@ def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
         detail=detail,
         decision=decision_message(event) if isinstance(event, Decision) else None,
     )
-    _set(told.time, event.time)
-    return told
+    _set(message.time, event.time)
+    return message
 
 
-def decision_message(made: Decision) -> fleet_pb2.LoggedDecision:
-    life = made.life
-    told = fleet_pb2.LoggedDecision(
-        decision_id=made.decision_id,
-        session_id=made.session_id,
+def decision_message(decision: Decision) -> fleet_pb2.LoggedDecision:
+    life = decision.life
+    message = fleet_pb2.LoggedDecision(
+        decision_id=decision.decision_id,
+        session_id=decision.session_id,
         engine_id=life.engine_id,
         incarnation=life.incarnation,
         request_id=_id(life),
         tenant=life.opened.tenant,
         slo_class=life.opened.slo_class,
-        revision=made.revision,
-        kind=made.kind,
-        reason=made.reason,
-        shadow=made.shadow,
-        signals=fleet_pb2.Signals(**made.signals._asdict()),
-        outcome=made.outcome,
-        outcome_think_tokens=made.outcome_think_tokens,
-        detail=made.detail,
-        measured_eat_nats=made.measured_eat_nats,
-        operator_reason=made.operator_reason,
+        revision=decision.revision,
+        kind=decision.kind,
+        reason=decision.reason,
+        shadow=decision.shadow,
+        signals=fleet_pb2.Signals(**decision.signals._asdict()),
+        outcome=decision.outcome,
+        outcome_think_tokens=decision.outcome_think_tokens,
+        detail=decision.detail,
+        measured_eat_nats=decision.measured_eat_nats,
+        operator_reason=decision.operator_reason,
     )
-    for detail in made.details:
-        detail.fill(told)
-    for row in compared(made):
-        told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
-    _set(told.time, made.time)
-    if made.outcome_time is not None:
-        _set(told.outcome_time, made.outcome_time)
-    return told
+    for detail in decision.details:
+        detail.fill(message)
+    for row in compared(decision):
+        message.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
+    _set(message.time, decision.time)
+    if decision.outcome_time is not None:
+        _set(message.outcome_time, decision.outcome_time)
+    return message
 
 
-def compared(made: Decision) -> list[Compared]:
+def compared(decision: Decision) -> list[Compared]:
     """Return the values that the rule behind a decision compared: the signals it saw and the limits of its policy."""
     rules = {
         ("force", "eat"): _eat,
@@ -221,14 +221,16 @@ def compared(made: Decision) -> list[Compared]:
         ("probe", "empty_answer"): _cap_probe,
         # A probe with the reason `harm` follows an end in shadow and compares nothing.
     }
-    rule = _cap if made.kind == "cap" and made.reason != "lifted" else rules.get((made.kind, made.reason))
-    own = rule(made, made.policy) if rule is not None else ()
-    return [*own, *(row for detail in made.details for row in detail.compared(made.policy))]
+    rule = (
+        _cap if decision.kind == "cap" and decision.reason != "lifted" else rules.get((decision.kind, decision.reason))
+    )
+    own = rule(decision, decision.policy) if rule is not None else ()
+    return [*own, *(row for detail in decision.details for row in detail.compared(decision.policy))]
 
 
-def _eat(made: Decision, policy: Policy) -> Iterator[Compared]:
-    seen, entropy = made.signals, policy.entropy
-    yield _floor(made, policy)
+def _eat(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    seen, entropy = decision.signals, policy.entropy
+    yield _floor(decision, policy)
     name, needed = "entropy.eat_warmup_samples", entropy.eat_warmup_samples
     if earlier := entropy.confirm_sentence_ends - 1:
         name, needed = f"{name} + entropy.confirm_sentence_ends - 1", needed + earlier
@@ -242,10 +244,10 @@ def _eat(made: Decision, policy: Policy) -> Iterator[Compared]:
         yield f"earlier_eat_ema_nats[{k}]", seen.earlier_eat_ema_nats[k], "<", "entropy.eat_level_threshold_nats", level
 
 
-def _rank(made: Decision, policy: Policy) -> Iterator[Compared]:
-    yield _floor(made, policy)
+def _rank(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(decision, policy)
     for age in range(policy.entropy.confirm_sentence_ends):
-        yield from _rank_at(made.signals.boundary_ranks, age, policy)
+        yield from _rank_at(decision.signals.boundary_ranks, age, policy)
 
 
 def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Compared]:
@@ -260,55 +262,55 @@ def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Comp
             return
 
 
-def _margin(made: Decision, policy: Policy) -> Iterator[Compared]:
-    yield _floor(made, policy)
-    for k, margin in enumerate(made.signals.boundary_margins_nats):
+def _margin(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(decision, policy)
+    for k, margin in enumerate(decision.signals.boundary_margins_nats):
         limit = policy.entropy.margin_threshold_nats
         yield f"boundary_margins_nats[{k}]", margin, "<=", "entropy.margin_threshold_nats", limit
 
 
-def _rpdi(made: Decision, policy: Policy) -> Iterator[Compared]:
-    yield _floor(made, policy)
+def _rpdi(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(decision, policy)
     limit = policy.entropy.rpdi_threshold
-    yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", limit
-    for k, ratio in enumerate(made.signals.boundary_rpdi[1:], 1):
+    yield "rpdi", decision.signals.rpdi, ">", "entropy.rpdi_threshold", limit
+    for k, ratio in enumerate(decision.signals.boundary_rpdi[1:], 1):
         yield f"boundary_rpdi[{k}]", ratio, ">", "entropy.rpdi_threshold", limit
 
 
-def _give_up(made: Decision, policy: Policy) -> Iterator[Compared]:
-    seen, entropy = made.signals, policy.entropy
-    yield _floor(made, policy)
+def _give_up(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    seen, entropy = decision.signals, policy.entropy
+    yield _floor(decision, policy)
     yield "eat_think_tokens", seen.eat_think_tokens, ">=", "entropy.give_up_tokens", entropy.give_up_tokens
     yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
     yield "eat_ema_nats", seen.eat_ema_nats, ">=", "entropy.give_up_eat_nats", entropy.give_up_eat_nats
 
 
-def _soft_close(made: Decision, policy: Policy) -> Iterator[Compared]:
-    own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
-    name = _limit_name(made, "scheduler.soft_think_tokens") if soft >= own else "own min_think_tokens"
-    yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
-    rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
+def _soft_close(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    own, soft = decision.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
+    name = _limit_name(decision, "scheduler.soft_think_tokens") if soft >= own else "own min_think_tokens"
+    yield THINK_TOKENS, decision.signals.think_tokens, ">=", name, max(soft, own)
+    rank, limit = decision.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
 
 
-def _loop(made: Decision, policy: Policy) -> Iterator[Compared]:
-    seen, loop = made.signals, policy.loop
-    if own := made.life.opened.min_think_tokens:
+def _loop(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    seen, loop = decision.signals, policy.loop
+    if own := decision.life.opened.min_think_tokens:
         yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
     rounds = seen.loop_tokens // max(1, seen.loop_period_tokens)
     yield "loop_rounds", rounds, ">=", "loop.min_rounds", loop.min_rounds
     yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
 
 
-def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:
-    cap, limit = made.signals.max_think_tokens, policy.scheduler.max_think_tokens
-    name = _limit_name(made, "scheduler.max_think_tokens")
-    if made.reason == "empty_answer":
+def _cap(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    cap, limit = decision.signals.max_think_tokens, policy.scheduler.max_think_tokens
+    name = _limit_name(decision, "scheduler.max_think_tokens")
+    if decision.reason == "empty_answer":
         limit += policy.scheduler.empty_answer_extension_tokens
         name += " + scheduler.empty_answer_extension_tokens"
-    if made.shortening is not None and made.life.opened.min_think_tokens > limit:
-        limit, name = made.life.opened.min_think_tokens, "own min_think_tokens"
-    if (own := made.life.opened.max_think_tokens) is not None and own < limit:
+    if decision.shortening is not None and decision.life.opened.min_think_tokens > limit:
+        limit, name = decision.life.opened.min_think_tokens, "own min_think_tokens"
+    if (own := decision.life.opened.max_think_tokens) is not None and own < limit:
         limit, name = own, "own max_think_tokens"
     if cap is not None:
         yield "max_think_tokens", cap, "=", name, limit
@@ -316,35 +318,35 @@ def _cap(made: Decision, policy: Policy) -> Iterator[Compared]:
         yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
 
 
-def _limit_name(made: Decision, field: str) -> str:
+def _limit_name(decision: Decision, field: str) -> str:
     """Return the name of a limit: the policy's field, or the entry that has changed its value."""
-    by = made.shortening
+    by = decision.shortening
     return field if by is None else f"{by.section} {by.name} in stage {stage_name(by.stage)}"
 
 
-def _probe(made: Decision, policy: Policy) -> Iterator[Compared]:
+def _probe(decision: Decision, policy: Policy) -> Iterator[Compared]:
     lead = probe_lead_tokens(policy.entropy)
-    signal, value, operator, name, floor = _floor(made, policy)
+    signal, value, operator, name, floor = _floor(decision, policy)
     if only_gives_up(policy.entropy) and value >= (late := policy.entropy.give_up_tokens) - lead and late > floor:
         name, floor = "entropy.give_up_tokens", late
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
     if gate := policy.entropy.eat_probe_max_rank:
-        yield "boundary_ranks[0]", made.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
+        yield "boundary_ranks[0]", decision.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
     if limit := policy.entropy.eat_probe_max_margin_nats:
-        margin = made.signals.boundary_margins_nats[0]
+        margin = decision.signals.boundary_margins_nats[0]
         yield "boundary_margins_nats[0]", margin, "<=", "entropy.eat_probe_max_margin_nats", limit
 
 
-def _cap_probe(made: Decision, policy: Policy) -> Iterator[Compared]:
-    if (cap := made.signals.max_think_tokens) is not None:
+def _cap_probe(decision: Decision, policy: Policy) -> Iterator[Compared]:
+    if (cap := decision.signals.max_think_tokens) is not None:
         name = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}"
-        yield THINK_TOKENS, made.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
+        yield THINK_TOKENS, decision.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
 
 
-def _floor(made: Decision, policy: Policy) -> Compared:
-    own, floor = made.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
+def _floor(decision: Decision, policy: Policy) -> Compared:
+    own, floor = decision.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
     name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
-    return THINK_TOKENS, made.signals.think_tokens, ">=", name, max(floor, own)
+    return THINK_TOKENS, decision.signals.think_tokens, ">=", name, max(floor, own)
 
 
 def _id(life: Life) -> str:

@@ -67,7 +67,7 @@ class Detail(Protocol):
         """Return the values that the capability compared. policy: the one that held for the request."""
         ...
 
-    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
+    def fill(self, message: fleet_pb2.LoggedDecision) -> None:
         """Fill in the capability's fields of the decision's message."""
         ...
 
@@ -274,7 +274,7 @@ class Decision:
         entry, changed = self.under.behind.shortening, self._shortened_field
         if entry is None or changed is None:
             return None
-        now, without = (getattr(getattr(one, changed[0]), changed[1]) for one in (self.policy, entry.without))
+        now, without = (getattr(getattr(policy, changed[0]), changed[1]) for policy in (self.policy, entry.without))
         return entry if now != without else None
 
     @property
@@ -389,11 +389,11 @@ class Life:
         """Return all events but probes, in their order, from the begin on."""
         opened, unknown = self.opened, agent_pb2.PHASE_UNSPECIFIED
         tokens = opened.think_tokens, opened.output_tokens
-        found = [LifeEvent(self.open_number, self.open_time, "opened", opened.phase, *tokens), *self.events]
+        events = [LifeEvent(self.open_number, self.open_time, "opened", opened.phase, *tokens), *self.events]
         if self.close_time is not None:
             tokens = self.think_tokens, self.output_tokens
-            found.append(LifeEvent(self.close_number, self.close_time, "closed", unknown, *tokens, self.close_reason))
-        return found
+            events.append(LifeEvent(self.close_number, self.close_time, "closed", unknown, *tokens, self.close_reason))
+        return events
 
     def is_called(self, request_id: str) -> bool:
         """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any

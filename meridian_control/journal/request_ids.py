@@ -31,11 +31,11 @@ _PROMPT_OF_COMPLETION = re.compile(r"(?<=^cmpl-)(.+)-\d+$")
 def shortened(request_id: str) -> set[str]:
     """Return the ids by which a client may know a request: the parts of `request_id` that are left without what vLLM
     has added, one addition after the other."""
-    found = {request_id, _CHOICE.sub("", request_id, count=1) if _CHOICE.match(request_id) else request_id}
-    found |= {name.rpartition("-")[0] for name in found}
-    found |= {_PROMPT_OF_COMPLETION.sub(r"\1", _PROMPT.sub("", name)) for name in found}
-    found |= {name.removeprefix(prefix) for name in found for prefix in PREFIXES}
-    return found - {"", request_id}
+    names = {request_id, _CHOICE.sub("", request_id, count=1) if _CHOICE.match(request_id) else request_id}
+    names |= {name.rpartition("-")[0] for name in names}
+    names |= {_PROMPT_OF_COMPLETION.sub(r"\1", _PROMPT.sub("", name)) for name in names}
+    names |= {name.removeprefix(prefix) for name in names for prefix in PREFIXES}
+    return names - {"", request_id}
 
 
 def is_called(own: str, request_id: str) -> bool:

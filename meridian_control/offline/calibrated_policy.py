@@ -117,16 +117,16 @@ def _references(
     Each is that of the first value that a rule could read, of one request per unit; a signal of which too few units
     have a value is left out. parts: the rules in force. policy: the policy with these rules.
     """
-    found: dict[str, NDArray[np.float64]] = {}
+    by_signal: dict[str, NDArray[np.float64]] = {}
     if probed := [part for part in parts if part.family in PROBED]:
-        found["eat"] = replay.first_samples(probed[0], sampled_from(policy))
+        by_signal["eat"] = replay.first_samples(probed[0], sampled_from(policy))
     # Soft close has a section of its own, which a withdrawal leaves in force.
     read = {signal for part in parts if part.entropy for signal in SIGNALS[part.family]}
     episodes = replay.episodes
     at_ends = {RANK: episodes.ranks[:, 0], MARGIN: episodes.margins[:, 0], RPDI: replay.rpdi}
     for signal in sorted(read & at_ends.keys()):
-        found[signal.lower()] = _first_values(replay, at_ends[signal], policy.scheduler.min_think_tokens)
-    bins = {f"{signal}_reference": _bins(signal, values[requests], unit) for signal, values in found.items()}
+        by_signal[signal.lower()] = _first_values(replay, at_ends[signal], policy.scheduler.min_think_tokens)
+    bins = {f"{signal}_reference": _bins(signal, values[requests], unit) for signal, values in by_signal.items()}
     return {name: described for name, described in bins.items() if described}
 
 

@@ -138,7 +138,7 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     }
     pairs = {family: halves.tried(rules) for family, rules in paired(cautious, PAIRED_RULES).items()}
     single = halves.best([t for family in usable for t in tried[family]])
-    best = halves.best([t for found in pairs.values() for t in found])
+    best = halves.best([t for tries in pairs.values() for t in tries])
     if best is None or (single is not None and best.saved <= single.saved + PAIR_MUST_ADD):
         best = single
 
@@ -152,7 +152,7 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     return Calibration(
         natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
-        fronts={family: [halves.point(t) for t in pareto(found)] for family, found in (tried | pairs).items()},
+        fronts={family: [halves.point(t) for t in pareto(tries)] for family, tries in (tried | pairs).items()},
         best=point,
         fixed_cap=halves.point(cap) if cap is not None else None,
         second=second,
@@ -226,9 +226,9 @@ class _Tried:
 def pareto(tried: Sequence[_Tried]) -> list[_Tried]:
     """Return the rules that no other rule beats in both saving and accuracy, from least saved to most saved."""
     front: list[_Tried] = []
-    for one in sorted(tried, key=lambda t: (-t.saved, -t.change)):
-        if not front or one.change > front[-1].change:
-            front.append(one)
+    for candidate in sorted(tried, key=lambda t: (-t.saved, -t.change)):
+        if not front or candidate.change > front[-1].change:
+            front.append(candidate)
     return front[::-1]
 
 
@@ -281,17 +281,19 @@ class _Halves:
         stopped do so by chance.
         """
         allowed = self.goal.max_loss
-        for one in sorted(tried, key=lambda t: -t.saved):
-            if one.saved <= 0:
+        for candidate in sorted(tried, key=lambda t: -t.saved):
+            if candidate.saved <= 0:
                 break
-            if one.harm > allowed / 2:
+            if candidate.harm > allowed / 2:
                 continue
-            if self._bound(self._harm(self._try(loosened(one.rule)).stops, self.fit)) <= allowed:
-                return one
+            if self._bound(self._harm(self._try(loosened(candidate.rule)).stops, self.fit)) <= allowed:
+                return candidate
         return None
 
-    def point(self, one: _Tried) -> Point:
-        return Point(one.rule, self.figures(one.stops, self.fit), self.figures(one.stops, self.held_out))
+    def point(self, candidate: _Tried) -> Point:
+        return Point(
+            candidate.rule, self.figures(candidate.stops, self.fit), self.figures(candidate.stops, self.held_out)
+        )
 
     def _spent(self, stops: Stops, where: NDArray[np.intp]) -> NDArray[Any]:
         """Return each request's thinking tokens plus its probes' tokens, [where]."""

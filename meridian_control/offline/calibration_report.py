@@ -39,20 +39,20 @@ WELL_COVERED = 0.8
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#e45756", "#72b7b2", "#eeca3b")
 
 
-def table(found: Calibration, goal: Goal) -> Table:
+def table(result: Calibration, goal: Goal) -> Table:
     """Return a table of a few rules from each family's frontier, with figures from the half not used for choosing."""
-    made = Table(box=None)
+    summary = Table(box=None)
     for index, name in enumerate(("family", "stops", "saved", "accuracy", "harmful", "at most", "probes", "stopped")):
-        made.add_column(name, no_wrap=index != 1, justify="left" if index < 2 else "right")
-    useless = {s.signal for s in found.separations if not s.separates}
-    for family, points in found.fronts.items():
+        summary.add_column(name, no_wrap=index != 1, justify="left" if index < 2 else "right")
+    useless = {s.signal for s in result.separations if not s.separates}
+    for family, points in result.fronts.items():
         left_out = " (left out)" if points and points[0].rule.signals & useless else ""
         shown = _shown(points, goal)
-        if (best := found.best) is not None and best.rule.family == family and best not in shown:
+        if (best := result.best) is not None and best.rule.family == family and best not in shown:
             shown = sorted([*shown, best], key=lambda p: p.fit.saved)
         for index, point in enumerate(shown):
             figures = point.held_out
-            made.add_row(
+            summary.add_row(
                 "" if index else family + left_out,
                 str(point.rule),
                 percent(figures.saved),
@@ -61,9 +61,9 @@ def table(found: Calibration, goal: Goal) -> Table:
                 percent(figures.harm_bound),
                 percent(figures.probe_share),
                 percent(figures.stopped / figures.requests),
-                style="bold" if point == found.best else None,
+                style="bold" if point == result.best else None,
             )
-    return made
+    return summary
 
 
 def _shown(points: list[Point], goal: Goal) -> list[Point]:
@@ -76,7 +76,7 @@ def _shown(points: list[Point], goal: Goal) -> list[Point]:
     return [point for index, point in enumerate(shown) if point not in shown[:index]] or points[:1]
 
 
-def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
+def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
     """Yield the findings, one paragraph each."""
     episodes, judge = replay.episodes, replay.judge
     judged = int((judge.natural == judge.natural).sum())
@@ -85,9 +85,9 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
         f"{episodes.natural_tokens.mean():.0f} tokens on average. Rules were chosen on one half of the requests; all "
         f"figures are from the other half, with {goal.confidence:.0%} confidence intervals."
     )
-    if found.groups:
+    if result.groups:
         yield (
-            f"The requests belong to {found.groups} groups. Each group lies in one half, and halves, intervals and "
+            f"The requests belong to {result.groups} groups. Each group lies in one half, and halves, intervals and "
             "bounds are computed from groups."
         )
     left_out = [f"{count} {reason}" for reason, count in episodes.left_out.items()]
@@ -97,7 +97,7 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
         yield "Left out: " + ", ".join(left_out) + "."
     if judge.is_proxy:
         yield PROXY_NOTE
-    for separation in found.separations:
+    for separation in result.separations:
         area = f"AUROC {separation.auroc:.2f} {_range(separation.interval, 1)}"
         if separation.signal == "entropy":
             continue
@@ -110,12 +110,12 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
                 f"{separation.signal} does not separate right from wrong stops on this model and is left out: "
                 f"{separation.why_not}."
             )
-    yield from cautions(found, replay)
-    yield recommendation(found, goal)
-    yield second_threshold(found, replay, goal)
+    yield from cautions(result, replay)
+    yield recommendation(result, goal)
+    yield second_threshold(result, replay, goal)
 
 
-def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
+def cautions(result: Calibration, replay: Replay) -> Iterator[str]:
     """Yield warnings about conditions that make the figures less reliable than they look."""
     episodes = replay.episodes
     if len(episodes.owner) and 0 < (covered := float((episodes.sample >= 0).mean())) < WELL_COVERED:
@@ -131,17 +131,17 @@ def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
         was, now = (p.model.get(model, ModelPolicy()).eat_answer_prefix for p in (recorded, replay.base))
         if was != now:
             yield f"The trace was recorded with the answer prefix {was!r} for {model}; the base policy has {now!r}."
-    if found.policy.override:
+    if result.policy.override:
         yield "The base policy has overrides, whose entropy and scheduler fields replace the calibrated ones."
 
 
-def recommendation(found: Calibration, goal: Goal) -> str:
-    best = found.best
+def recommendation(result: Calibration, goal: Goal) -> str:
+    best = result.best
     if best is None:
         return (
             "Nothing is recommended: on the half on which rules are chosen, no rule whose signal separates saves "
             f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss, with an upper "
-            f"bound of at most {percent(goal.max_loss)}. {_needed_at_best(found, goal)} The policy stays in shadow."
+            f"bound of at most {percent(goal.max_loss)}. {_needed_at_best(result, goal)} The policy stays in shadow."
         )
     figures = best.held_out
     text = (
@@ -152,27 +152,27 @@ def recommendation(found: Calibration, goal: Goal) -> str:
         f"{_bound(figures)} points of accuracy with {goal.confidence:.0%} confidence"
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
-    if found.confirmed:
+    if result.confirmed:
         text += f", which is within {allowed}."
     else:
-        text += f", which exceeds {allowed}, so the policy stays in shadow: {_unproved(found, goal)}"
-    if found.fixed_cap is not None:
-        cap = found.fixed_cap
+        text += f", which exceeds {allowed}, so the policy stays in shadow: {_unproved(result, goal)}"
+    if result.fixed_cap is not None:
+        cap = result.fixed_cap
         text += f" A fixed cap chosen in the same way, {cap.rule}, saves {percent(cap.held_out.saved)}."
     return text
 
 
-def second_threshold(found: Calibration, replay: Replay, goal: Goal) -> str:
+def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
     """Say which give-up rule was found, what it may cost, and whether it is in force."""
-    if (second := found.second) is None:
+    if (second := result.second) is None:
         text = "No second threshold, for thinking that will not converge, is recommended: "
         if replay.judge.is_proxy:
             return text + "without labels every answer that would still have changed counts as harm."
         return text + (
             f"on the half on which rules are chosen, none that saves more keeps the upper bound of the harm within "
-            f"{percent(goal.max_loss)} together with the best rule. {_needed_at_best(found, goal)}"
+            f"{percent(goal.max_loss)} together with the best rule. {_needed_at_best(result, goal)}"
         )
-    figures, first = second.together.held_out, found.best
+    figures, first = second.together.held_out, result.best
     text = f"Second threshold, for thinking that will not converge: {second.rule}. "
     if first is not None:
         text += f"Together with the best rule it saves {percent(figures.saved)} instead of "
@@ -188,7 +188,7 @@ def second_threshold(found: Calibration, replay: Replay, goal: Goal) -> str:
         return text + f"which is within {allowed}."
     if second.proved:
         return text + f"which is within {allowed}, but the best rule is not recommended, so the second stays in shadow."
-    return text + f"which exceeds {allowed}, so the second threshold stays in shadow: {_unproved(found, goal)}"
+    return text + f"which exceeds {allowed}, so the second threshold stays in shadow: {_unproved(result, goal)}"
 
 
 def _bound(figures: Figures) -> str:
@@ -196,20 +196,20 @@ def _bound(figures: Figures) -> str:
     return f"{100 * figures.harm_bound:.2f}"
 
 
-def _needed_at_best(found: Calibration, goal: Goal) -> str:
-    return f"Without any harm, the bound needs {_needed(found, goal)} in each half."
+def _needed_at_best(result: Calibration, goal: Goal) -> str:
+    return f"Without any harm, the bound needs {_needed(result, goal)} in each half."
 
 
-def _unproved(found: Calibration, goal: Goal) -> str:
+def _unproved(result: Calibration, goal: Goal) -> str:
     """Say how many requests or groups a proof needs at least."""
     if needed_to_prove(goal.max_loss, goal.confidence) == math.inf:
         return "no number of requests can prove that a rule never harms."
-    return f"the loss is not proved to be small, for which the other half needs {_needed(found, goal)}."
+    return f"the loss is not proved to be small, for which the other half needs {_needed(result, goal)}."
 
 
-def _needed(found: Calibration, goal: Goal) -> str:
+def _needed(result: Calibration, goal: Goal) -> str:
     needed = needed_to_prove(goal.max_loss, goal.confidence)
-    what = "groups" if found.groups else "requests"
+    what = "groups" if result.groups else "requests"
     return f"at least {needed:.0f} {what}" if needed < math.inf else f"more {what} than there can be"
 
 
@@ -230,23 +230,23 @@ def _range(interval: Interval, scale: int = 100) -> str:
 # ----------------------------------------------------------------------------------------------------------------- JSON
 
 
-def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
+def report(result: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
     """Return the whole result of a calibration as plain values."""
     return {
         "goal": asdict(goal),
         "proxy": replay.judge.is_proxy,
         "requests": len(replay.episodes.seen),
-        "groups": found.groups,
+        "groups": result.groups,
         "left_out": replay.episodes.left_out,
         "probe_cost_tokens": replay.cost_tokens,
-        "natural": _plain(found.natural),
-        "signals": [_signal(s) for s in found.separations],
-        "families": {family: [_point(p) for p in points] for family, points in found.fronts.items()},
-        "best": _point(found.best) if found.best else None,
-        "recommended": _point(found.recommended) if found.recommended else None,
-        "fixed_cap": _point(found.fixed_cap) if found.fixed_cap else None,
-        "second_threshold": _second(found.second) if found.second else None,
-        "policy": found.policy.model_dump(mode="json", exclude_none=True),
+        "natural": _plain(result.natural),
+        "signals": [_signal(s) for s in result.separations],
+        "families": {family: [_point(p) for p in points] for family, points in result.fronts.items()},
+        "best": _point(result.best) if result.best else None,
+        "recommended": _point(result.recommended) if result.recommended else None,
+        "fixed_cap": _point(result.fixed_cap) if result.fixed_cap else None,
+        "second_threshold": _second(result.second) if result.second else None,
+        "policy": result.policy.model_dump(mode="json", exclude_none=True),
     }
 
 
@@ -282,18 +282,18 @@ def _plain(figures: Figures) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- the picture
 
 
-def plot(found: Calibration, replay: Replay, path: Path) -> None:
+def plot(result: Calibration, replay: Replay, path: Path) -> None:
     """Draw the frontiers to `path`, in the format of its suffix. Raises OSError or ValueError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     axes = figure.subplots()
-    _curves(axes, found)
-    natural = found.natural
+    _curves(axes, result)
+    natural = result.natural
     axes.plot(natural.tokens, natural.accuracy, "o", color="black", ms=9, label="natural", zorder=4)
-    if found.best is not None:
-        figures = found.best.held_out
-        label = f"{'recommended' if found.confirmed else 'best, not proved'}: {found.best.rule}"
+    if result.best is not None:
+        figures = result.best.held_out
+        label = f"{'recommended' if result.confirmed else 'best, not proved'}: {result.best.rule}"
         interval = figures.accuracy_interval
         bars = [[figures.accuracy_change - interval.low], [interval.high - figures.accuracy_change]]
         axes.errorbar(
@@ -309,13 +309,13 @@ def plot(found: Calibration, replay: Replay, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _curves(axes: Axes, found: Calibration) -> None:
-    colours = dict(zip((f for f in found.fronts if f != CAP), COLOURS * len(found.fronts), strict=False))
-    for family, points in found.fronts.items():
+def _curves(axes: Axes, result: Calibration) -> None:
+    colours = dict(zip((f for f in result.fronts if f != CAP), COLOURS * len(result.fronts), strict=False))
+    for family, points in result.fronts.items():
         drawn = sorted((p.held_out.tokens, p.held_out.accuracy) for p in points)
         xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
         if family == CAP:
-            xs, ys = [*xs, found.natural.tokens], [*ys, found.natural.accuracy]
+            xs, ys = [*xs, result.natural.tokens], [*ys, result.natural.accuracy]
             axes.plot(xs, ys, "--", color="grey", lw=1.5, label=family, zorder=2)
         else:
             pair = bool(points) and bool(points[0].rule.either)

@@ -125,7 +125,7 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
             for cap in dict.fromkeys(int(tokens) for tokens in np.quantile(natural, np.linspace(0, 1, 41)))
         ],
     }
-    return {family: _confirmed(found) for family, found in rules.items() if found}
+    return {family: _confirmed(family_rules) for family, family_rules in rules.items() if family_rules}
 
 
 def _confirmed(rules: list[StoppingRule]) -> list[StoppingRule]:
@@ -205,12 +205,12 @@ def give_ups(
     starts = np.quantile(episodes.natural_tokens[requests], STARTS)
     shared = {k: v for part in (first.parts if first else ()) if part.family in PROBED for k, v in part.entropy.items()}
     alphas = (shared["ema_alpha"],) if "ema_alpha" in shared else ALPHAS
-    found = []
+    stopping_rules = []
     for alpha, start, level in product(alphas, dict.fromkeys(max(1, floor_tokens, int(s)) for s in starts), levels):
         moving = {"ema_alpha": alpha, "eat_warmup_samples": math.ceil(4 / alpha)}
         thresholds = {"give_up_tokens": start, "give_up_eat_nats": level}
-        found.append(StoppingRule(GIVE_UP, ONLY_GIVE_UP | moving | shared | thresholds))
-    return found
+        stopping_rules.append(StoppingRule(GIVE_UP, ONLY_GIVE_UP | moving | shared | thresholds))
+    return stopping_rules
 
 
 def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, list[StoppingRule]]:
@@ -224,9 +224,9 @@ def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, 
     for (first, ones), (second, others) in combinations(rules.items(), 2):
         if GROUPS[first] != GROUPS[second] and not {first, second} <= PROBED:
             both = product(_thinned(list(ones), most), _thinned(list(others), most))
-            made = [either(a, b) for a, b in both if _agree(a, b)]
-            if made:
-                pairs[made[0].family] = made
+            combined = [either(a, b) for a, b in both if _agree(a, b)]
+            if combined:
+                pairs[combined[0].family] = combined
     return pairs
 
 
@@ -241,8 +241,8 @@ def _quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[flo
     finite = values[np.isfinite(values)]
     if not len(finite):
         return []
-    found = np.quantile(finite, grid, method="inverted_cdf")
-    return sorted({float(f"{value:.3g}") for value in found.tolist() if value > 0})
+    quantiles = np.quantile(finite, grid, method="inverted_cdf")
+    return sorted({float(f"{value:.3g}") for value in quantiles.tolist() if value > 0})
 
 
 def _thinned(values: list[T], most: int = 8) -> list[T]:

@@ -47,11 +47,11 @@ class Judge:
     def at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability at the nearest known place at or after each given place, else that of `natural`."""
         keys = self.owner * KEY + self.think_tokens
-        found = np.searchsorted(keys, owner * KEY + think_tokens)
-        within = found < len(keys)
-        within[within] = self.owner[found[within]] == owner[within]
+        index = np.searchsorted(keys, owner * KEY + think_tokens)
+        within = index < len(keys)
+        within[within] = self.owner[index[within]] == owner[within]
         right = self.natural[owner]
-        right[within] = self.right[found[within]]
+        right[within] = self.right[index[within]]
         return right
 
 
@@ -70,8 +70,8 @@ def from_probes(episodes: Episodes) -> Judge:
     end = np.searchsorted(owner, owner, "right")
     last = same[end - 1] if len(owner) else same
     stays = (number >= end - last) & ~episodes.empty_answer
-    told = np.bincount(owner[same > 0], minlength=len(episodes.ids)) > 0
-    return Judge(owner, episodes.sample_tokens, stays.astype(float), np.where(told, 1.0, np.nan), True)
+    is_judged = np.bincount(owner[same > 0], minlength=len(episodes.ids)) > 0
+    return Judge(owner, episodes.sample_tokens, stays.astype(float), np.where(is_judged, 1.0, np.nan), True)
 
 
 def from_labels(path: Path, episodes: Episodes) -> Judge:

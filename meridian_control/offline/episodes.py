@@ -244,8 +244,8 @@ def _episodes(seen: _Collector) -> Episodes:
 
     def newest(values: NDArray[Any], depth: int) -> NDArray[Any]:
         """Return the values at each boundary and at earlier sentence ends, those before an end marker included."""
-        found: NDArray[Any] = newest_values(owner[before], values[before + 1], depth)[goes_on]
-        return found
+        window: NDArray[Any] = newest_values(owner[before], values[before + 1], depth)[goes_on]
+        return window
 
     measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)
     running = np.concatenate([[0.0], np.cumsum(np.where(measured, entropy, 0.0)[measured])])
@@ -354,7 +354,7 @@ def _sample_of(
     here = owner * KEY + tokens
     following = np.minimum(np.append(here[1:], np.iinfo(np.int64).max)[: len(here)], (owner + 1) * KEY)
     keys = sample_owner * KEY + sample_tokens
-    found = np.searchsorted(keys, here)
-    within = found < len(keys)
-    within[within] = keys[found[within]] < following[within]
-    return np.where(within, found, -1)
+    index = np.searchsorted(keys, here)
+    within = index < len(keys)
+    within[within] = keys[index[within]] < following[within]
+    return np.where(within, index, -1)

@@ -49,8 +49,8 @@ def halved(
         chosen = set(names[: len(names) // 2])
         first = np.array([group in chosen for group in groups], bool)
         if len(chosen) < MIN_GROUPS:
-            told = f"there are {len(chosen)}, {len(names) - len(chosen)}"
-            raise TooFewRequests(f"{MIN_GROUPS} groups of requests are needed in each half; {told}")
+            sizes = f"there are {len(chosen)}, {len(names) - len(chosen)}"
+            raise TooFewRequests(f"{MIN_GROUPS} groups of requests are needed in each half; {sizes}")
     else:
         first = np.array([first_half(request_id, split) for request_id in ids], bool)
     fit, held_out = np.flatnonzero(judged & first), np.flatnonzero(judged & ~first)

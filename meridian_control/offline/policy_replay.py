@@ -241,8 +241,8 @@ class SessionReplay:
         for probe in directives.probes:
             if (request := self.live.get(probe.slot)) is not None:
                 request.asked.append((probe, int(self.session.table.think_tokens[probe.slot])))
-        made: list[Any] = [*directives.forces, *directives.caps, *directives.tiers]
-        for decision in made + ([directives.plan] if directives.HasField("plan") else []):
+        decisions: list[Any] = [*directives.forces, *directives.caps, *directives.tiers]
+        for decision in decisions + ([directives.plan] if directives.HasField("plan") else []):
             shadow = getattr(decision, "shadow", False)
             outcome = agent_pb2.OUTCOME_SHADOWED if shadow else agent_pb2.OUTCOME_APPLIED
             self._due.append(agent_pb2.DecisionOutcome(decision_id=decision.decision_id, outcome=outcome))

@@ -141,15 +141,15 @@ class Replay:
         self.cost_tokens = float(np.median(episodes.cost_tokens)) if len(episodes.cost_tokens) else 0.0
         self.window_tokens = self._window(base.entropy.rpdi_window_tokens)
         self._table = self._boundary_table()
-        found = episodes.sample
-        has = found >= 0
-        self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
+        sample = episodes.sample
+        has = sample >= 0
+        self.eat_nats = np.where(has, episodes.eat_nats[sample] if len(episodes.eat_nats) else np.nan, np.nan)
         self.right = self._judged(episodes.owner, episodes.think_tokens, episodes.decided_tokens + self._late)
-        placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
-        self._table.fill(len(found), eat_think_tokens=placed)
+        placed = np.where(has, episodes.sample_tokens[sample], 0) if len(episodes.sample_tokens) else sample * 0
+        self._table.fill(len(sample), eat_think_tokens=placed)
         # A held request generates no thinking token between its probe and the decision from the probe.
         held = base.entropy.eat_hold_ms > 0
-        arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
+        arrived = episodes.sample_arrived[sample] if len(episodes.sample_arrived) else sample
         places = np.where(has, placed if held else arrived + self._late, KEY >> 1)
         # With a gate, a probe is requested only once the rank is known, so the probe comes some tokens later.
         asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
@@ -255,11 +255,11 @@ class Replay:
             fires = entropy_rule.soft_closed(policy.scheduler, table)
         return self._first(episodes.owner, np.flatnonzero(fires[:count])), places, right, episodes.decided_tokens
 
-    def _first(self, owner: NDArray[np.int64], found: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Return the first of the found places of each request, -1 for none. found: ascending places in `owner`."""
+    def _first(self, owner: NDArray[np.int64], places: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Return the first place of each request, -1 for none. places: ascending indices into `owner`."""
         first = np.full(len(self.episodes.ids), -1)
         # In reverse order, so that each request's earliest place is written last and overwrites later ones.
-        first[owner[found[::-1]]] = found[::-1]
+        first[owner[places[::-1]]] = places[::-1]
         return first
 
     # ------------------------------------------------------------------------------------------------------------ EAT

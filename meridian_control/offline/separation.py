@@ -83,6 +83,6 @@ def separation(
     weights = resampled(area.owners, RESAMPLES)
     parts = np.split(weights, BATCHES)
     interval = percentiles(np.concatenate([area(part) for part in parts]), confidence)
-    found = float(area(np.ones((1, area.owners)))[0])
-    why = "" if interval.low > RIGHT else f"AUROC {found:.2f} is not above 0.5 with confidence"
-    return Separation(name, found, interval, why)
+    auroc = float(area(np.ones((1, area.owners)))[0])
+    why = "" if interval.low > RIGHT else f"AUROC {auroc:.2f} is not above 0.5 with confidence"
+    return Separation(name, auroc, interval, why)

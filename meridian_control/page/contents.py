@@ -48,7 +48,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
     freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
     rows = [engine_row(engine, freezes, now, parts) for engine in engines]
     rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
-    troubles = sum(bool(row["level"]) for row in rows) + sum(one.troubles for one in shown)
+    troubles = sum(bool(row["level"]) for row in rows) + sum(block.troubles for block in shown)
     return {
         "version": __version__,
         "replica": whole.replica_id,
@@ -62,7 +62,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
         "capabilities": capability_rows(whole),
-        **{name: entry for one in shown for name, entry in one.entries.items()},
+        **{name: entry for block in shown for name, entry in block.entries.items()},
         **await stored(policies, rollouts, engines),
     }
 
@@ -70,7 +70,12 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
 def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
     """Return name, row and text of what the capabilities of this replica show."""
     counters, capabilities = whole.fleet.totals(), whole.fleet.capabilities
-    return [(one.name, *row) for one in capabilities if one.shown is not None for row in one.shown(counters)]
+    return [
+        (capability.name, *row)
+        for capability in capabilities
+        if capability.shown is not None
+        for row in capability.shown(counters)
+    ]
 
 
 async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fleet_pb2.Engine]) -> dict[str, Any]:
@@ -115,13 +120,13 @@ def totals(engines: Iterable[fleet_pb2.Engine], requests: Iterable[fleet_pb2.Liv
 
 def phases(requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, dict[str, int]]:
     """Count live requests by phase and state (new, generating or preempted), as meridian_engine_requests does."""
-    found = {phase: {"new": 0, "generating": 0, "preempted": 0} for phase in PHASES}
+    counts = {phase: {"new": 0, "generating": 0, "preempted": 0} for phase in PHASES}
     names = {number: phase for phase, number in PHASES.items()}
     for request in requests:
         begun = request.think_tokens + request.output_tokens
         if (phase := names.get(request.phase)) is not None:
-            found[phase]["preempted" if request.preempted else "generating" if begun else "new"] += 1
-    return found
+            counts[phase]["preempted" if request.preempted else "generating" if begun else "new"] += 1
+    return counts
 
 
 class Condition(NamedTuple):
@@ -225,7 +230,7 @@ def engine_row(
 
 def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetime) -> dict[str, Any]:
     """Return a freeze's row: `engines` counts its engines, `confirmed` the engines that confirmed the freeze."""
-    held = [engine for engine in engines if freeze.freeze_id in engine.freeze.freeze_ids]
+    reached = [engine for engine in engines if freeze.freeze_id in engine.freeze.freeze_ids]
     return {
         "freeze_id": freeze.freeze_id,
         "match": match_text(freeze.match),
@@ -233,8 +238,8 @@ def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetim
         "reason": freeze.reason,
         "left": lasting(freeze.remaining(now).total_seconds()),
         "end_time": freeze.end_time.isoformat(),
-        "engines": len(held),
-        "confirmed": sum(engine.freeze.confirmed for engine in held),
+        "engines": len(reached),
+        "confirmed": sum(engine.freeze.confirmed for engine in reached),
     }
 
 

@@ -137,9 +137,11 @@ class StatusPage:
         while self._viewers:
             try:
                 now = self._whole.fleet.clock()
-                told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
+                page_contents = await contents(self._whole, self._policies, self._rollouts, now) | {
+                    "access": self._access
+                }
                 # A page cannot read NaN, and would go on showing old contents as if they were live.
-                event = b"data: " + json.dumps(printable_tree(told), allow_nan=False).encode() + b"\n\n"
+                event = b"data: " + json.dumps(printable_tree(page_contents), allow_nan=False).encode() + b"\n\n"
             except MeridianError as error:
                 event = trouble(str(error))
             except Exception:

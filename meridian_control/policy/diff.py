@@ -79,8 +79,8 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
         values[FLOOR], origins[FLOOR] = subject.own_floor_tokens, REQUEST
     for kind, index, entry in _shorteners(policy):
         if matches_globs(entry, subject.who):
-            found = _shortener_values(kind, index, entry)
-            values, origins = values | found, origins | dict.fromkeys(found, POLICY)
+            entry_values = _shortener_values(kind, index, entry)
+            values, origins = values | entry_values, origins | dict.fromkeys(entry_values, POLICY)
     return [Explained(path, spelled(value), origins[path]) for path, value in values.items()]
 
 

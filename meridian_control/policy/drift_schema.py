@@ -65,11 +65,11 @@ Bins: TypeAlias = tuple[EatBin, ...] | tuple[SignalBin, ...]
 
 
 def _ascending(bins: Bins) -> Bins:
-    edges = [each.max_value for each in bins]
+    edges = [reference_bin.max_value for reference_bin in bins]
     if sorted(set(edges)) != edges:
         name = "max_nats" if isinstance(bins[0], EatBin) else "max_value"
         raise PydanticCustomError("ascending", "must have {name} in ascending order", {"name": name})
-    if bins and not any(each.requests for each in bins):
+    if bins and not any(reference_bin.requests for reference_bin in bins):
         raise PydanticCustomError("no_requests", "must have requests in some bin")
     return bins
 
@@ -106,4 +106,4 @@ def signal_reference(signal: str) -> Any:
 
 def bin_of(bins: Sequence[EatBin | SignalBin], value: float) -> int:
     """Return the index of the bin in which a value lies. bins: at least one."""
-    return next((index for index, each in enumerate(bins) if value <= each.max_value), len(bins) - 1)
+    return next((index for index, reference_bin in enumerate(bins) if value <= reference_bin.max_value), len(bins) - 1)

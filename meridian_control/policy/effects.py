@@ -36,7 +36,7 @@ def cap(
 
 def _of_any_request(policy: Policy, section: str) -> list[Any]:
     """Return a section of the policy, and that section of its overrides, in which unset fields are None."""
-    return [getattr(each, section) for each in (policy, *policy.override)]
+    return [getattr(variant, section) for variant in (policy, *policy.override)]
 
 
 def least_cap(policy: Policy) -> int:

@@ -21,8 +21,8 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 def check(policy: Policy, schemas: Mapping[str, type[Section]]) -> None:
     """Raise PolicyError if an extension is not among the schemas, by name, or does not fit its schema."""
-    if found := list(_violations(policy, schemas)):
-        raise PolicyError(found)
+    if violations := list(_violations(policy, schemas)):
+        raise PolicyError(violations)
 
 
 def _violations(policy: Policy, schemas: Mapping[str, type[Section]]) -> Iterator[Violation]:
@@ -33,10 +33,10 @@ def _violations(policy: Policy, schemas: Mapping[str, type[Section]]) -> Iterato
         try:
             extension(policy, name, schema)
         except ValidationError as error:
-            for one in error.errors():
-                found = violation(schema, one)
+            for details in error.errors():
+                broken = violation(schema, details)
                 section = dotted(("extension", name))
-                yield replace(found, path=f"{section}.{found.path}")
+                yield replace(broken, path=f"{section}.{broken.path}")
 
 
 def extension(policy: Policy, name: str, schema: type[AnySection]) -> AnySection:

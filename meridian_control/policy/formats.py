@@ -45,8 +45,8 @@ def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> 
 def parse_stored_toml(text: str) -> tuple[Policy, list[Found]]:
     """Read a policy that this version or an earlier one has stored; return it without the fields that were removed
     since, and those of them that had another value than their default. Raises PolicyError."""
-    kept, found = without_removed(_tables(text, "<string>"))
-    return _validate(Policy, kept), [field for field in found if not field.is_default]
+    kept, removed = without_removed(_tables(text, "<string>"))
+    return _validate(Policy, kept), [field for field in removed if not field.is_default]
 
 
 def _tables(text: str, source: str) -> dict[str, Any]:
@@ -88,17 +88,17 @@ def find(explicit: Path | None) -> Path | None:
 def from_proto(message: policy_pb2.Policy) -> Policy:
     """Validate a policy message; absent fields get their defaults. Raises PolicyError, also for unknown fields, and for
     removed fields, unless they have their old default, which older clients send with every policy."""
-    policy, found = from_older_proto(message)
-    if found:
-        raise PolicyError(Violation(dotted(field.loc), field.removed.message) for field in found)
+    policy, removed = from_older_proto(message)
+    if removed:
+        raise PolicyError(Violation(dotted(field.loc), field.removed.message) for field in removed)
     return policy
 
 
 def from_older_proto(message: policy_pb2.Policy) -> tuple[Policy, list[Found]]:
     """Validate a policy message that an earlier version may have made; return it without the fields that were removed
     since, and those of them that had another value than their default. Raises PolicyError, also for unknown fields."""
-    kept, found = without_removed(_plain(message))
-    return _validate(Policy, kept), [field for field in found if not field.is_default]
+    kept, removed = without_removed(_plain(message))
+    return _validate(Policy, kept), [field for field in removed if not field.is_default]
 
 
 def from_proto_as(schema: type[Schema], message: Message) -> Schema:
@@ -129,11 +129,13 @@ def to_stored_toml(policy: Policy) -> str:
     # The default of every field of an override is that the override leaves the field alone, in each version.
     values["override"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in policy.override]
     for section, fields in NEW_FIELDS.items():
-        found = getattr(policy, section)
-        entries = zip(found, values[section], strict=True) if isinstance(found, tuple) else [(found, values[section])]
-        for entry, told in entries:
+        stored = getattr(policy, section)
+        entries = (
+            zip(stored, values[section], strict=True) if isinstance(stored, tuple) else [(stored, values[section])]
+        )
+        for entry, entry_values in entries:
             for field in set(fields) - _changed(entry):
-                told.pop(field, None)
+                entry_values.pop(field, None)
     for section in NEW_SECTIONS:
         if values[section] == defaults[section]:
             del values[section]
@@ -192,7 +194,7 @@ def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise PolicyError(_violation(schema, found) for found in error.errors()) from None
+        raise PolicyError(_violation(schema, details) for details in error.errors()) from None
 
 
 def _violation(schema: type[Section], error: ErrorDetails) -> Violation:

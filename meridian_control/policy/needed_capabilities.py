@@ -54,11 +54,11 @@ def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):
             lacking.setdefault(capability, []).append(path)
-    found = [
+    unmet = [
         f"the engine lacks {name}, needed for {', '.join(paths)}{_reason(hello, name)}"
         for name, paths in lacking.items()
     ]
-    return "; ".join([*found, *_fixed_limits(policy, hello)])
+    return "; ".join([*unmet, *_fixed_limits(policy, hello)])
 
 
 def _reason(hello: agent_pb2.Hello, capability: str) -> str:

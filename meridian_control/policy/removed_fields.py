@@ -94,20 +94,20 @@ def _value(field: Any, default: Any) -> Any:
 
 def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
     """Return a policy's plain values without the removed fields, and these fields."""
-    found: list[Found] = []
-    return _kept(values, (), found), found
+    removed_fields: list[Found] = []
+    return _kept(values, (), removed_fields), removed_fields
 
 
-def _kept(value: Any, loc: Loc, found: list[Found]) -> Any:
-    """Return a value of a policy without the removed fields below it, and add these to `found`."""
+def _kept(value: Any, loc: Loc, removed_fields: list[Found]) -> Any:
+    """Return a value of a policy without the removed fields below it, and add these to `removed_fields`."""
     if isinstance(value, list):
-        return [_kept(entry, (*loc, index), found) for index, entry in enumerate(value)]
+        return [_kept(entry, (*loc, index), removed_fields) for index, entry in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     kept = {}
     for name, below in value.items():
         if (removed := removed_at((*loc, name))) is not None:
-            found.append(Found((*loc, name), below, removed))
+            removed_fields.append(Found((*loc, name), below, removed))
         else:
-            kept[name] = _kept(below, (*loc, name), found)
+            kept[name] = _kept(below, (*loc, name), removed_fields)
     return kept

@@ -62,8 +62,8 @@ def rule_under_pressure(pressure: Iterable[PressurePolicy]) -> bool:
 def may_shorten(own: Policy, entries: Iterable[StagedEntry]) -> bool:
     """Whether anything in force may shorten a request. own: the policy that holds for the request. entries: the budgets
     and pressure entries that match it."""
-    found = tuple(entries)
-    return bool(kinds_for_request(own)) or any(_in_force(own, entry) for entry in found)
+    staged_entries = tuple(entries)
+    return bool(kinds_for_request(own)) or any(_in_force(own, entry) for entry in staged_entries)
 
 
 def _in_force(own: Policy, entry: StagedEntry) -> bool:
@@ -73,12 +73,12 @@ def _in_force(own: Policy, entry: StagedEntry) -> bool:
 
 def kinds_of(policy: Policy) -> list[Kind]:
     """Return all kinds that may shorten some request under a policy."""
-    found: dict[Kind, None] = dict.fromkeys(kind for own in _variants(policy) for kind in kinds_for_request(own))
+    kinds: dict[Kind, None] = dict.fromkeys(kind for own in _variants(policy) for kind in kinds_for_request(own))
     if policy.entropy.enabled and rule_under_pressure(policy.pressure):
-        found[ENTROPY] = None
+        kinds[ENTROPY] = None
     for section in ("budget", "pressure"):
-        found |= {Kind(section, e.name): None for e in getattr(policy, section) if _in_force(policy, e)}
-    return sorted(found)
+        kinds |= {Kind(section, e.name): None for e in getattr(policy, section) if _in_force(policy, e)}
+    return sorted(kinds)
 
 
 def _variants(policy: Policy) -> Iterator[Policy]:
@@ -113,21 +113,21 @@ def not_measured(policy: Policy) -> str:
 
 def warnings(policy: Policy) -> list[str]:
     """Return what the author of a policy should know about the harm that its shortening may do."""
-    found = [f"harm is not measured: {why}"] if (why := not_measured(policy)) else []
+    texts = [f"harm is not measured: {why}"] if (why := not_measured(policy)) else []
     if not acts_on_thinking(policy) or not (calibrated := policy.scheduler.calibrated_cap_tokens):
-        return found
+        return texts
     below = f"below the {calibrated} that the policy's calibration found to be enough"
     caps = {"scheduler.max_think_tokens": policy.scheduler.max_think_tokens}
     for index, override in enumerate(policy.override):
         values: Any = override.scheduler
         caps[f"override[{index}].scheduler.max_think_tokens"] = values.max_think_tokens
-    found += [f"{path} is {cap}, {below}" for path, cap in caps.items() if cap is not None and cap < calibrated]
+    texts += [f"{path} is {cap}, {below}" for path, cap in caps.items() if cap is not None and cap < calibrated]
     for section in ("budget", "pressure"):
         for entry in getattr(policy, section):
             floor = max(floors_of(entry)[0], policy.scheduler.min_think_tokens)
             if not entry.shadow and floor < calibrated:
-                found.append(f"{section} {entry.name} may cut thinking to {floor} tokens, {below}")
-    return found
+                texts.append(f"{section} {entry.name} may cut thinking to {floor} tokens, {below}")
+    return texts
 
 
 def without(policy: Policy, kind: Kind) -> Policy:
@@ -157,5 +157,5 @@ def _changed(policy: Policy, section: str, field: str, value: bool | int) -> Pol
             return part
         return part.model_copy(update={section: getattr(part, section).model_copy(update={field: value})})
 
-    made: Policy = changed(policy)
-    return made.model_copy(update={"override": tuple(map(changed, policy.override))})
+    changed_policy: Policy = changed(policy)
+    return changed_policy.model_copy(update={"override": tuple(map(changed, policy.override))})

@@ -186,8 +186,8 @@ class PolicyStore:
             raise StoredPolicyUnreadable(row.revision, error) from error
         if removed and row.revision not in self._warned:
             self._warned.add(row.revision)
-            for found in removed:
-                logger.warning("stored policy revision %d: %s", row.revision, found)
+            for removed_field in removed:
+                logger.warning("stored policy revision %d: %s", row.revision, removed_field)
         return StoredRevision(**values)
 
     async def _newest(self) -> Row[Any] | None:

@@ -48,8 +48,8 @@ class Sampler:
 
         elapsed_s: seconds since the previous look.
         """
-        found = list(engines)
-        connected = [engine for engine in found if engine.state == CONNECTED]
+        listed = list(engines)
+        connected = [engine for engine in listed if engine.state == CONNECTED]
         observed = {rollout.candidate_revision: _nothing(), rollout.stable_revision: _nothing()}
         seen = {}
         for engine in connected:
@@ -57,7 +57,7 @@ class Sampler:
             seen[key] = at = (engine.connect_time.ToDatetime(UTC), engine.acked_revision, _counters(engine))
             if engine.acked_revision in observed:
                 observed[engine.acked_revision] += self._since(key, *at)
-        group = [engine for engine in found if rollout.candidate_revision in (engine.revision, engine.acked_revision)]
+        group = [engine for engine in listed if rollout.candidate_revision in (engine.revision, engine.acked_revision)]
         applied = [engine for engine in connected if engine.acked_revision == rollout.candidate_revision]
         refused = [engine for engine in group if engine.nack_error]
         waiting = [engine for engine in group if engine.state == CONNECTED and engine not in applied]

@@ -173,5 +173,5 @@ class By:
     request_id: str = ""
 
 
-def _added(one: Counts, other: Counts) -> Counts:
-    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+def _added(counts: Counts, other: Counts) -> Counts:
+    return tuple(a + b for a, b in zip_longest(counts, other, fillvalue=0))

@@ -47,11 +47,11 @@ class RolloutStore:
 
     async def get(self, rollout_id: int) -> Rollout:
         """Return a rollout; 0 stands for the newest. Raises NotFound."""
-        one = select(_rollouts).where(_rollouts.c.rollout_id == min(rollout_id, MAX_ID))
-        found = await self._one(one) if rollout_id else await self.newest()
-        if found is None:
+        query = select(_rollouts).where(_rollouts.c.rollout_id == min(rollout_id, MAX_ID))
+        rollout = await self._one(query) if rollout_id else await self.newest()
+        if rollout is None:
             raise NotFound(f"there is no rollout {rollout_id}" if rollout_id else "there is no rollout yet")
-        return found
+        return rollout
 
     async def history(self, limit: int, before: int | None = None) -> list[Rollout]:
         """Return the newest rollouts, newest first; if `before` is given, only rollouts older than that id."""
@@ -67,14 +67,14 @@ class RolloutStore:
         Raises InvalidRequest if that rollout has another policy or plan.
         """
         query = select(_rollouts).where(_rollouts.c.request_id == request_id)
-        found = await self._one(query) if request_id else None
-        if found is not None and (
-            found.plan != plan or (await self.policies.get(found.candidate_revision)).policy != policy
+        rollout = await self._one(query) if request_id else None
+        if rollout is not None and (
+            rollout.plan != plan or (await self.policies.get(rollout.candidate_revision)).policy != policy
         ):
-            other = f"started rollout {found.rollout_id} with another policy or plan"
+            other = f"started rollout {rollout.rollout_id} with another policy or plan"
             message = f'must be a new one; got "{request_id}", which {other}'
             raise InvalidRequest("request_id", message)
-        return found
+        return rollout
 
     async def start(self, plan: Plan, policy: Policy, etag: str, by: By) -> Rollout:
         """Store the policy as a candidate, and its rollout. `etag` names the policy in force, empty for any.
@@ -83,26 +83,26 @@ class RolloutStore:
         """
         self.policies.check_extensions(policy)
         while True:
-            if (found := await self.answered(by.request_id, plan, policy)) is not None:
-                return found
+            if (earlier := await self.answered(by.request_id, plan, policy)) is not None:
+                return earlier
             stable = await self.policies.check(etag)
             if not stable:
                 raise NotFound("no policy is stored yet")
             async with self.database.reading() as connection:
                 newest = await connection.scalar(select(func.max(_rollouts.c.rollout_id))) or 0
-            made = begin(newest + 1, plan, (stable, stable + 1), by, plan.harm_limit(policy))
-            reason = by.reason or f"candidate of rollout {made.rollout_id}"
+            rollout = begin(newest + 1, plan, (stable, stable + 1), by, plan.harm_limit(policy))
+            reason = by.reason or f"candidate of rollout {rollout.rollout_id}"
             candidate = new_revision(stable + 1, policy, by.author, reason, by.now)
             try:
                 async with self.database.writing() as connection:
                     await insert_revision(connection, candidate)
                     await connection.execute(
-                        insert(_rollouts).values(_row(made) | {"request_id": by.request_id or None})
+                        insert(_rollouts).values(_row(rollout) | {"request_id": by.request_id or None})
                     )
             except IntegrityError:
                 # Another caller stored a rollout or a revision in the meantime.
                 continue
-            return made
+            return rollout
 
     async def change(self, rollout: Rollout, change: Callable[[Rollout], Rollout]) -> Rollout:
         """Store the rollout that `change` returns, and call `change` again if the stored rollout is newer.

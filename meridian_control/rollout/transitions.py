@@ -149,16 +149,16 @@ def warnings(rollout: Rollout, engines: Collection[tuple[str, Mapping[str, str]]
     """Return a line for each step that would wait for engines. engines: id and labels of each connected engine."""
     if not engines:
         return ["no engine is connected: the rollout waits until one connects"]
-    found = []
+    texts = []
     for number, step in enumerate(rollout.plan.step, 1):
         steps = rollout.plan.step[:number]
-        chosen = any(each.matches(rollout.rollout_id, *engine) for each in steps for engine in engines)
+        chosen = any(target.matches(rollout.rollout_id, *engine) for target in steps for engine in engines)
         if not chosen and not _selects_nobody(rollout, number):
-            found.append(
+            texts.append(
                 f"step {number} selects none of the {len(engines)} connected engines ({step}): it waits until an "
                 "engine that it selects connects"
             )
-    return found
+    return texts
 
 
 def _selects_nobody(rollout: Rollout, number: int) -> bool:

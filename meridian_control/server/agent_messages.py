@@ -28,12 +28,12 @@ COLUMNS = ("probes", "loops", "continued", "joined")
 
 def _numbers() -> dict[int, tuple[str, dict[int, str]]]:
     """Return the names of COUNTED by their field numbers."""
-    found = {}
+    numbers = {}
     for part, names in COUNTED.items():
         field: Any = agent_pb2.ConnectRequest.DESCRIPTOR.fields_by_name[part]
         inner = field.message_type.fields_by_name
-        found[field.number] = part, {inner[name].number: name for name in names}
-    return found
+        numbers[field.number] = part, {inner[name].number: name for name in names}
+    return numbers
 
 
 NUMBERS = _numbers()

@@ -81,8 +81,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         reader = asyncio.create_task(self._read(connection, request_iterator))
         # Callers choose engine ids, so their number is unbounded and the log lines are rate-limited.
         host = host_of(context.peer())
-        told = self._faults.may_log(host, "connections", CONNECTIONS)
-        if told:
+        may_log = self._faults.may_log(host, "connections", CONNECTIONS)
+        if may_log:
             self._log_connected(connection.session)
         reason = "agent_closed"
         try:
@@ -105,7 +105,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             reader.cancel()
             place.close()
             self._fleet.leave(connection, reason)
-            if told:
+            if may_log:
                 logger.info("engine %s left: %s", first.hello.engine_id, reason)
             if reason == "disconnected":
                 self._broken_off[connection.session.identity] = self._fleet.clock(), host

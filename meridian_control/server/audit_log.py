@@ -174,12 +174,12 @@ def wanted(
         (columns.outcome, outcome),
         (columns.request_id, request_id),
     )
-    found = [column == _storable(value) for column, value in pairs if value]
+    conditions = [column == _storable(value) for column, value in pairs if value]
     if since is not None:
-        found.append(columns.time >= since.astimezone(UTC))
+        conditions.append(columns.time >= since.astimezone(UTC))
     if until is not None:
-        found.append(columns.time < until.astimezone(UTC))
-    return found
+        conditions.append(columns.time < until.astimezone(UTC))
+    return conditions
 
 
 def _first_id(time: datetime) -> int:
@@ -202,6 +202,6 @@ def _outcome_columns(outcome: AuditOutcome) -> dict[str, str]:
 
 
 def _record(row: Any) -> Record:
-    told = {name: row[name] for name in ("principal", "role", "peer", "method", "request_id", "reason")}
+    values = {name: row[name] for name in ("principal", "role", "peer", "method", "request_id", "reason")}
     came = AuditOutcome(row["outcome"], row["error"], row["before_etag"], row["after_etag"])
-    return Record(row["id"], utc(row["time"]), Call(**told, details=json.loads(row["details"])), came)
+    return Record(row["id"], utc(row["time"]), Call(**values, details=json.loads(row["details"])), came)

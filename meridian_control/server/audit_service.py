@@ -39,9 +39,9 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
             since=_time(request, "since"),
             until=_time(request, "until"),
         )
-        found = await self._audit.list(limit + 1, before, conditions)
-        page = found[:limit]
-        token = str(page[-1].id) if len(found) > limit else ""
+        records = await self._audit.list(limit + 1, before, conditions)
+        page = records[:limit]
+        token = str(page[-1].id) if len(records) > limit else ""
         return audit_pb2.ListAuditResponse(records=map(_to_message, page), next_page_token=token)
 
 

@@ -92,11 +92,11 @@ def _public_keys(file: Path) -> list[Key]:
     if not text.lstrip().startswith("{"):
         return [_pem(file, text)]
     try:
-        found = jwt.PyJWKSet.from_dict(json.loads(text)).keys
+        listed = jwt.PyJWKSet.from_dict(json.loads(text)).keys
     except (ValueError, KeyError, jwt.PyJWTError) as error:
         raise ValueError(f"{file}: is no JWKS (JSON Web Key Set): {error}") from error
     # Symmetric keys ("oct"), which a JWKS may also hold, are secrets and do not belong in a file of public keys.
-    keys = [Key(key.key, key.algorithm_name, key.key_id) for key in found if key.key_type != "oct"]
+    keys = [Key(key.key, key.algorithm_name, key.key_id) for key in listed if key.key_type != "oct"]
     if not keys:
         raise ValueError(f"{file}: holds no public key")
     return keys

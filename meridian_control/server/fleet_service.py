@@ -61,21 +61,21 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListRequestsRequest, context: Context
     ) -> fleet_pb2.ListRequestsResponse:
         async with self._listing:
-            found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
-            shown, token = self._page(found, request)
-            del found
+            requests, unreachable = await self._whole.requests(request.engine_id, request.local_only)
+            shown, token = self._page(requests, request)
+            del requests
         return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
 
     @staticmethod
-    def _page(found: list[Shown], request: Paged) -> tuple[list[Shown], str]:
+    def _page(entries: list[Shown], request: Paged) -> tuple[list[Shown], str]:
         """Return the requested page and the token of the next page. Only its bytes bound a page for a replica."""
         if request.local_only and not request.page_size:
-            return found[: fitting(found, ONLY_PAGE_BYTES)], ""
-        begin, end, _ = page(len(found), request.page_size, request.page_token)
+            return entries[: fitting(entries, ONLY_PAGE_BYTES)], ""
+        begin, end, _ = page(len(entries), request.page_size, request.page_token)
         if request.local_only:
-            end = len(found)
-        end = begin + fitting(found[begin:end], REPLICA_BYTES if request.local_only else PAGE_BYTES)
-        return found[begin:end], str(end) if end < len(found) else ""
+            end = len(entries)
+        end = begin + fitting(entries[begin:end], REPLICA_BYTES if request.local_only else PAGE_BYTES)
+        return entries[begin:end], str(end) if end < len(entries) else ""
 
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Context

@@ -43,17 +43,17 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
         match, duration = _match(request.match), _duration(request)
         for name in ("author", "reason"):
             _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
-        made = await self._store.add(match, self._clock() + duration, request.author, request.reason)
-        whom, until = made.match, f"{made.end_time:%Y-%m-%d %H:%M:%S} UTC"
+        stored = await self._store.add(match, self._clock() + duration, request.author, request.reason)
+        whom, until = stored.match, f"{stored.end_time:%Y-%m-%d %H:%M:%S} UTC"
         logger.warning(
             "freeze %d of %s until %s by %s: %s",
-            made.freeze_id,
+            stored.freeze_id,
             "all engines" if whom == Match() else whom,
             until,
             said_by(request.author),
             request.reason,
         )
-        return freeze_pb2.FreezeResponse(freeze=_to_message(made))
+        return freeze_pb2.FreezeResponse(freeze=_to_message(stored))
 
     async def Thaw(self, request: freeze_pb2.ThawRequest, context: Context) -> freeze_pb2.ThawResponse:  # noqa: N802
         ended = await self._store.thaw(request.freeze_id)
@@ -64,9 +64,9 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
     async def ListFreezes(  # noqa: N802
         self, request: freeze_pb2.ListFreezesRequest, context: Context
     ) -> freeze_pb2.ListFreezesResponse:
-        found = await self._store.look()
-        begin, end, token = page(len(found), request.page_size, request.page_token)
-        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, found[begin:end]), next_page_token=token)
+        in_force = await self._store.look()
+        begin, end, token = page(len(in_force), request.page_size, request.page_token)
+        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, in_force[begin:end]), next_page_token=token)
 
 
 def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:

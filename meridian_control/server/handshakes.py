@@ -103,27 +103,27 @@ class Handshakes:
 
 def clients_of(port: int) -> set[Address]:
     """Return the addresses of the clients that are connected to this port of the process. Raises OSError."""
-    found = set[Address]()
+    clients = set[Address]()
     for name in os.listdir(FILES):
         # Other threads may close a file at any time.
         with suppress(OSError):
             if os.readlink(f"{FILES}/{name}").startswith("socket:"):
-                found |= _client_of(int(name), port)
-    return found
+                clients |= _client_of(int(name), port)
+    return clients
 
 
 def _client_of(file: int, port: int) -> set[Address]:
     """Return the client at the other end of a socket of this port; empty for other sockets. Raises OSError."""
     copy = os.dup(file)
     try:
-        one = socket.socket(fileno=copy)
+        connection = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with one:
-        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] != port:
+    with connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != port:
             return set()
-        host, client_port, *_ = one.getpeername()
+        host, client_port, *_ = connection.getpeername()
         return {(_plain(host), client_port)}
 
 

@@ -161,8 +161,8 @@ class _Gated:
         try:
             response = await self._inner(request, context)
             outcome = AuditOutcome("OK", after_etag=_etag(response))
-            if told := _enums(response):
-                details = self._call.details | told
+            if enums := _enums(response):
+                details = self._call.details | enums
         except Exception as error:
             outcome = _outcome(error, context)
             raise
@@ -258,7 +258,7 @@ class _Gated:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         peer, faults = context.peer(), self._gate.faults
-        told = error if isinstance(error, MeridianError) else MeridianError(_internal(error))
+        answer = error if isinstance(error, MeridianError) else MeridianError(_internal(error))
         if not isinstance(error, MeridianError):
             # An internal error. A caller may be able to cause it repeatedly, so its log lines are rate-limited.
             if faults.may_log(host_of(peer), "internal"):
@@ -267,7 +267,7 @@ class _Gated:
             level = logging.WARNING if self._kind() is Kind.ENGINE else logging.INFO
             faults.note(level, host_of(peer), error.code, f"{self._method} by {peer}: {error.code}: {_one_line(error)}")
         _let_go(error)
-        await abort_with(context, told)
+        await abort_with(context, answer)
 
 
 class _Messages:
@@ -339,16 +339,16 @@ def _details(request: Message) -> dict[str, str]:
 
 def _enums(response: Message) -> dict[str, str]:
     """Return the set enum fields of a response by name, such as the state that EndThinking returns."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for field, value in response.ListFields():
         if (enum := field.enum_type) is not None and not field.is_repeated and value in enum.values_by_number:
-            found[field.name] = enum.values_by_number[value].name
-    return found
+            names[field.name] = enum.values_by_number[value].name
+    return names
 
 
 def _etag(response: Message) -> str:
     """Return the etag of the thing that a call has made, from the response or from a message in the response."""
     for message in (response, *(value for _, value in response.ListFields() if isinstance(value, Message))):
-        if found := getattr(message, "etag", ""):
-            return str(found)
+        if etag := getattr(message, "etag", ""):
+            return str(etag)
     return ""

@@ -89,9 +89,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ListRevisionsRequest, context: Context
     ) -> policy_pb2.ListRevisionsResponse:
         limit, before = checked(request.page_size, request.page_token)
-        found = await self._store.history(limit + 1, before)
-        page = found[:limit]
-        token = str(page[-1].revision) if len(found) > limit else ""
+        revisions = await self._store.history(limit + 1, before)
+        page = revisions[:limit]
+        token = str(page[-1].revision) if len(revisions) > limit else ""
         return policy_pb2.ListRevisionsResponse(revisions=map(_header, page), next_page_token=token)
 
     async def DiffPolicies(  # noqa: N802
@@ -107,15 +107,15 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ExplainPolicyRequest, context: Context
     ) -> policy_pb2.ExplainPolicyResponse:
         stored = await self._stored(request.revision)
-        found = None
+        subject = None
         if request.engine_id or request.request_id:
             try:
-                found = self._subject(request.engine_id, request.request_id)
+                subject = self._subject(request.engine_id, request.request_id)
             except NotFound as unknown:
                 if request.local_only or self._elsewhere is None:
                     raise
                 return await self._elsewhere(request, unknown)
-        rows = explain(stored.policy, _subject(request, found))
+        rows = explain(stored.policy, _subject(request, subject))
         values = [policy_pb2.ExplainedValue(path=row.path, value=row.value, origin=row.origin) for row in rows]
         return policy_pb2.ExplainPolicyResponse(revision=stored.revision, values=values)
 
@@ -174,16 +174,16 @@ def check_texts(request: Any) -> None:
         raise InvalidRequest("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters; got {length}")
 
 
-def _subject(request: policy_pb2.ExplainPolicyRequest, found: Subject | None) -> Subject:
+def _subject(request: policy_pb2.ExplainPolicyRequest, live: Subject | None) -> Subject:
     """Return the subject of an explanation: the fields that the caller set, and for the rest the fields found."""
-    who = found.who if found else Who()
+    who = live.who if live else Who()
     said = {name: getattr(request, name) for name in ("model", "tenant", "slo_class", "effort")}
     who = who._replace(**{name: value for name, value in said.items() if value})
     if request.engine_labels:
         who = who._replace(engine_labels=dict(request.engine_labels))
-    if found is None:
+    if live is None:
         return Subject(who, who.model)
-    return Subject(who, found.served_model, found.own_floor_tokens, found.own_cap_tokens)
+    return Subject(who, live.served_model, live.own_floor_tokens, live.own_cap_tokens)
 
 
 def _changes(changes: Iterable[FieldChange]) -> list[policy_pb2.PolicyChange]:

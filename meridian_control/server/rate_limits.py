@@ -71,8 +71,8 @@ class Limiter:
         else:
             # Callers without credentials take no places of the others.
             single = kind is Kind.CALL
-            each, together = (limits.calls, limits.all_calls) if single else (limits.streams, limits.all_streams)
-            bounds = [(who, each), ("", together)]
+            per_caller, together = (limits.calls, limits.all_calls) if single else (limits.streams, limits.all_streams)
+            bounds = [(who, per_caller), ("", together)]
             if wait_s := self._rate(who).wait_s(self._clock()):
                 raise TooMany(f"more than {limits.calls_per_s:g} calls per second by one caller", wait_s)
         return self._take(kind, bounds)

@@ -235,15 +235,15 @@ class Identities:
 
     def __init__(self, file: Path) -> None:
         try:
-            found = _File.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+            contents = _File.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join(map(str, first["loc"]))
             raise ValueError(f"{file}: {path}: {first['msg']}") from None
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-        self._entries = found.identity
-        for number, entry in enumerate(found.identity):
+        self._entries = contents.identity
+        for number, entry in enumerate(contents.identity):
             front, _, last = entry.uri.rpartition("*")
             if entry.role == "agent" and not entry.engines and "*" in entry.uri and "/" not in last:
                 logger.warning(
@@ -256,7 +256,7 @@ class Identities:
                     f"engine-1{last}",
                 )
         self._role_claim, self._tokens = "", None
-        if (said := found.jwt) is not None:
+        if (said := contents.jwt) is not None:
             keys, secret = (file.parent / name if name else None for name in (said.keys_file, said.secret_file))
             self._tokens = Tokens(said.issuer, said.audience, keys_file=keys, secret_file=secret)
             self._role_claim = said.role_claim

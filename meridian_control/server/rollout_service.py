@@ -64,23 +64,23 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         policy, plan = from_proto(request.policy), from_proto_as(Plan, request.plan)
         check_texts(request)
         by = By(self._clock(), request.author, request.reason, request.request_id)
-        if (made := await self._store.answered(request.request_id, plan, policy)) is None:
+        if (rollout := await self._store.answered(request.request_id, plan, policy)) is None:
             if request.validate_only:
-                made = rules.begin(
+                rollout = rules.begin(
                     0, plan, (await self._store.policies.check(request.etag), 0), by, plan.harm_limit(policy)
                 )
             else:
-                made = await self._store.start(plan, policy, request.etag, by)
+                rollout = await self._store.start(plan, policy, request.etag, by)
                 who = said_by(request.author)
-                logger.info("rollout %d is started by %s: %s", made.rollout_id, who, request.reason)
+                logger.info("rollout %d is started by %s: %s", rollout.rollout_id, who, request.reason)
                 await self._rollouts.look()
-        before = await self._store.policies.get(made.stable_revision)
+        before = await self._store.policies.get(rollout.stable_revision)
         before_etag.set(before.etag)
         changes = [
             policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
         ]
         return rollout_pb2.StartRolloutResponse(
-            rollout=made.message(), changes=changes, warnings=[*await self._warnings(made), *warnings(policy)]
+            rollout=rollout.message(), changes=changes, warnings=[*await self._warnings(rollout), *warnings(policy)]
         )
 
     async def _warnings(self, rollout: Rollout) -> list[str]:
@@ -102,9 +102,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.ListRolloutsRequest, context: Context
     ) -> rollout_pb2.ListRolloutsResponse:
         limit, before = checked(request.page_size, request.page_token)
-        found = await self._store.history(limit + 1, before)
-        page = found[:limit]
-        token = str(page[-1].rollout_id) if len(found) > limit else ""
+        rollouts = await self._store.history(limit + 1, before)
+        page = rollouts[:limit]
+        token = str(page[-1].rollout_id) if len(rollouts) > limit else ""
         return rollout_pb2.ListRolloutsResponse(rollouts=[r.message() for r in page], next_page_token=token)
 
     async def PauseRollout(  # noqa: N802
@@ -127,17 +127,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         by = By(self._clock(), request.author, request.reason, request.request_id)
 
         def steered(rollout: Rollout) -> Rollout:
-            made = change(rollout, by)
-            if made is not rollout and request.etag not in ("", rollout.etag):
+            changed = change(rollout, by)
+            if changed is not rollout and request.etag not in ("", rollout.etag):
                 raise EtagMismatch(request.etag, rollout.etag, f"rollout {rollout.rollout_id}")
-            return made
+            return changed
 
-        found = await self._store.get(request.rollout_id)
-        if not request.rollout_id and not found.active and not rules.knows(found, by):
+        stored = await self._store.get(request.rollout_id)
+        if not request.rollout_id and not stored.active and not rules.knows(stored, by):
             raise NotFound("no rollout is active")
-        before_etag.set(found.etag)
-        saved = await self._store.change(found, steered)
-        if saved.changes != found.changes:
+        before_etag.set(stored.etag)
+        saved = await self._store.change(stored, steered)
+        if saved.changes != stored.changes:
             who = said_by(request.author)
             logger.info("rollout %d is %s by %s: %s", saved.rollout_id, saved.events[-1].event, who, request.reason)
         await self._rollouts.look()

@@ -28,9 +28,9 @@ def _add_what_is_missing(connection: Connection) -> None:
     if (connection.scalar(select(func.max(versions.c.version))) or 0) >= VERSION:
         return
     METADATA.create_all(connection)
-    found = inspect(connection)
+    inspector = inspect(connection)
     for table in METADATA.sorted_tables:
-        present = {column["name"] for column in found.get_columns(table.name)}
+        present = {column["name"] for column in inspector.get_columns(table.name)}
         for column in table.columns:
             if column.name not in present:
                 added = CreateColumn(column).compile(dialect=connection.dialect)

@@ -409,7 +409,11 @@ SERVER = (
 
 def groups(capabilities: Iterable[Capability]) -> dict[str, Sequence[Entry]]:
     """Return all metrics of a control plane with these capabilities, by title."""
-    own = {one.name.replace("_", " ").capitalize(): one.metrics for one in capabilities if one.metrics}
+    own = {
+        capability.name.replace("_", " ").capitalize(): capability.metrics
+        for capability in capabilities
+        if capability.metrics
+    }
     return {
         "The replica": REPLICA,
         "Rollouts": ROLLOUT,

@@ -156,7 +156,9 @@ class FleetCollector(Collector):
             *_of(engines),
         ]
         named = {name for name, _ in values}
-        own = (entry for one in self._fleet.capabilities for entry in one.metrics if entry.name not in named)
+        own = (
+            entry for capability in self._fleet.capabilities for entry in capability.metrics if entry.name not in named
+        )
         histograms = [*_histograms(totals), ("meridian_event_loop_delay_seconds", self._fleet.loop_delay.delays)]
         return [
             *(_family(self._catalogue[name], rows) for name, rows in values),
@@ -215,13 +217,16 @@ def _states(engines: dict[str, Session], known: dict[str, agent_pb2.AgentState.V
 
 def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
     """Yield the rollout's metric families, which are empty if there is no rollout."""
-    one = [] if rollout is None else [rollout]
-    yield "meridian_rollout_state", [((state.word,), r.state is state) for r in one for state in State]
-    yield "meridian_rollout_step", [((), r.step) for r in one]
-    yield "meridian_rollout_steps", [((), len(r.plan.step)) for r in one]
-    engines = [(("candidate",), r.candidate_engines) for r in one], [(("other",), r.other_engines) for r in one]
+    rollouts = [] if rollout is None else [rollout]
+    yield "meridian_rollout_state", [((state.word,), r.state is state) for r in rollouts for state in State]
+    yield "meridian_rollout_step", [((), r.step) for r in rollouts]
+    yield "meridian_rollout_steps", [((), len(r.plan.step)) for r in rollouts]
+    engines = (
+        [(("candidate",), r.candidate_engines) for r in rollouts],
+        [(("other",), r.other_engines) for r in rollouts],
+    )
     yield "meridian_rollout_engines", [row for rows in engines for row in rows]
-    readings = [reading for r in one for reading in r.guardrails if reading.value is not None]
+    readings = [reading for r in rollouts for reading in r.guardrails if reading.value is not None]
     yield "meridian_rollout_guardrail_ratio", [((read.guardrail,), of_limit(read)) for read in readings]
 
 

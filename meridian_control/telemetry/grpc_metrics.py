@@ -48,7 +48,7 @@ class ServerMetrics(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         streams = bool(handler.request_streaming), bool(handler.response_streaming)
-        attribute = "_".join("stream" if each else "unary" for each in streams)
+        attribute = "_".join("stream" if is_stream else "unary" for is_stream in streams)
         serve, labels = getattr(handler, attribute), (TYPES[streams], *details.method.split("/")[1:])
         received, sent = self._received.labels(*labels), self._sent.labels(*labels)
 

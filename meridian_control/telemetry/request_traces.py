@@ -128,15 +128,15 @@ def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
         yield "meridian.joined_late", True
 
 
-def _decided(made: Decision) -> Iterator[tuple[str, Any]]:
-    yield "meridian.reason", made.reason
-    if made.operator_reason:
-        yield "meridian.operator_reason", made.operator_reason
-    yield "meridian.decision_id", made.decision_id
-    yield "meridian.revision", made.revision
-    yield "meridian.shadow", made.shadow
-    yield "meridian.outcome", outcome_name(made.outcome)
-    yield "meridian.think_tokens", made.outcome_think_tokens or made.signals.think_tokens
+def _decided(decision: Decision) -> Iterator[tuple[str, Any]]:
+    yield "meridian.reason", decision.reason
+    if decision.operator_reason:
+        yield "meridian.operator_reason", decision.operator_reason
+    yield "meridian.decision_id", decision.decision_id
+    yield "meridian.revision", decision.revision
+    yield "meridian.shadow", decision.shadow
+    yield "meridian.outcome", outcome_name(decision.outcome)
+    yield "meridian.think_tokens", decision.outcome_think_tokens or decision.signals.think_tokens
 
 
 def _ns(time: datetime) -> int:

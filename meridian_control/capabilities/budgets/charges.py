@@ -138,14 +138,14 @@ class Charges:
     def take(self) -> Counter[str]:
         """Return the thinking tokens since the last call, by the budget's name."""
         self._count()
-        taken, self._open = _without_debts(self._open)
-        return taken
+        tokens, self._open = _without_debts(self._open)
+        return tokens
 
     def take_unmatched(self) -> Counter[User]:
         """Return the thinking tokens that were counted since the last call for requests whose budgets are not known
         here: no policy was in force yet, or they had ended before the stream began."""
-        taken, self._unmatched = _without_debts(self._unmatched)
-        return taken
+        tokens, self._unmatched = _without_debts(self._unmatched)
+        return tokens
 
     def add_ended(self, ended: agent_pb2.EndedThinking) -> None:
         """Add tokens of requests that ended without a stream. Raises BadReport if a text is too long."""
@@ -162,8 +162,8 @@ class Charges:
     def take_by_tenant(self) -> Counter[Account]:
         """Return the thinking tokens since the last call, by tenant and model."""
         self._count()
-        taken, self._by_tenant = _without_debts(self._by_tenant)
-        return taken
+        tokens, self._by_tenant = _without_debts(self._by_tenant)
+        return tokens
 
     def _count(self) -> None:
         self._fit()
@@ -227,8 +227,8 @@ class Charges:
         self._indices = {combination: index for index, combination in enumerate(self._sets)}
 
 
-def _user(told: OpenedRequest | agent_pb2.EndedThinking) -> User:
-    return User(told.model, told.tenant, told.slo_class, told.effort)
+def _user(request: OpenedRequest | agent_pb2.EndedThinking) -> User:
+    return User(request.model, request.tenant, request.slo_class, request.effort)
 
 
 def _without_debts(counts: Counter[K]) -> tuple[Counter[K], Counter[K]]:

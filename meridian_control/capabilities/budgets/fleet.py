@@ -117,14 +117,14 @@ class BudgetSharing(FleetPart):
         budgets, now = self.budgets, self.fleet.clock()
         for name, budget in budgets.budgets.items():
             if (stage := budgets.stages.get(name, UNSHORTENED)) != before.get(name, UNSHORTENED):
-                told = stage_name(stage), 100 * budgets.left_ratio(budget, now), " (shadow)" * budget.shadow
-                logger.info("thinking budget %s is in stage %s, %.0f %% left%s", name, *told)
+                change = stage_name(stage), 100 * budgets.left_ratio(budget, now), " (shadow)" * budget.shadow
+                logger.info("thinking budget %s is in stage %s, %.0f %% left%s", name, *change)
 
     def _policies(self) -> list[Policy]:
         """Return the policy in force first, then a rollout's candidate, then the earlier policies of sessions."""
-        found = {id(policy): policy for policy in self.fleet.policies}
-        found |= {id(s.policy): s.policy for s in self.fleet.counted_sessions() if s.policy is not None}
-        return list(found.values())
+        by_id = {id(policy): policy for policy in self.fleet.policies}
+        by_id |= {id(s.policy): s.policy for s in self.fleet.counted_sessions() if s.policy is not None}
+        return list(by_id.values())
 
     # ----------------------------------------------------------------------------------------------------- the engines
 
@@ -158,11 +158,11 @@ class BudgetSharing(FleetPart):
     async def listed(self, request: fleet_pb2.ListBudgetsRequest) -> fleet_pb2.ListBudgetsResponse:
         """Return the thinking budgets of the policy in force, and those that only the candidate of the active rollout
         has. Every replica knows the usage of all replicas."""
-        fleet, told = self.fleet, fleet_pb2.ListBudgetsResponse()
-        told.budgets.extend(self.budgets.messages(fleet.policies, fleet.clock()))
+        fleet, response = self.fleet, fleet_pb2.ListBudgetsResponse()
+        response.budgets.extend(self.budgets.messages(fleet.policies, fleet.clock()))
         if self.budgets.share_time is not None:
-            told.share_time.FromDatetime(self.budgets.share_time)
-        return told
+            response.share_time.FromDatetime(self.budgets.share_time)
+        return response
 
     async def before_metrics(self) -> None:
         async for session in in_turns(self.fleet.counted_sessions()):
@@ -172,5 +172,5 @@ class BudgetSharing(FleetPart):
         return metrics.values(self.budgets, self.tenants, self.fleet.clock())
 
     async def show(self) -> Shown:
-        told = await self.listed(fleet_pb2.ListBudgetsRequest())
-        return Shown({"budgets": [shown.row(row) for row in told.budgets[: shown.MAX_ROWS]]})
+        response = await self.listed(fleet_pb2.ListBudgetsRequest())
+        return Shown({"budgets": [shown.row(row) for row in response.budgets[: shown.MAX_ROWS]]})

@@ -97,10 +97,10 @@ class FleetBudgets:
 
     def set_budgets(self, policies: Iterable[model.Policy]) -> None:
         """Set the budgets of several policies; the first policy that has a budget sets its values."""
-        found: dict[str, BudgetPolicy] = {}
+        by_name: dict[str, BudgetPolicy] = {}
         for policy in policies:
-            found = {budget.name: budget for budget in policy.budget} | found
-        self.budgets = found
+            by_name = {budget.name: budget for budget in policy.budget} | by_name
+        self.budgets = by_name
 
     async def share(self, store: BudgetStore, now: datetime) -> None:
         """Add this replica's tokens to the store, and read the usage of all replicas. Raises StoreUnavailable; then the
@@ -122,11 +122,11 @@ class FleetBudgets:
 
     def find_stages(self, now: datetime) -> None:
         """Find the stage of each budget, also from tokens that are not stored yet."""
-        found = {
+        stages = {
             name: stage_of(self.left_ratio(budget, now), self.stages.get(name, UNSHORTENED))
             for name, budget in self.budgets.items()
         }
-        self.stages = {name: stage for name, stage in found.items() if stage > UNSHORTENED}
+        self.stages = {name: stage for name, stage in stages.items() if stage > UNSHORTENED}
 
     def left_ratio(self, budget: BudgetPolicy, now: datetime) -> float:
         """Return what is left of a budget, as a share of what it can save up, negative if thinking has exceeded it."""
@@ -144,12 +144,12 @@ class FleetBudgets:
 
     def messages(self, policies: Iterable[model.Policy], now: datetime) -> list[fleet_pb2.Budget]:
         """Return the budgets of several policies in their order, each as the first policy that has it sets it."""
-        found: dict[str, fleet_pb2.Budget] = {}
+        by_name: dict[str, fleet_pb2.Budget] = {}
         for policy in policies:
-            told = forms.to_proto(model.Policy(budget=policy.budget)).budget
-            for budget, entry in zip(policy.budget, told, strict=True):
-                found.setdefault(budget.name, self._message(budget, entry, now))
-        return list(found.values())
+            entries = forms.to_proto(model.Policy(budget=policy.budget)).budget
+            for budget, entry in zip(policy.budget, entries, strict=True):
+                by_name.setdefault(budget.name, self._message(budget, entry, now))
+        return list(by_name.values())
 
     def _message(self, budget: BudgetPolicy, entry: policy_pb2.BudgetPolicy, now: datetime) -> fleet_pb2.Budget:
         account = self._account(budget, now)

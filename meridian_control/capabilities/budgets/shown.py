@@ -31,8 +31,8 @@ class BudgetDetail(NamedTuple):
     def compared(self, policy: Policy) -> tuple[Compared, ...]:
         return ()
 
-    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
-        told.budget, told.budget_stage = self.name, self.stage  # type: ignore[assignment]
+    def fill(self, message: fleet_pb2.LoggedDecision) -> None:
+        message.budget, message.budget_stage = self.name, self.stage  # type: ignore[assignment]
 
 
 def row(budget: fleet_pb2.Budget) -> dict[str, Any]:

@@ -49,9 +49,9 @@ class BudgetStore:
         names, used = sorted(budgets), {name: usage for name, usage in usages.items() if usage.tokens}
         if not used:
             async with self._database.reading() as connection:
-                found = await _accounts(connection, names)
+                accounts = await _accounts(connection, names)
                 now = await self._now(connection)
-            return {name: charged(account, 0, budgets[name], now) for name, account in found.items()}
+            return {name: charged(account, 0, budgets[name], now) for name, account in accounts.items()}
         while True:
             try:
                 async with self._database.writing(tell=False) as connection:
@@ -103,8 +103,8 @@ async def _accounts(
     rows: dict[str, Row[Any]] = {}
     for wanted, read in ((names, query), (locked or [], query.with_for_update())):
         if wanted:
-            found = await connection.execute(read.where(_budgets.c.name.in_(wanted)))
-            rows |= {row.name: row for row in found}
+            selected = await connection.execute(read.where(_budgets.c.name.in_(wanted)))
+            rows |= {row.name: row for row in selected}
     return {name: _account(row) for name, row in rows.items()}
 
 

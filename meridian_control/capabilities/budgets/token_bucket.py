@@ -95,7 +95,7 @@ def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: dat
     seen, alone = usage.seen, usage.alone
     took_s = max(0.0, (alone.updated_at - seen.updated_at).total_seconds())
     others = old.used_tokens - seen.used_tokens
-    found = []
+    buckets = []
     for (missing, limit), (first, _), (last, _) in zip(
         _buckets(old, budget), _buckets(seen, budget), _buckets(alone, budget), strict=True
     ):
@@ -104,8 +104,8 @@ def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: dat
         unneeded = missing - first - others + refill
         absorbed = usage.tokens - (last - max(0.0, first - refill))
         paid = max(0.0, min(unneeded, absorbed, usage.tokens))
-        found.append(_bounded(min(missing + usage.tokens - paid, last + max(0, others)), limit))
-    minute, day = found
+        buckets.append(_bounded(min(missing + usage.tokens - paid, last + max(0, others)), limit))
+    minute, day = buckets
     return Account(_counted(old.used_tokens + usage.tokens), minute, day, old.updated_at)
 
 

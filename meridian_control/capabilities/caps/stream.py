@@ -84,8 +84,8 @@ class Caps(Part):
         if table.closing[slot]:
             return
         if cap != NO_CAP:
-            made = self._ledger.make("cap", why, slot, shadow, cap_tokens=cap)
+            decision_id = self._ledger.make("cap", why, slot, shadow, cap_tokens=cap)
             values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve}
-            out.caps.add(decision_id=made, slot=slot, shadow=shadow, **values)
+            out.caps.add(decision_id=decision_id, slot=slot, shadow=shadow, **values)
         elif not first:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)

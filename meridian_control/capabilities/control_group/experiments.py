@@ -166,16 +166,16 @@ class Experiment(Judged):
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason in CUT
         if request is not None:
-            told = self._compare(request, think_tokens, has_answer)
+            verdicts = self._compare(request, think_tokens, has_answer)
             natural = request.stopped and table.first_end[slot] == NATURAL_END
             kind, side = (request.stopped_by if natural else None), "natural_ends"
         else:
-            told = ["shortened"] if ended_by is not None else []
+            verdicts = ["shortened"] if ended_by is not None else []
             kind, side = ended_by, "forced_ends"
         if kind is not None and not handed_over:
             for counts in (self, self.kinds[kind]):
                 getattr(counts, side).closed(answer_tokens, thought_again, reason)
-        return told
+        return verdicts
 
     def sampled(self, signal: str, value: float) -> None:
         """Count a request's first value of a signal that a rule could read."""
@@ -226,18 +226,18 @@ class Experiments:
         older = [kept for kept in self._kept if kept.since_revision <= revision]
         if older and older[-1].rules == rules:
             return older[-1]
-        made = Experiment(rules=rules, since_revision=revision, max_loss=policy.entropy.max_loss)
-        made.not_measured = not_measured(policy)
+        experiment = Experiment(rules=rules, since_revision=revision, max_loss=policy.entropy.max_loss)
+        experiment.not_measured = not_measured(policy)
         for kind in kinds_of(policy):
-            made.kinds[kind] = Judged()
+            experiment.kinds[kind] = Judged()
         for signal in SIGNALS:
             if bins := getattr(policy.entropy, f"{signal}_reference"):
-                made.references[signal], made.samples[signal] = bins, [0] * len(bins)
-        self._kept.insert(len(older), made)
+                experiment.references[signal], experiment.samples[signal] = bins, [0] * len(bins)
+        self._kept.insert(len(older), experiment)
         if len(self._kept) > MAX_EXPERIMENTS:
             # Sessions under older rules may go on counting in a dropped experiment, whose later counts are lost.
             self._dropped.add(self._kept.popleft())
-        return made
+        return experiment
 
     def newest(self) -> list[Experiment]:
         """Return the newest experiment of each set of rules, the newest first."""

@@ -66,10 +66,12 @@ class Watch:
         again = any(self._seen[key].since_revision != counts[key].since_revision for key in known)
         if again or not self._seen:
             self._seen = {}
-            self._tests, self._max_loss = {}, min(told.max_loss for told in counts.values())
+            self._tests, self._max_loss = {}, min(savings.max_loss for savings in counts.values())
             # The bins follow from the rules, so they are the same on all replicas.
             bins = drift_bins(next(iter(counts.values())))
-            self._shifts = {signal: ShiftTest([each.calibrated for each in own]) for signal, own in bins.items()}
+            self._shifts = {
+                signal: ShiftTest([sample_bin.calibrated for sample_bin in own]) for signal, own in bins.items()
+            }
         if self._shifts:
             # A mean of e-values is an e-value, so the rate of false alarms holds for all signals together.
             new = self._new_samples(counts)
@@ -84,9 +86,9 @@ class Watch:
     def _new_verdicts(self, counts: dict[str, fleet_pb2.Savings]) -> dict[Kind, tuple[int, int]]:
         """Return by kind the numbers of harmful and of judged requests that the tests have not taken in."""
         new: dict[Kind, tuple[int, int]] = {}
-        for replica_id, told in counts.items():
+        for replica_id, savings in counts.items():
             before = {kind_of(harm): harm for harm in self._seen.get(replica_id, fleet_pb2.Savings()).kinds}
-            for harm in told.kinds:
+            for harm in savings.kinds:
                 kind = kind_of(harm)
                 seen = before.get(kind, fleet_pb2.ShorteningHarm())
                 harmful, judged = new.get(kind, (0, 0))
@@ -96,12 +98,12 @@ class Watch:
     def _new_samples(self, counts: dict[str, fleet_pb2.Savings]) -> dict[str, list[int]]:
         """Return the number of samples in each bin of each signal that the tests have not taken in."""
         new: dict[str, list[int]] = {}
-        for replica_id, told in counts.items():
+        for replica_id, savings in counts.items():
             before = drift_bins(self._seen.get(replica_id, fleet_pb2.Savings()))
-            for signal, bins in drift_bins(told).items():
+            for signal, bins in drift_bins(savings).items():
                 sums = new.setdefault(signal, [0] * len(bins))
-                for index, each in enumerate(bins):
-                    sums[index] += each.seen - (before[signal][index].seen if signal in before else 0)
+                for index, sample_bin in enumerate(bins):
+                    sums[index] += sample_bin.seen - (before[signal][index].seen if signal in before else 0)
         return new
 
 
@@ -142,11 +144,14 @@ class HarmGuard:
         newest = merged(heard.values())
         # The evidence against rules that only a silent replica counts is still needed when that replica answers.
         kept = self._watches if silent else {}
-        found = {savings.rules: self._watches.get(savings.rules) or Watch() for savings in newest.savings}
-        self._watches = {**kept, **found}
+        watches = {savings.rules: self._watches.get(savings.rules) or Watch() for savings in newest.savings}
+        self._watches = {**kept, **watches}
         for savings in newest.savings:
             parts = {
-                replica: part for replica, told in heard.items() for part in told.savings if part.rules == savings.rules
+                replica: part
+                for replica, answer in heard.items()
+                for part in answer.savings
+                if part.rules == savings.rules
             }
             watch = self._watches[savings.rules]
             savings.evidence_ratio = watch.look(parts)
@@ -207,8 +212,11 @@ def _drift(savings: fleet_pb2.Savings) -> str:
     """Describe the bin that has gained most, of all signals."""
     gains = []
     for signal, bins in drift_bins(savings).items():
-        seen, calibrated = sum(each.seen for each in bins), sum(each.calibrated for each in bins)
-        shares = ((each.seen / max(1, seen), each.calibrated / calibrated) for each in bins)
+        seen, calibrated = (
+            sum(sample_bin.seen for sample_bin in bins),
+            sum(sample_bin.calibrated for sample_bin in bins),
+        )
+        shares = ((sample_bin.seen / max(1, seen), sample_bin.calibrated / calibrated) for sample_bin in bins)
         gains += [(live - before, signal, index, seen, calibrated) for index, (live, before) in enumerate(shares)]
     _, signal, index, seen, calibrated = max(gains)
     named, bins = SIGNALS[signal], drift_bins(savings)[signal]

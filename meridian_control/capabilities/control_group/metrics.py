@@ -153,9 +153,9 @@ def values(total: Experiment, withdrawn: bool, savings: fleet_pb2.GetSavingsResp
     yield "meridian_control_group_shadow_saved_tokens_total", [((), total.shadow_saved_tokens)]
     yield "meridian_control_group_verdicts_total", verdicts
     yield "meridian_entropy_withdrawn", [((), withdrawn)]
-    found = [told for told in savings.savings if told.in_force] if savings is not None else []
-    yield "meridian_saved_ratio", _bounds(found, "saved_ratio")
-    harms = [(kind_of(harm), harm) for told in found for harm in told.kinds]
+    in_force = [entry for entry in savings.savings if entry.in_force] if savings is not None else []
+    yield "meridian_saved_ratio", _bounds(in_force, "saved_ratio")
+    harms = [(kind_of(harm), harm) for entry in in_force for harm in entry.kinds]
     yield (
         "meridian_harm_ratio",
         [
@@ -165,10 +165,10 @@ def values(total: Experiment, withdrawn: bool, savings: fleet_pb2.GetSavingsResp
             for bound in BOUNDS
         ],
     )
-    yield "meridian_long_answer_difference_ratio", _bounds(found, "long_answers")
-    yield "meridian_spill_difference_ratio", _bounds(found, "spills")
+    yield "meridian_long_answer_difference_ratio", _bounds(in_force, "long_answers")
+    yield "meridian_spill_difference_ratio", _bounds(in_force, "spills")
     yield "meridian_harm_evidence_ratio", [(tuple(kind), harm.evidence_ratio) for kind, harm in harms]
-    drift = [told.drift_evidence_ratio for told in found if told.HasField("drift_evidence_ratio")]
+    drift = [entry.drift_evidence_ratio for entry in in_force if entry.HasField("drift_evidence_ratio")]
     yield "meridian_drift_evidence_ratio", [((), evidence) for evidence in drift]
 
 
@@ -178,6 +178,6 @@ def _ends(kind: Kind, end: str, counts: Ends) -> Values:
     return [((*kind, end, event), count) for event, count in events.items()]
 
 
-def _bounds(found: list[fleet_pb2.Savings], field: str) -> Values:
-    told = [getattr(savings, field) for savings in found if savings.HasField(field)]  # type: ignore[arg-type]
-    return [((bound,), getattr(interval, bound)) for interval in told for bound in BOUNDS]
+def _bounds(in_force: list[fleet_pb2.Savings], field: str) -> Values:
+    intervals = [getattr(savings, field) for savings in in_force if savings.HasField(field)]  # type: ignore[arg-type]
+    return [((bound,), getattr(interval, bound)) for interval in intervals for bound in BOUNDS]

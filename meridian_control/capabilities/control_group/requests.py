@@ -162,8 +162,8 @@ class ControlRequests:
     def join(self, slot: int, again: bool) -> ControlRequest:
         """Return the state of a request of the control group. again: whether it goes on as it was."""
         kept = self.by_slot.get(slot) if again else None
-        self.by_slot[slot] = found = kept or ControlRequest()
-        return found
+        self.by_slot[slot] = request = kept or ControlRequest()
+        return request
 
     def leave(self, slot: int) -> None:
         self.by_slot.pop(slot, None)

@@ -100,21 +100,26 @@ def _samples(kept: Experiment) -> dict[str, Any]:
     for signal in kept.references:
         bins: Any = kept.references[signal]
         seen = zip(bins, kept.samples[signal], strict=True)
-        made, edge = (fleet_pb2.EatSamples, "max_nats") if signal == "eat" else (fleet_pb2.SignalSamples, "max_value")
-        counts = [{edge: one.max_value, "calibrated": one.requests, "seen": requests} for one, requests in seen]
-        fields[f"{signal}_samples"] = [made(**each) for each in counts]
+        message_type, edge = (
+            (fleet_pb2.EatSamples, "max_nats") if signal == "eat" else (fleet_pb2.SignalSamples, "max_value")
+        )
+        counts = [
+            {edge: reference.max_value, "calibrated": reference.requests, "seen": requests}
+            for reference, requests in seen
+        ]
+        fields[f"{signal}_samples"] = [message_type(**values) for values in counts]
     return fields
 
 
 def evidence_of(savings: fleet_pb2.Savings) -> fleet_pb2.Savings:
     """Return a message with nothing but the evidence."""
-    made = fleet_pb2.Savings()
+    evidence = fleet_pb2.Savings()
     for name in EVIDENCE:
         if savings.HasField(name):
-            setattr(made, name, getattr(savings, name))
+            setattr(evidence, name, getattr(savings, name))
     for harm in savings.kinds:
-        made.kinds.add(kind=harm.kind, name=harm.name, evidence_ratio=harm.evidence_ratio)
-    return made
+        evidence.kinds.add(kind=harm.kind, name=harm.name, evidence_ratio=harm.evidence_ratio)
+    return evidence
 
 
 def add_evidence(savings: fleet_pb2.Savings, evidence: fleet_pb2.Savings) -> None:
@@ -130,10 +135,10 @@ def add_evidence(savings: fleet_pb2.Savings, evidence: fleet_pb2.Savings) -> Non
 
 def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavingsResponse:
     """Return the sums over the replicas' answers for each set of rules, with estimates; the newest rules first."""
-    told, by_rules = fleet_pb2.GetSavingsResponse(), dict[str, fleet_pb2.Savings]()
+    response, by_rules = fleet_pb2.GetSavingsResponse(), dict[str, fleet_pb2.Savings]()
     for answer in answers:
-        if answer.withdrawn_revision > told.withdrawn_revision:
-            told.withdrawn_revision, told.withdrawn_reason = answer.withdrawn_revision, answer.withdrawn_reason
+        if answer.withdrawn_revision > response.withdrawn_revision:
+            response.withdrawn_revision, response.withdrawn_reason = answer.withdrawn_revision, answer.withdrawn_reason
         for part in answer.savings:
             if (whole := by_rules.get(part.rules)) is None:
                 by_rules[part.rules] = whole = fleet_pb2.Savings()
@@ -142,8 +147,8 @@ def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavi
                 _add(whole, part)
     for whole in by_rules.values():
         estimate(whole)
-    told.savings.extend(sorted(by_rules.values(), key=lambda s: (not s.in_force, -s.since_revision)))
-    return told
+    response.savings.extend(sorted(by_rules.values(), key=lambda s: (not s.in_force, -s.since_revision)))
+    return response
 
 
 def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
@@ -187,9 +192,9 @@ def estimate(counts: fleet_pb2.Savings) -> None:
         spills.set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
     spills.estimate(counts, MIN_REQUESTS)
     judged: tuple[fleet_pb2.Savings | fleet_pb2.ShorteningHarm, ...] = (counts, *counts.kinds)
-    for each in judged:
-        if each.judged and each.unjudged <= each.judged_stops and not counts.not_measured:
-            harm = each.harm_ratio
-            harm.value = each.harmful / each.judged
-            harm.low = binomial_lower(each.harmful, each.judged, CONFIDENCE)
-            harm.high = binomial_upper(each.harmful, each.judged, CONFIDENCE)
+    for row in judged:
+        if row.judged and row.unjudged <= row.judged_stops and not counts.not_measured:
+            harm = row.harm_ratio
+            harm.value = row.harmful / row.judged
+            harm.low = binomial_lower(row.harmful, row.judged, CONFIDENCE)
+            harm.high = binomial_upper(row.harmful, row.judged, CONFIDENCE)

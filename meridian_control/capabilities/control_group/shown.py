@@ -46,12 +46,12 @@ def savings_row(savings: fleet_pb2.Savings, harms: Iterable[fleet_pb2.Shortening
     return plain(savings) | {"harm": harm_text(savings, savings), "drift": drift_text(savings), "kinds": kinds}
 
 
-def harm_text(found: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
+def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
     """Return the measured harm, of all kinds or of one, its upper bound and the harm that the policy allows."""
-    if not found.HasField("harm_ratio"):
-        return "not measured: " + unmeasured_reason(found, savings)
-    value, high, allowed = map(percent, (found.harm_ratio.value, found.harm_ratio.high, savings.max_loss))
-    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(found, "evidence_ratio")
+    if not harm.HasField("harm_ratio"):
+        return "not measured: " + unmeasured_reason(harm, savings)
+    value, high, allowed = map(percent, (harm.harm_ratio.value, harm.harm_ratio.high, savings.max_loss))
+    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(harm, "evidence_ratio")
 
 
 def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
@@ -64,7 +64,7 @@ def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) ->
 def drift_text(savings: fleet_pb2.Savings) -> str:
     """Return the signals that are compared with the calibration, and the evidence that one of them has drifted."""
     compared = [
-        f"{SIGNALS[signal].name}, {sum(each.seen for each in bins)} requests"
+        f"{SIGNALS[signal].name}, {sum(sample_bin.seen for sample_bin in bins)} requests"
         for signal, bins in drift_bins(savings).items()
     ]
     return "; ".join(compared) + _evidence_text(savings, "drift_evidence_ratio") if compared else "not compared"

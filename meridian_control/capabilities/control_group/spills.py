@@ -56,9 +56,9 @@ def estimate(savings: fleet_pb2.Savings, min_ends: int) -> None:
     savings.long_answer_tokens = int(limit)
     for side in (forced, natural):
         side.long_answers = _histogram(side.answer_tokens).above(limit)
-    for found, more in ((savings.long_answers, 0), (savings.spills, 1)):
+    for interval, more in ((savings.long_answers, 0), (savings.spills, 1)):
         first, second = ((side.long_answers + more * side.reentries, side.ends) for side in (forced, natural))
-        set_range(found, share_difference(first, second, CONFIDENCE))
+        set_range(interval, share_difference(first, second, CONFIDENCE))
 
 
 def _histogram(message: fleet_pb2.Histogram) -> Histogram:
@@ -67,8 +67,8 @@ def _histogram(message: fleet_pb2.Histogram) -> Histogram:
     return histogram
 
 
-def set_range(message: fleet_pb2.Range, found: Estimate | None) -> None:
+def set_range(message: fleet_pb2.Range, estimated: Estimate | None) -> None:
     """Fill in an estimate; the message stays absent if there is none."""
-    if found is not None:
-        message.value, message.low, message.high = found.value, found.low, found.high
+    if estimated is not None:
+        message.value, message.low, message.high = estimated.value, estimated.low, estimated.high
         message.SetInParent()

@@ -119,7 +119,11 @@ class ControlGroup(Part):
     def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged]) -> None:
         kinds, acts = set(kinds_for_request(held.own)), acts_on_thinking(held.treated)
         kinds |= {ENTROPY} & kinds_for_request(held.treated)
-        kinds |= {Kind(one.section, one.entry.name) for one in staged if acts and not one.entry.shadow}
+        kinds |= {
+            Kind(staged_entry.section, staged_entry.entry.name)
+            for staged_entry in staged
+            if acts and not staged_entry.entry.shadow
+        }
         for slot in slots:
             request, opened = self.requests.by_slot[slot], self._table.info[slot]
             assert opened is not None
@@ -155,15 +159,15 @@ class ControlGroup(Part):
         self._ended_by.clear()
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
-        for one in results:
-            if (request := self.requests.by_slot.get(one.slot)) is not None:
-                request.probed(one.think_tokens, one.is_empty, one.same_answer)
-        for one in results if self.experiment is not None and self.experiment.references else ():
+        for result in results:
+            if (request := self.requests.by_slot.get(result.slot)) is not None:
+                request.probed(result.think_tokens, result.is_empty, result.same_answer)
+        for result in results if self.experiment is not None and self.experiment.references else ():
             # NaN is no sample.
-            is_sample = one.reason != UNREAD_PROBE and np.isfinite(one.eat_nats)
-            is_awaited = is_sample and int(self._table.awaited_signals[one.slot]) & BITS["eat"]
-            if is_awaited and one.think_tokens >= sampled_from(self._stream.policies.of(one.slot)):
-                self._count_first(one.slot, "eat", one.eat_nats)
+            is_sample = result.reason != UNREAD_PROBE and np.isfinite(result.eat_nats)
+            is_awaited = is_sample and int(self._table.awaited_signals[result.slot]) & BITS["eat"]
+            if is_awaited and result.think_tokens >= sampled_from(self._stream.policies.of(result.slot)):
+                self._count_first(result.slot, "eat", result.eat_nats)
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
         """Count the report's values at sentence ends that are the first ones that a rule could read."""

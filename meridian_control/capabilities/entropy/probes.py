@@ -41,10 +41,10 @@ def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[
 
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = table.thinking & ~table.probe_open
+    allowed: NDArray[np.bool_] = table.thinking & ~table.probe_open
     if any_in(table.preempted):
-        found &= ~table.preempted
-    return found if among is None else found & among
+        allowed &= ~table.preempted
+    return allowed if among is None else allowed & among
 
 
 def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:

@@ -42,7 +42,7 @@ def ends(
     numbers are indices in `seen`. among: mask of the requests for which this policy holds, [slots] or [moments]; all if
     None. probes_agree: False if no rule that reads nothing but probes holds for any request in `seen`.
     """
-    found, candidates = list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]](), None
+    firings, candidates = list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]](), None
     for precedence, (reason, fires) in enumerate(_rules(policy, seen, probes_agree)):
         # In most reports no rule fires for any request.
         if not any_in(fires):
@@ -55,8 +55,8 @@ def ends(
             fired = fired[(seen.shadow_decided[fired] & (1 << reason)) == 0]
         if len(fired):
             fired = fired[differs(seen.slot[fired])]
-        found += [(int(seen.slot[index]), index, precedence, reason, shadow) for index in fired.tolist()]
-    return _first(found)
+        firings += [(int(seen.slot[index]), index, precedence, reason, shadow) for index in fired.tolist()]
+    return _first(firings)
 
 
 def _candidates(policy: Policy, seen: Seen, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
@@ -131,14 +131,14 @@ def _probes_may_fire(
 
 
 def _first(
-    found: list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]],
+    firings: list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]],
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
     """Return for each slot the rules that fired in shadow, up to the first rule in force that fired, and that rule.
 
-    found: slot, index, precedence, reason and whether the rule is in shadow, for each rule that fired.
+    firings: slot, index, precedence, reason and whether the rule is in shadow, for each rule that fired.
     """
     kept, over = [], -1
-    for slot, index, precedence, reason, shadow in sorted(found):
+    for slot, index, precedence, reason, shadow in sorted(firings):
         if slot != over:
             kept.append((precedence, slot, index, reason))
             over = over if shadow else slot

@@ -50,10 +50,10 @@ class HandoverPool:
         self._heard = {name: kept for name, kept in self._heard.items() if now - kept[0] <= KEEP}
         takers = {id(session) for session in sessions if session.policy is not None and session.policy.disagg.enabled}
         self.is_used = bool(takers)
-        found = self._engines(sessions) if takers else {}
+        engines = self._engines(sessions) if takers else {}
         promises = list(self._promises(sessions)) if takers else []
         for session in sessions:
-            mine = [] if id(session) not in takers else _for(session, found.values(), promises)
+            mine = [] if id(session) not in takers else _for(session, engines.values(), promises)
             if mine != list(session.part(EngineHandovers).pool):
                 yield session, mine
 
@@ -62,8 +62,8 @@ class HandoverPool:
         heard = [engine.answering_engine for _, engines in self._heard.values() for engine in engines]
         newest = sorted(sessions, key=lambda session: session.connected_at)
         own = (session.part(EngineHandovers).answering_engine() for session in newest)
-        found = {each.engine_id: each for each in (*heard, *own)}
-        return dict(sorted(found.items()))
+        by_id = {answering.engine_id: answering for answering in (*heard, *own)}
+        return dict(sorted(by_id.items()))
 
     def _promises(self, sessions: Iterable[Session]) -> Iterator[tuple[str, str, fleet_pb2.PromisedRequests]]:
         """Yield each thinking engine's id with an answering engine's id and what is promised to that engine."""
@@ -81,7 +81,7 @@ def _for(
 ) -> list[fleet_pb2.AnsweringEngine]:
     """Return the engines of the session's answering pool, each with what other engines have promised to it."""
     assert session.policy is not None
-    made = []
+    in_pool = []
     for engine in engines:
         if engine.engine_id == session.hello.engine_id or not session.policy.disagg.answers(engine.labels):
             continue
@@ -91,5 +91,5 @@ def _for(
             if answering == engine.engine_id and thinking != session.hello.engine_id:
                 copied.promised.requests = min(MOST, copied.promised.requests + promised.requests)
                 copied.promised.blocks = min(MOST, copied.promised.blocks + promised.blocks)
-        made.append(copied)
-    return made
+        in_pool.append(copied)
+    return in_pool

@@ -57,8 +57,8 @@ class Handover:
     def compared(self, policy: Policy) -> Iterable[Compared]:
         return shown.compared(self.move, policy.disagg)
 
-    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
-        message = told.hand_over
+    def fill(self, logged: fleet_pb2.LoggedDecision) -> None:
+        message = logged.hand_over
         message.ref, message.result, message.result_detail = self.ref, self.result, self.detail
         message.SetInParent()
         shown.fill(self.move, message)
@@ -136,7 +136,7 @@ class Handovers:
             elif not self._is_continued(request):
                 request.until = request.until or now + WAIT
             self._drop_if_over(request)
-        for continued in [each for each in self._continued.values() if each.key[:2] == engine]:
+        for continued in [entry for entry in self._continued.values() if entry.key[:2] == engine]:
             if continued.told.state == LIVE and continued.key[2] not in request_ids:
                 self._change(continued, GONE, now)
 
@@ -148,8 +148,8 @@ class Handovers:
 
     def opened(self, ref: str, key: Key, now: datetime) -> None:
         """Note a request that continues the one of the handover `ref`."""
-        told = fleet_pb2.ContinuedRequest(ref=ref, engine_id=key[0], request_id=key[2])
-        continued = self._continued.setdefault((ref, key), _Continued(key, told, now))
+        continuation = fleet_pb2.ContinuedRequest(ref=ref, engine_id=key[0], request_id=key[2])
+        continued = self._continued.setdefault((ref, key), _Continued(key, continuation, now))
         self._change(continued, LIVE, now)
         while len(self._continued) > MAX_CONTINUED:
             del self._continued[next(iter(self._continued))]
@@ -176,23 +176,23 @@ class Handovers:
 
     # ---------------------------------------------------------------------------------------------------------- results
 
-    def heard(self, told: fleet_pb2.ContinuedRequest, now: datetime) -> None:
+    def heard(self, continuation: fleet_pb2.ContinuedRequest, now: datetime) -> None:
         """Take in what is known of a request that continues another one; the same message may come many times."""
-        request, decision = self._by_ref.get(told.ref, (None, None))
+        request, decision = self._by_ref.get(continuation.ref, (None, None))
         if request is None or decision is None or request.result:
             return
         engine = decision.move.engine
-        if engine is None or told.engine_id != engine.engine_id:
-            self._settle(request, FINISHED, f"continued on {told.engine_id}", decision)
-        elif told.HasField("transferred_tokens"):
-            where = f"transferred to {told.engine_id}, first token after {told.first_token_ms:.0f} ms"
-            result = HANDED_OVER if told.transferred_tokens else RECOMPUTED
-            self._settle(request, result, f"{told.transferred_tokens} tokens {where}", decision)
-        elif told.state == LIVE:
+        if engine is None or continuation.engine_id != engine.engine_id:
+            self._settle(request, FINISHED, f"continued on {continuation.engine_id}", decision)
+        elif continuation.HasField("transferred_tokens"):
+            where = f"transferred to {continuation.engine_id}, first token after {continuation.first_token_ms:.0f} ms"
+            result = HANDED_OVER if continuation.transferred_tokens else RECOMPUTED
+            self._settle(request, result, f"{continuation.transferred_tokens} tokens {where}", decision)
+        elif continuation.state == LIVE:
             request.until = None
-        elif told.state == COMPLETE:
+        elif continuation.state == COMPLETE:
             # The report with the number of tokens was lost.
-            self._settle(request, RECOMPUTED, f"finished on {told.engine_id}, transfer unknown", decision)
+            self._settle(request, RECOMPUTED, f"finished on {continuation.engine_id}, transfer unknown", decision)
         elif not request.lives:
             request.until = request.until or now + WAIT
         self._drop_if_over(request)
@@ -228,7 +228,9 @@ class Handovers:
 
     def _is_continued(self, request: _Request) -> bool:
         refs = {decision.ref for decision in request.decisions}
-        return any(each.told.ref in refs and each.told.state == LIVE for each in self._continued.values())
+        return any(
+            continued.told.ref in refs and continued.told.state == LIVE for continued in self._continued.values()
+        )
 
     def _settle(self, request: _Request, result: str, detail: str, decision: Handover | None = None) -> None:
         request.result = result

@@ -120,13 +120,13 @@ def decide(
     holding: the requests that may be handed over, including those of `in_force`. in_force: the handovers that are in
     force, by slot.
     """
-    rooms = {each.engine_id: _Room(each) for each in pool if not unfit(policy, engine.hello, each)}
+    rooms = {answering.engine_id: _Room(answering) for answering in pool if not unfit(policy, engine.hello, answering)}
     blocks = {slot: move.blocks for slot, move in in_force.items()}
     blocks |= {holds.slot: holds.blocks for holds in holding if holds.slot in in_force}
     for slot, move in in_force.items():
         if (room := rooms.get(_engine_id(move))) is not None:
             room.promise(blocks[slot])
-    made: list[Move] = []
+    moves: list[Move] = []
     by_slot = {holds.slot: holds for holds in holding}
     for slot, move in sorted(in_force.items()):
         room = rooms.get(_engine_id(move))
@@ -134,7 +134,7 @@ def decide(
             continue
         if room is not None:
             room.promise(-blocks[slot], -1)
-        made.append(_other(policy, engine, rooms.values(), by_slot.get(slot), move))
+        moves.append(_other(policy, engine, rooms.values(), by_slot.get(slot), move))
     leaving = len(in_force)
     for holds in sorted(holding, key=lambda holds: (-holds.blocks, holds.slot)):
         if holds.slot in in_force or holds.blocks < policy.offload_threshold_blocks:
@@ -144,11 +144,11 @@ def decide(
             continue
         move = _move(engine, room, holds, "", (leaving, sum(blocks.values())))
         if reason := _pressure(policy, move):
-            made.append(move._replace(reason=reason))
+            moves.append(move._replace(reason=reason))
             room.promise(holds.blocks)
             blocks[holds.slot] = holds.blocks
             leaving += 1
-    return made
+    return moves
 
 
 def unfit(policy: DisaggPolicy, hello: agent_pb2.Hello, engine: fleet_pb2.AnsweringEngine) -> str:
@@ -195,9 +195,9 @@ def _other(
     room = _roomiest(policy, others, holds.blocks) if holds is not None else None
     if holds is None or room is None:
         return Move(move.slot, move.blocks, TAKEN_BACK)
-    made = _move(engine, room, holds, move.reason, (0, 0))
+    replacement = _move(engine, room, holds, move.reason, (0, 0))
     room.promise(holds.blocks)
-    return made
+    return replacement
 
 
 def _move(engine: ThinkingEngine, room: _Room, holds: Holding, reason: str, leaving: tuple[int, int]) -> Move:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from meridian_control.policy.disagg_schema import DisaggPolicy
 
 
-def fill(move: Move, told: fleet_pb2.LoggedHandover) -> None:
+def fill(move: Move, message: fleet_pb2.LoggedHandover) -> None:
     """Fill in the message of a handover, as far as it was known when the handover was decided."""
-    told.blocks = move.blocks
+    message.blocks = move.blocks
     if move.engine is not None:
-        told.engine_id = move.engine.engine_id
+        message.engine_id = move.engine.engine_id
         for name in ("transfer_ms", "recompute_ms", "gain_ms", "kv_used"):
-            setattr(told, name, getattr(move, name))
+            setattr(message, name, getattr(move, name))
 
 
 def compared(move: Move, disagg: DisaggPolicy) -> Iterator[Compared]:

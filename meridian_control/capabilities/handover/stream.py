@@ -97,10 +97,12 @@ class EngineHandovers(Part):
         if info is not None and info.handed_over_ref:
             self.results.opened(info.handed_over_ref, self._key(info.request_id), now)
 
-    def _take_continued(self, told: agent_pb2.ContinuedColumns, now: datetime) -> None:
-        if len({len(column) for column in (told.slot, told.transferred_tokens, told.first_token_ms)}) != 1:
+    def _take_continued(self, columns: agent_pb2.ContinuedColumns, now: datetime) -> None:
+        if len({len(column) for column in (columns.slot, columns.transferred_tokens, columns.first_token_ms)}) != 1:
             raise BadReport("continued columns must have one length")
-        for slot, tokens, first_token_ms in zip(told.slot, told.transferred_tokens, told.first_token_ms, strict=True):
+        for slot, tokens, first_token_ms in zip(
+            columns.slot, columns.transferred_tokens, columns.first_token_ms, strict=True
+        ):
             self._continued(slot, tokens, first_token_ms, now)
 
     def _continued(self, slot: int, transferred_tokens: int, first_token_ms: float, now: datetime) -> None:
@@ -198,31 +200,31 @@ class EngineHandovers(Part):
         before = self._made.pop(move.slot, None)
         shadow = before.shadow if move.engine is None and before is not None else self._policy.shadow
         decision = self._ledger.open[self._ledger.make("hand_over", move.reason, move.slot, shadow)]
-        told = out.hand_overs.add(decision_id=decision.decision_id, slot=move.slot, shadow=shadow)
-        made = Handover("", move)
+        directive = out.hand_overs.add(decision_id=decision.decision_id, slot=move.slot, shadow=shadow)
+        handover = Handover("", move)
         if move.engine is not None:
             # The session's id makes the reference unique in the fleet.
-            made.ref = told.ref = f"{self._stream.session_id}-{decision.decision_id}"
-            told.url = move.engine.url
+            handover.ref = directive.ref = f"{self._stream.session_id}-{decision.decision_id}"
+            directive.url = move.engine.url
             self._made[move.slot] = _Made(decision, move, shadow)
             if not shadow:
-                self.results.decided(self._key(decision.request_id), made)
-        decision.own_detail = made
+                self.results.decided(self._key(decision.request_id), handover)
+        decision.own_detail = handover
 
     def _in_force(self) -> dict[int, rule.Move]:
         """Return the handovers without an outcome by slot, and take in the outcomes of the others."""
-        for slot, made in list(self._made.items()):
-            outcome = made.decision.outcome
-            if outcome == agent_pb2.OUTCOME_UNSPECIFIED and self._ledger.concerns(made.decision):
+        for slot, entry in list(self._made.items()):
+            outcome = entry.decision.outcome
+            if outcome == agent_pb2.OUTCOME_UNSPECIFIED and self._ledger.concerns(entry.decision):
                 continue
             del self._made[slot]
-            if outcome == agent_pb2.OUTCOME_REFUSED and self._ledger.concerns(made.decision):
-                self._refused.add(made.decision.request_id)
+            if outcome == agent_pb2.OUTCOME_REFUSED and self._ledger.concerns(entry.decision):
+                self._refused.add(entry.decision.request_id)
             if outcome == agent_pb2.OUTCOME_SHADOWED:
                 self.shadowed.requests += 1
                 for name in ("transfer_ms", "recompute_ms", "gain_ms"):
-                    setattr(self.shadowed, name, getattr(self.shadowed, name) + getattr(made.move, name))
-        return {slot: made.move for slot, made in self._made.items()}
+                    setattr(self.shadowed, name, getattr(self.shadowed, name) + getattr(entry.move, name))
+        return {slot: entry.move for slot, entry in self._made.items()}
 
     def _holding(self) -> list[rule.Holding]:
         """Return the thinking requests that a relay can continue and that hold their KV blocks."""
@@ -230,13 +232,13 @@ class EngineHandovers(Part):
         if not self._candidates:
             return []
         chosen = table.thinking & table.mask(np.array(list(self._candidates))) & ~table.preempted & ~table.ended
-        found = []
+        holding = []
         for slot in np.flatnonzero(chosen).tolist():
             info, tokens = table.info[slot], int(table.prompt_tokens[slot] + table.think_tokens[slot])
             # The answering engine may lack the adapter that a request asks for.
             if info is not None and info.model in ("", self._hello.model) and info.request_id not in self._refused:
-                found.append(rule.Holding(slot, tokens, -(-tokens // size)))
-        return found
+                holding.append(rule.Holding(slot, tokens, -(-tokens // size)))
+        return holding
 
     # ------------------------------------------------------------------------------------------------------------ facts
 
@@ -296,13 +298,13 @@ class EngineHandovers(Part):
 
     def promised(self) -> dict[str, fleet_pb2.PromisedRequests]:
         """Return the requests that are to be handed over, by the id of the answering engine."""
-        found: dict[str, fleet_pb2.PromisedRequests] = {}
-        for made in self._made.values():
-            if not made.shadow and made.move.engine is not None and not made.decision.outcome:
-                promised = found.setdefault(made.move.engine.engine_id, fleet_pb2.PromisedRequests())
+        by_engine: dict[str, fleet_pb2.PromisedRequests] = {}
+        for entry in self._made.values():
+            if not entry.shadow and entry.move.engine is not None and not entry.decision.outcome:
+                promised = by_engine.setdefault(entry.move.engine.engine_id, fleet_pb2.PromisedRequests())
                 promised.requests += 1
-                promised.blocks += made.move.blocks
-        return found
+                promised.blocks += entry.move.blocks
+        return by_engine
 
     @property
     def _running(self) -> int:

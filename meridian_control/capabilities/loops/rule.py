@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Return the slots whose thinking ends now because it repeats itself, [found].
+    """Return the slots whose thinking ends now because it repeats itself, [ends].
 
     No thinking floor holds except the request's own: a loop adds nothing, however early it begins. among: [slots] with
     the requests that the policy holds for, all requests if absent.
@@ -27,9 +27,9 @@ def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None =
     loop = policy.loop
     if not loop.enabled or not len(table.loop_tokens.nonzero()[0]):
         return np.zeros(0, np.intp)
-    found = (table.loop_tokens >= loop.min_tokens) & (table.loop_tokens >= loop.min_rounds * table.loop_period)
-    found &= table.thinking & (table.end_decided == 0) & (table.think_tokens >= table.own_min_think_tokens)
+    ends = (table.loop_tokens >= loop.min_tokens) & (table.loop_tokens >= loop.min_rounds * table.loop_period)
+    ends &= table.thinking & (table.end_decided == 0) & (table.think_tokens >= table.own_min_think_tokens)
     if loop.shadow:
         # A rule in shadow fires once per request.
-        found &= (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_LOOP)) == 0
-    return np.flatnonzero(found if among is None else found & among)
+        ends &= (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_LOOP)) == 0
+    return np.flatnonzero(ends if among is None else ends & among)

@@ -194,5 +194,5 @@ def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) 
     if not any_in(table.preempted) or not any_in(table.live & table.preempted & (table.phase == OUTPUT)):
         return False
     thinking = table.live & (table.phase == THINK) & ~table.preempted
-    held = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())
-    return held > policy.think_phase_memory_fraction * kv_tokens
+    thinking_tokens = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())
+    return thinking_tokens > policy.think_phase_memory_fraction * kv_tokens

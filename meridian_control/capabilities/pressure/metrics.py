@@ -51,16 +51,19 @@ ENTRIES = (
 
 def values(engines: Iterable[EnginePressure], totals: Totals) -> Iterator[Metric]:
     """Yield each metric with its labels and values, for the pressure entries of the policies in force."""
-    found = list(engines)
-    if not any(one.entries for one in found):
+    listed = list(engines)
+    if not any(engine.entries for engine in listed):
         yield from ((entry.name, []) for entry in ENTRIES)
         return
-    entries = {(entry.name, entry) for one in found for entry in one.entries}
+    entries = {(entry.name, entry) for engine in listed for entry in engine.entries}
     limits = {(name, target) for name, entry in entries for target in TARGETS if getattr(entry, target)}
     names = {name for name, _ in limits}
-    levels = {name: [one.levels.get(name, 0) for one in found] for name in names}
+    levels = {name: [engine.levels.get(name, 0) for engine in listed] for name in names}
     changes = [(name, direction) for name in names for direction in DIRECTIONS]
-    yield "meridian_pressure_level", [((name,), max(each)) for name, each in levels.items()]
-    yield "meridian_pressure_engines", [((name,), sum(level > 0 for level in each)) for name, each in levels.items()]
+    yield "meridian_pressure_level", [((name,), max(engine_levels)) for name, engine_levels in levels.items()]
+    yield (
+        "meridian_pressure_engines",
+        [((name,), sum(level > 0 for level in engine_levels)) for name, engine_levels in levels.items()],
+    )
     yield CHANGES_TOTAL, [(key, totals.counted[CHANGES_TOTAL, key]) for key in changes]
     yield MISSED_TOTAL, [(key, totals.counted[MISSED_TOTAL, key]) for key in limits]

@@ -35,15 +35,15 @@ def pressure_message(
 
 
 def change_message(change: LevelChange) -> fleet_pb2.PressureChange:
-    told = fleet_pb2.PressureChange(
+    message = fleet_pb2.PressureChange(
         name=change.name,
         level_before=change.level_before,
         level=change.level,
         reading=_reading(change.reading) if change.reading is not None else None,
         shadow=change.shadow,
     )
-    told.time.FromDatetime(change.time)
-    return told
+    message.time.FromDatetime(change.time)
+    return message
 
 
 def _reading(reading: Reading) -> fleet_pb2.PressureReading:
@@ -68,10 +68,10 @@ class PressureDetail(NamedTuple):
             operator = ">" if reading.measured > reading.limit else "<="
             yield reading.target, reading.measured, operator, f"pressure {change.name} {reading.target}", reading.limit
 
-    def fill(self, told: fleet_pb2.LoggedDecision) -> None:
-        told.budget_stage = self.stage  # type: ignore[assignment]
+    def fill(self, message: fleet_pb2.LoggedDecision) -> None:
+        message.budget_stage = self.stage  # type: ignore[assignment]
         if self.change is not None:
-            told.pressure.CopyFrom(change_message(self.change))
+            message.pressure.CopyFrom(change_message(self.change))
 
 
 def levels_text(engine: fleet_pb2.Engine) -> str:

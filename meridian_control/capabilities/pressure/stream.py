@@ -88,7 +88,7 @@ class EnginePressure(Part):
 
     @property
     def levels(self) -> dict[str, int]:
-        return {name: one.level for name, one in self._controllers.items() if one.level}
+        return {name: controller.level for name, controller in self._controllers.items() if controller.level}
 
     def messages(self) -> list[fleet_pb2.Pressure]:
         """Return the entries, in the policy's order."""
@@ -101,10 +101,10 @@ class EnginePressure(Part):
 
     def take_unlogged(self) -> list[LevelChange]:
         """Return the changes since the last call."""
-        if not (found := self._unlogged):
-            return found
+        if not (changes := self._unlogged):
+            return changes
         self._unlogged = []
-        return found
+        return changes
 
     # --------------------------------------------------------------------------------------------------- recordings
 
@@ -175,12 +175,12 @@ class EnginePressure(Part):
         """Return the entries that shorten the request in a slot, by their index in the policy, each with its stage."""
         if slot >= len(self._members) or not (members := int(self._members[slot])):
             return ()
-        first, found = int(self._first[slot]), []
+        first, stages = int(self._first[slot]), []
         for index, entry in enumerate(self.entries):
             if members >> index & 1:
                 stage = stage_at(self._controllers[entry.name].level, bool(first >> index & 1))
-                found += [(index, stage)] if stage > UNSHORTENED else []
-        return tuple(found)
+                stages += [(index, stage)] if stage > UNSHORTENED else []
+        return tuple(stages)
 
     def has_shadow(self, slot: int) -> bool:
         members = int(self._members[slot]) if slot < len(self._members) else 0
@@ -249,8 +249,8 @@ class EnginePressure(Part):
         [times]. NaN is no time; a negative time, of a report that was delayed, counts as 0."""
         for index, window in enumerate(self._windows if len(slots) else ()):
             if target in window.targets:
-                found = times_ms[(self._members[slots] >> index & 1).astype(bool) & np.isfinite(times_ms)]
-                window.add(target, np.maximum(found, 0.0))
+                matching_ms = times_ms[(self._members[slots] >> index & 1).astype(bool) & np.isfinite(times_ms)]
+                window.add(target, np.maximum(matching_ms, 0.0))
 
     def _windows_of(self, slot: int) -> list[Window]:
         return [window for index, window in enumerate(self._windows) if self._members[slot] >> index & 1]

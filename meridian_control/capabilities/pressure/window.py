@@ -61,13 +61,13 @@ class Window:
     def readings(self, waiting_ms: dict[str, NDArray[np.float64]]) -> list[Reading]:
         """Return the window's values. waiting_ms: by target, the milliseconds for which requests have waited so far; of
         these, times above the limit count as samples, because a request that waits has no time yet."""
-        found = []
+        readings = []
         for target, histogram in self._times.items():
             limit, waited = self.limits[target], waiting_ms.get(target, np.zeros(0)).round(DECIMALS)
             histogram.add(waited[waited > limit])
             samples = int(histogram.counts.sum())
-            found.append(Reading(target, histogram.upper_quantile(SHARE) if samples else 0.0, limit, samples))
+            readings.append(Reading(target, histogram.upper_quantile(SHARE) if samples else 0.0, limit, samples))
         if limit := self.limits.get(PREEMPTED, 0.0):
             ratio = self.preempted / self.answers if self.answers else 0.0
-            found.append(Reading(PREEMPTED, ratio, limit, self.answers))
-        return found
+            readings.append(Reading(PREEMPTED, ratio, limit, self.answers))
+        return readings

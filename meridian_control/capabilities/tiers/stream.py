@@ -44,7 +44,7 @@ class Tiers(Part):
     ) -> Sliced[None]:
         self._table.set_tier(slots, tier)
         for count, slot in enumerate(slots.tolist(), 1):
-            made = self._ledger.make("tier", why, slot, shadow)
-            turn.out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=shadow)
+            decision_id = self._ledger.make("tier", why, slot, shadow)
+            turn.out.tiers.add(decision_id=decision_id, slot=slot, tier=tier, shadow=shadow)
             if not count % SLICE_ROWS:
                 yield
