@@ -2,7 +2,7 @@
 
 Each job does its work in rounds that read anew what they need, so a job that is started again has lost nothing but
 time. Such a job is restarted after a pause, with the traceback in the log. Jobs that keep a replica in step with other
-replicas are the exception: without them a replica would tell operators what is no longer in force, so their errors end
+replicas are the exception: without them a replica would show operators what is no longer in force, so their errors end
 the process, and its engines go to a replica that works.
 """
 

@@ -57,7 +57,7 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
         raise ValueError(f"--otlp-endpoint needs the extra meridian-llm[traces]: {error}") from error
     tracing = Tracing(endpoint, ratio)
     try:
-        yield tracing.over
+        yield tracing.queue_spans
     finally:
         tracing.stop()
 

@@ -92,8 +92,8 @@ class Target:
         stored_context = None if server else contexts.find(context)
         if stored_context is not None:
             _check("the server of the context", stored_context.server)
-            return stored_context.server, self.credentials.over(stored_context.credentials())
-        return server or DEFAULT_SERVER, self.credentials.over(ClientCredentials.from_environment())
+            return stored_context.server, self.credentials.filled_from(stored_context.credentials())
+        return server or DEFAULT_SERVER, self.credentials.filled_from(ClientCredentials.from_environment())
 
     def channel(self) -> grpc.Channel:
         """Return a channel to the server. Raises FileError or BadVariable, also if a file cannot be read."""

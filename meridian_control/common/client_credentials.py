@@ -38,7 +38,7 @@ class ClientCredentials:
         """Return the credentials that the agent's environment variables name (`MERIDIAN_TLS_CA` and so on)."""
         return cls(**{field: read(variable) for field, variable in VARIABLES.items()})
 
-    def over(self, other: ClientCredentials) -> ClientCredentials:
+    def filled_from(self, other: ClientCredentials) -> ClientCredentials:
         """Return these credentials, with each unset path taken from `other`."""
         return ClientCredentials(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 

@@ -213,7 +213,7 @@ class SequentialTest:
     def evidence(self) -> float:
         return sum(self._wealth) + 1 / (self._batches + 1)
 
-    def add(self, events: int, trials: int) -> float:
+    def add_trials(self, events: int, trials: int) -> float:
         """Take in a batch of trials and return the evidence. Nothing exceeds a limit of 1."""
         if trials <= 0 or self._limit >= 1:
             return self.evidence
@@ -245,8 +245,8 @@ class ShiftTest:
         limits = [binomial_upper(count, total, confidence) + TOLERATED_SHARE for count in calibrated]
         self._tests = [SequentialTest(min(1.0, limit)) for limit in limits]
 
-    def add(self, seen: Sequence[int]) -> float:
+    def add_counts(self, seen: Sequence[int]) -> float:
         """Take in the number of new observations in each bin and return the evidence."""
         trials = sum(seen)
         tests = zip(self._tests, seen, strict=True)
-        return sum(test.add(count, trials) for test, count in tests) / len(self._tests)
+        return sum(test.add_trials(count, trials) for test, count in tests) / len(self._tests)

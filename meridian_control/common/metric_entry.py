@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A metric under its exposed name. `text` is the metric's help; `act` tells an operator how to react to a value."""
+    """A metric under its exposed name. `text` is the metric's help; `act` is how an operator reacts to a value."""
 
     name: str
     kind: str

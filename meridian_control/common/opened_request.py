@@ -1,4 +1,4 @@
-"""Checks what an agent tells of a request when the request begins, and keeps what the control plane needs of it."""
+"""Checks an agent's message about a request that begins, and keeps the fields that the control plane needs."""
 
 from __future__ import annotations
 

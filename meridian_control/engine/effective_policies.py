@@ -49,7 +49,7 @@ class EffectivePolicies:
     def __init__(self, table: RequestTable, hello: agent_pb2.Hello, shadow: Comparison) -> None:
         self._table, self._labels, self._shadow = table, dict(hello.labels), shadow
         self.shorteners: list[Shortener] = []
-        # Those for which the policy in force has an entry.
+        # The shorteners for which the policy in force has an entry.
         self._active: list[Shortener] = []
         self.holdout: Holdout | None = None
         self.policy: Policy | None = None

@@ -58,27 +58,27 @@ class FreezeState:
     and sends a snapshot after the thaw.
     """
 
-    def __init__(self, said: agent_pb2.FreezeStatus) -> None:
+    def __init__(self, status: agent_pb2.FreezeStatus) -> None:
         self.freezes: tuple[Freeze, ...] = ()
-        self.frozen, self.locally, self.confirmed = said.frozen, said.locally, said.locally
+        self.frozen, self.locally, self.confirmed = status.frozen, status.locally, status.locally
         self.void = self.paused = False
         self._nonce = 0
 
-    def give(self, freezes: tuple[Freeze, ...], now: datetime) -> agent_pb2.Freeze:
+    def set_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> agent_pb2.Freeze:
         """Set the freezes that match the engine and return the message for the agent."""
         self.freezes, self.confirmed = freezes, False
         if freezes and not self.frozen:
             self.frozen = self.void = True
         self._nonce += 1
-        return self.told(now)
+        return self.message(now)
 
-    def told(self, now: datetime) -> agent_pb2.Freeze:
+    def message(self, now: datetime) -> agent_pb2.Freeze:
         """Return the message that was sent last, with the time that remains now; its nonce is 0 if none was sent."""
         last = max(self.freezes, key=lambda freeze: freeze.end_time, default=None)
         remaining_ms = 0 if last is None else math.ceil(last.remaining(now).total_seconds() * 1e3)
         return agent_pb2.Freeze(nonce=self._nonce, remaining_ms=remaining_ms, reason=last.reason if last else "")
 
-    def answered(self, status: agent_pb2.FreezeStatus) -> bool:
+    def take_confirmation(self, status: agent_pb2.FreezeStatus) -> bool:
         """Take in the agent's confirmation and return whether the engine has thawed."""
         if status.nonce != self._nonce:
             return False

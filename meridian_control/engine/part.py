@@ -71,11 +71,11 @@ class ProbeResult(NamedTuple):
 class Stream:
     """What all parts of one engine's stream share.
 
-    session_id, now: id of the session, and the time at which the stream began. hello: what the engine has said of
-    itself. table: its live requests. policies: the policy that holds for each; a part that shortens requests or holds
-    some out adds itself there. ledger: the decisions without an outcome. freezing: the engine's freezes. journal:
-    writes the session's decisions, None if nobody reads them. step_cost: the measured duration of a step. parts: the
-    parts of all capabilities.
+    session_id, now: id of the session, and the time at which the stream began. hello: the engine's first
+    message, about itself. table: its live requests. policies: the policy that holds for each request; a part that
+    shortens requests or holds some out adds itself there. ledger: the decisions without an outcome. freezing: the
+    engine's freezes. journal: writes the session's decisions, None if nobody reads them. step_cost: the measured
+    duration of a step. parts: the parts of all capabilities.
     """
 
     def __init__(
@@ -263,8 +263,8 @@ class Part:
         return ()
 
     def recorded(self, record: fleet_pb2.TraceRecord) -> None:
-        """Take in what a record of a recording says has reached the part from outside of the stream; a part ignores
-        records of others."""
+        """Take in, from a record of a recording, what reached the part from outside of the stream. A part ignores the
+        records of other parts."""
 
 
 # Makes the part of a capability in a stream; None if the engine cannot do what the capability needs.

@@ -50,8 +50,9 @@ class Intake:
         self._steps: dict[str, list[int]] = {}
 
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Sliced[bool]:
-        """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer, because
-        the snapshot says unreported thinking. Raises BadReport if a request is out of range.
+        """Replace the table's requests by those of a snapshot; return whether the agent waits for an answer,
+        because the snapshot has thinking tokens that no report has contained. Raises BadReport if a request is out of
+        range.
 
         At each pause the requests that are already listed are complete, and the others are not there yet.
         """
@@ -88,7 +89,7 @@ class Intake:
         for slot, request in by_slot.items():
             self._policies.assign(slot, request)
 
-    def take(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
+    def take_report(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
 
         Raises BadReport if the report breaks the contract.
@@ -126,7 +127,7 @@ class Intake:
             table.mark_closing(slot)
         yield from self._parts.reported(report, now)
 
-    def finish(self, report: agent_pb2.StepReport, governed: bool) -> Sliced[None]:
+    def finish_report(self, report: agent_pb2.StepReport, governed: bool) -> Sliced[None]:
         """Count the report's events in the order in which they happened, then drop the requests that it closes.
 
         governed: whether the session makes decisions.

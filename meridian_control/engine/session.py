@@ -81,7 +81,7 @@ class Session:
         self.delivery = Delivery(hello, self.totals)
         self.freezing = FreezeState(hello.freeze)
         self.agent_state = hello.state
-        # Whether the agent has said that its engine shuts down.
+        # Whether the agent has announced that its engine shuts down.
         self.shuts_down = False
         self.gauges: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
@@ -197,7 +197,7 @@ class Session:
 
     def on_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> Out:
         """Set the freezes that match this engine; the session makes no decision until the agent has thawed."""
-        return [agent_pb2.ConnectResponse(freeze=self.freezing.give(freezes, now))]
+        return [agent_pb2.ConnectResponse(freeze=self.freezing.set_freezes(freezes, now))]
 
     def on_record(self, record: fleet_pb2.TraceRecord) -> None:
         """Take in what has reached a part from outside of the stream, as a recording has it."""
@@ -274,7 +274,7 @@ class Session:
             yield from self._journal.lost()
 
     def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Sliced[Out]:
-        if not self.freezing.answered(status):
+        if not self.freezing.take_confirmation(status):
             return []
         self._parts.revise()
         return (yield from self._decide(now))
@@ -301,7 +301,7 @@ class Session:
     def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:
         """Take in a snapshot with its last part. Before that the agent only learns that its messages arrive."""
         report_bounds.check_step(part.step)
-        if (snapshot := self._snapshot_parts.add(part)) is not None:
+        if (snapshot := self._snapshot_parts.take_part(part)) is not None:
             return (yield from self._on_snapshot(snapshot, now))
         return self._answer(agent_pb2.ConnectResponse(), now)
 
@@ -324,10 +324,10 @@ class Session:
         self.gauges, self.reported_at = gauges_of(report), now
         self.agent_state = report.state or self.agent_state
         yield from self._parts.report_begins(now, decides=self._deciding is not None)
-        yield from self._intake.take(report, now)
+        yield from self._intake.take_report(report, now)
         self._ledger.step = report.step
         response = yield from self._ends_of_thinking(now, reported=True)
-        yield from self._intake.finish(report, governed=self._deciding is not None)
+        yield from self._intake.finish_report(report, governed=self._deciding is not None)
         return (yield from self._respond(now, response, reported=True, awaited=len(report.probes.slot) > 0))
 
     def _decide(self, now: datetime) -> Sliced[Out]:
@@ -369,8 +369,8 @@ class Session:
         return self._answer(response, now, awaited)
 
     def _answer(self, response: agent_pb2.ConnectResponse, now: datetime, awaited: bool = False) -> Out:
-        """Return the response if it has decisions, if the agent waits for it, or if the newest one is old; a large one
-        as several."""
+        """Return the response if it has decisions, if the agent waits for it, or if the newest response is old. A
+        large response is split into several."""
         directives = response.directives
         decided = (size := directives.ByteSize()) > 0
         directives.step = self._ledger.step

@@ -121,7 +121,8 @@ class Holdout(Protocol):
         self, slot: int, opened: OpenedRequest, own: Policy, entries: Sequence[StagedEntry], again: bool
     ) -> bool:
         """Decide whether a request is held out, and return it. own: the policy that would hold for it, without entries.
-        entries: those that match it. again: as in `Shortener.assign`."""
+        entries: the entries that match it. again: whether the request was in the slot under the
+        previous policy, too."""
         ...
 
     def unshortened(self, policy: Policy) -> Policy:

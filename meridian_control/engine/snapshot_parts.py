@@ -19,7 +19,7 @@ class SnapshotParts:
         # About the memory of the parts.
         self.held_bytes = 0
 
-    def add(self, part: agent_pb2.Snapshot) -> agent_pb2.Snapshot | None:
+    def take_part(self, part: agent_pb2.Snapshot) -> agent_pb2.Snapshot | None:
         """Add a part; return the whole snapshot with its last part, else None. Raises BadReport if the part belongs to
         another snapshot than the parts before, or if there are more requests than an engine can have."""
         whole = self._arriving

@@ -25,7 +25,7 @@ class StepCost:
         self._weights = 0.0, 0.0, 0.0
         self._covariance = 1e3, 0.0, 0.0, 1e3, 0.0, 1e3
 
-    def add(self, sequences: int, prefill_tokens: int, step_time_ms: float) -> None:
+    def add_step_time(self, sequences: int, prefill_tokens: int, step_time_ms: float) -> None:
         """Take in the measurement of one step."""
         x1, x2 = sequences / self.SEQUENCES, prefill_tokens / self.PREFILL_TOKENS
         c00, c01, c02, c11, c12, c22 = self._covariance

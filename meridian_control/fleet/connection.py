@@ -66,7 +66,7 @@ class Connection:
     # Name of the caller that has opened the stream; callers share the event loop. What the session takes of memory.
     who: str = ""
     memory: Account = field(default_factory=lambda: Account(Memory(), ""))
-    # The recordings of the replica, which get what is said to the agent.
+    # The recordings of the replica, which get every message to the agent.
     recordings: Recordings = field(default_factory=Recordings)
     # Set after every message of the agent, one for each call that waits for the outcome of a decision.
     waiting: set[asyncio.Event] = field(default_factory=set)

@@ -59,7 +59,7 @@ class Departed:
     def __len__(self) -> int:
         return len(self._gone)
 
-    def add(self, engine: fleet_pb2.Engine, lease_s: float, now: datetime) -> None:
+    def add_engine(self, engine: fleet_pb2.Engine, lease_s: float, now: datetime) -> None:
         """Keep an engine. engine: its last state. lease_s: seconds for which its agent still obeys its decisions."""
         self.remove(engine.engine_id)
         gone = self._gone[engine.engine_id] = _Gone(now, engine.SerializeToString(), lease_s, engine.lost)

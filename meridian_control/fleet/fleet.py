@@ -65,7 +65,7 @@ class Fleet:
 
     `clock` gives UTC, and is not set back or forward while the process runs. `revision` reads a policy revision from
     the store, and raises NotFound, StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps
-    decisions. `heartbeat_s`: as in Welcome. `memory` bounds what the sessions take.
+    decisions. `heartbeat_s`: the field of Welcome. `memory` bounds what the sessions take.
     `capabilities` decide in their order, and `parts` has their parts over all engines.
     """
 
@@ -239,9 +239,9 @@ class Fleet:
         if not self.connections.of_engine(engine_id):
             session.shadow.new_stream()
             view = self.engine_view(session, connected=False)
-            # A stream that the agent itself has ended tells that the engine shuts down.
+            # An agent ends its stream only when its engine shuts down.
             view.lost = reason != "agent_closed"
-            self.departed.add(view, session.lease_s, now)
+            self.departed.add_engine(view, session.lease_s, now)
         for gone in (forgotten := self.departed.forget(now)):
             self.shadows.pop(gone, None)
         if forgotten:

@@ -63,7 +63,8 @@ class FreezeDelivery:
             connection.say(session.on_freezes(matching, now), now)
 
     def begin(self, connection: Connection) -> None:
-        """Send an engine that connects its freezes, also that it has none if it is frozen."""
+        """Send an engine that connects its freezes. A frozen engine without freezes is sent an empty
+        list, which thaws it."""
         session, now = connection.session, self._clock()
         freezes = self._of(session)
         if freezes or session.frozen:

@@ -66,7 +66,7 @@ class FreezeStore:
         begun = self._begun.setdefault(freeze.freeze_id, now)
         return replace(freeze, create_time=begun, end_time=begun + (freeze.end_time - freeze.create_time))
 
-    async def add(self, match: Match, end_time: datetime, author: str, reason: str) -> Freeze:
+    async def add_freeze(self, match: Match, end_time: datetime, author: str, reason: str) -> Freeze:
         """Begin a freeze; on return the freeze is on disk and `on_change` has it. Raises StoreUnavailable."""
         while True:
             now = self._clock()

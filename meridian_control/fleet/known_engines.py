@@ -55,7 +55,7 @@ class KnownEngines:
         for time, (engine_id, incarnation, model, _) in sorted(lost):
             view = fleet_pb2.Engine(engine_id=engine_id, incarnation=incarnation, model=model, lost=True)
             view.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
-            self._fleet.departed.add(view, 0.0, time)
+            self._fleet.departed.add_engine(view, 0.0, time)
         self._fleet.departed.forget(now)
 
     async def run(self) -> None:

@@ -121,16 +121,16 @@ class Replicas:
 
     async def run(self) -> None:
         """Call `beat` every HEARTBEAT_S seconds until cancelled."""
-        heard = True
+        reached = True
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
                 await self.beat()
-                heard = True
+                reached = True
             except StoreUnavailable as error:
-                if heard:
+                if reached:
                     logger.warning("this replica cannot announce itself to the other replicas: %s", error)
-                heard = False
+                reached = False
 
     async def fence(self, connection: AsyncConnection) -> None:
         """Keep the lead until the connection's transaction ends. Raises NotLeading if another replica has led

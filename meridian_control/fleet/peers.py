@@ -111,8 +111,8 @@ class Peers:
 
         part: name of data with which a replica may be late although it answers other questions in time.
         """
-        heard, missing = await self.ask_live(call, part)
-        return heard, sorted({*missing, *self._dead()})
+        answers, missing = await self.ask_live(call, part)
+        return answers, sorted({*missing, *self._dead()})
 
     async def ask_live(
         self, call: Callable[[Peer], Awaitable[Answer]], part: str = ""
@@ -120,8 +120,8 @@ class Peers:
         """Do what `ask` does, but leave out replicas that no longer live."""
         peers = self._peers()
         answers = await asyncio.gather(*(self._asked(peer, call, part) for peer in peers))
-        heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
-        return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
+        by_replica = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
+        return by_replica, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in by_replica]
 
     async def ask_who_knows(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[list[Answer], list[str]]:
         """Return all answers except NOT_FOUND, and the ids of the replicas without an answer."""
@@ -134,8 +134,8 @@ class Peers:
                     return []
                 raise
 
-        heard, unreachable = await self.ask(asked)
-        return [answer for answers in heard.values() for answer in answers], unreachable
+        by_replica, unreachable = await self.ask(asked)
+        return [answer for answers in by_replica.values() for answer in answers], unreachable
 
     async def ask_one(self, replica_id: str, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
         """Return the answer of one replica. `call` must have a time limit.

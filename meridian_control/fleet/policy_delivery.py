@@ -123,7 +123,8 @@ class PolicyDelivery:
         self.restore_last_good(connection)
 
     def begin(self, connection: Connection, refresh: Callable[[], Awaitable[None]] | None) -> None:
-        """Send an engine that connects the policy that it should have. refresh: as in `Fleet.join`."""
+        """Send an engine that connects the policy that it should have. refresh: brings the newest
+        state of the store to the fleet, see `Fleet.join`."""
         wanted = self.wanted(connection.session)
         if wanted is not None and connection.session.hello.revision > wanted.revision and refresh is not None:
             self._tasks.start(self._catch_up(connection, refresh))

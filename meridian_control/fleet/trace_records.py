@@ -74,7 +74,7 @@ def part_record(session: Session, now: datetime, state: fleet_pb2.TraceRecord) -
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return records of the freeze that the agent was sent and of its confirmation, for a recording that begins now."""
-    if not (message := session.freezing.told(now)).nonce:
+    if not (message := session.freezing.message(now)).nonce:
         return []
     records = [down_record(session, now, agent_pb2.ConnectResponse(freeze=message))]
     if session.freezing.confirmed:

@@ -42,7 +42,7 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._give)
 
     def _give(self) -> None:
-        """Give one stream its turn, and let the loop go round before the next one."""
+        """Give one stream its turn, and let the event loop run other tasks before the next stream's turn."""
         self._is_due = False
         while self._waiting:
             who = next(iter(self._waiting))

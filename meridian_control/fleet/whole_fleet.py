@@ -42,7 +42,7 @@ class WholeFleet:
         # The newest answers of the other replicas to the leader, by replica id, and the time at which it last asked.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._asked_at = 0.0
-        # Engines of replicas that have ended, as the leader has last heard of them.
+        # Engines of replicas that have ended, as those replicas last reported them to the leader.
         self._orphans = Departed()
         # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
         self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
@@ -64,9 +64,10 @@ class WholeFleet:
         heard, unreachable = await self.peers.ask(_engines)
         return await self._with(heard), unreachable
 
-    async def _with(self, heard: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
-        """Return this replica's engines and those of the others. heard: the other replicas' engines, by replica id."""
-        return once([*await self.local_engines(), *chain.from_iterable(heard.values())])
+    async def _with(self, engines_by_replica: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
+        """Return this replica's engines and those of the others. engines_by_replica: the other
+        replicas' engines, by replica id."""
+        return once([*await self.local_engines(), *chain.from_iterable(engines_by_replica.values())])
 
     async def requests(
         self, engine_id: str = "", local_only: bool = False
@@ -89,11 +90,11 @@ class WholeFleet:
             return await _requests(peer, engine_id)
 
         # A replica with very many requests may be late with them, and its engines are shown nevertheless.
-        (heard, silent), (by_replica, late) = await asyncio.gather(
+        (engines_by_replica, silent), (by_replica, late) = await asyncio.gather(
             self.peers.ask(_engines), self.peers.ask(ask, "requests")
         )
         unreachable = sorted({*silent, *late})
-        engines = await self._with(heard)
+        engines = await self._with(engines_by_replica)
         where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
         by_replica[self.replica_id] = await self.fleet.views.requests_in_turns(engine_id)
         requests = [
@@ -177,7 +178,7 @@ class WholeFleet:
         for ended in self._heard.keys() - heard.keys() - set(unreachable):
             for engine in self._heard[ended]:
                 engine.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
-                self._orphans.add(engine, lease_s, now)
+                self._orphans.add_engine(engine, lease_s, now)
         self._orphans.forget(now)
         self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
         if not self._heard.keys() >= set(unreachable):

@@ -55,7 +55,7 @@ class Journal:
         who, number = (self._engine_id, self._incarnation, self._session_id), self._log.next_number()
         life = Life(*who, opened, number, self.now, joined_late)
         life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
-        self._log.begin(life)
+        self._log.begin_life(life)
         self._lives[opened.slot] = life
 
     def begin_snapshot(self) -> None:
@@ -110,7 +110,7 @@ class Journal:
         for count, life in enumerate(lives, 1):
             if life.is_live and life.session_id == self._session_id:
                 self._note(life, "stream_lost", agent_pb2.PHASE_UNSPECIFIED)
-                self._log.over(life)
+                self._log.end_life(life)
             if not count % SLICE_ROWS:
                 yield
 
@@ -148,14 +148,14 @@ class Journal:
                 self._log.settled(decision)
 
     def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:
-        self._log.add(
+        self._log.add_event(
             life,
             LifeEvent(self._log.next_number(), self.now, kind, phase, life.think_tokens, life.output_tokens, detail),
         )
 
     def _close(self, life: Life, reason: str) -> None:
         life.close_number, life.close_time, life.close_reason = self._log.next_number(), self.now, reason
-        self._log.over(life)
+        self._log.end_life(life)
         if self._log.ended is not None:
             self._log.ended(life)
 

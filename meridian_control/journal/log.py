@@ -57,14 +57,14 @@ class DecisionLog:
         self.decision_bytes = 0
         self._number = 0
 
-    def begin(self, life: Life) -> None:
+    def begin_life(self, life: Life) -> None:
         self._forget(self._over.pop(life.key, None))
         self._forget(self._live.pop(life.key, None))
         self._live[life.key] = life
         life.is_live = True
         self._count(life.weight)
 
-    def over(self, life: Life) -> None:
+    def end_life(self, life: Life) -> None:
         if life.is_live:
             self._over[life.key] = self._live.pop(life.key)
             life.is_live = False
@@ -82,7 +82,7 @@ class DecisionLog:
         self._number += 1
         return self._number
 
-    def add(self, life: Life, event: LifeEvent | Decision) -> None:
+    def add_event(self, life: Life, event: LifeEvent | Decision) -> None:
         """Add an event to a life, which keeps its newest LIFE_EVENTS. A full log drops the life that ended first, or
         the oldest one if no life has ended."""
         if not life.is_live:
@@ -113,7 +113,7 @@ class DecisionLog:
         self._keep(self._decisions, decision, life, under, decision.size_under(under))
         if len(self._decisions) > self._max_decisions:
             self._drop(self._decisions)
-        self.add(life, decision)
+        self.add_event(life, decision)
 
     def _keep(self, kept: deque[Decision], decision: Decision, life: Life, under: Circumstances, size: int) -> None:
         decision.life, decision.under, decision.is_logged = life, under, True
@@ -153,8 +153,8 @@ class DecisionLog:
         return [*self._over.values(), *self._live.values()]
 
     def find(self, request_id: str, engine_id: str) -> list[Life]:
-        """Return the lives, newest first, of the requests with this id, or else of those that their client knows by
-        it."""
+        """Return the lives, newest first, of the requests with this id, or else of those to which their client gave
+        this id."""
         lives = [life for life in self.lives() if engine_id in ("", life.engine_id) and life.is_called(request_id)]
         exact = [life for life in lives if life.opened.request_id == request_id]
         return sorted(exact or lives, key=lambda life: life.open_time, reverse=True)

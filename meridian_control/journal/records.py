@@ -290,7 +290,7 @@ class Decision:
 
     @property
     def details(self) -> list[Detail]:
-        """What capabilities show of the decision: the one that made it, and the one whose entry led to it."""
+        """The details of the decision, from the capability that made it and from the one whose entry led to it."""
         by_entry = self.under.behind.detail if self.shortening is not None else None
         return [detail for detail in (self.own_detail, by_entry) if detail is not None]
 
@@ -381,7 +381,7 @@ class Life:
 
     @property
     def refs(self) -> set[str]:
-        """The references by which other lives belong to this one, too: those of its decisions, and its own."""
+        """The references that connect this life with others: those of the life's decisions, and its own."""
         details = (event.own_detail for event in self.events if isinstance(event, Decision))
         return {*(detail.ref for detail in details if detail is not None), self.opened.handed_over_ref} - {""}
 

@@ -114,8 +114,8 @@ def _references(
 ) -> dict[str, list[dict[str, float]]]:
     """Return the distributions of the signals that the rules of the entropy section read, as fields of the section.
 
-    Each is that of the first value that a rule could read, of one request per unit; a signal of which too few units
-    have a value is left out. parts: the rules in force. policy: the policy with these rules.
+    Each distribution has, of one request per unit, the first value that a rule could read. A signal is left out if too
+    few units have a value. parts: the rules in force. policy: the policy with these rules.
     """
     by_signal: dict[str, NDArray[np.float64]] = {}
     if probed := [part for part in parts if part.family in PROBED]:

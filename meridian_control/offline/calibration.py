@@ -214,7 +214,7 @@ def _second(halves: _Halves, first: _Tried | None, confirmed: bool) -> SecondThr
 
 @dataclass(frozen=True)
 class _Tried:
-    """A rule and its effect on the first half. `harm` is as in Figures."""
+    """A rule and its effect on the first half. `harm` is the field of Figures."""
 
     rule: StoppingRule
     stops: Stops

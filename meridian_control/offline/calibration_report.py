@@ -192,7 +192,8 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
 
 
 def _bound(figures: Figures) -> str:
-    """Spell the upper bound of the harm in percentage points, with two digits to tell it from the allowed loss."""
+    """Spell the upper bound of the harm in percentage points, with two digits, because it may be close to the allowed
+    loss."""
     return f"{100 * figures.harm_bound:.2f}"
 
 

@@ -44,7 +44,7 @@ class Judge:
     is_proxy: bool
     groups: tuple[str, ...] = ()
 
-    def at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def right_at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability at the nearest known place at or after each given place, else that of `natural`."""
         keys = self.owner * KEY + self.think_tokens
         index = np.searchsorted(keys, owner * KEY + think_tokens)

@@ -129,7 +129,7 @@ class _Columns:
         self.owner, self.report = array(INTEGER), array(INTEGER)
         self.values = {name: array(kind) for name, kind in kinds.items()}
 
-    def add(self, slots: Mapping[int, int], report: int, message: Any) -> None:
+    def add_rows(self, slots: Mapping[int, int], report: int, message: Any) -> None:
         """Add a report's rows, often none. Raises BadReport if the columns of the rows differ in length."""
         if not message.ByteSize():
             return
@@ -171,7 +171,7 @@ class _Collector:
     served: dict[str, str] = field(default_factory=dict)
     report: int = 0
 
-    def add(self, record: fleet_pb2.TraceRecord) -> None:
+    def add_record(self, record: fleet_pb2.TraceRecord) -> None:
         """Add the next record of a trace. Raises BadReport for a record that breaks the contract."""
         kind, session = record.up.WhichOneof("message"), record.session_id
         if record.HasField("policy"):
@@ -201,8 +201,8 @@ class _Collector:
         for opened in report.opened:
             slots.pop(opened.slot, None)
             self._open(session, opened)
-        self.tokens.add(slots, self.report, report.tokens)
-        self.probes.add(slots, self.report, report.probes)
+        self.tokens.add_rows(slots, self.report, report.tokens)
+        self.probes.add_rows(slots, self.report, report.probes)
         for closed in report.closed:
             if (request := slots.pop(closed.slot, None)) is not None:
                 self.requests[request].finish = closed.reason
@@ -217,7 +217,7 @@ def collect(paths: Iterable[Path], model: str = "") -> Episodes:
         collector.slots.clear()
         for number, record in enumerate(read(path)):
             try:
-                collector.add(record)
+                collector.add_record(record)
             except BadReport as error:
                 raise FileError(path, f" record {number}:", str(error)) from error
     if path is not None and not model and len(collector.models) > 1:

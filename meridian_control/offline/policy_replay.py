@@ -128,10 +128,10 @@ class SessionReplay:
     def play(self, following: fleet_pb2.TraceRecord | None) -> None:
         """Take the newest event, now that all responses to it are known, and keep the following one."""
         if self.event is not None:
-            self.take(self.event, self.responses)
+            self.replay_event(self.event, self.responses)
         self.event, self.responses = following, []
 
-    def take(self, event: fleet_pb2.TraceRecord, recorded: Responses) -> None:
+    def replay_event(self, event: fleet_pb2.TraceRecord, recorded: Responses) -> None:
         """Give one recorded event to the session. recorded: the recorded session's responses to the event."""
         new = self._responses(event, recorded)
         for response in recorded:

@@ -162,7 +162,7 @@ class Replay:
         self, owner: NDArray[np.int64], seen_at: NDArray[np.int64], stops_at: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Judge the trial answer at `seen_at` if the judge is the proxy, else the answer after a stop at `stops_at`."""
-        return self.judge.at(owner, seen_at if self.judge.is_proxy else stops_at)
+        return self.judge.right_at(owner, seen_at if self.judge.is_proxy else stops_at)
 
     def _window(self, wanted: int) -> int:
         """Return the policy's RPDI window if the median thinking is twice as long, else a quarter of the median."""
@@ -216,7 +216,7 @@ class Replay:
         everyone, none = np.arange(len(natural)), np.zeros(len(natural), np.int64)
         if rule.family == CAP:
             at = np.full(len(natural), rule.scheduler["max_think_tokens"])
-            right, first = self.judge.at(everyone, at), at.astype(float)
+            right, first = self.judge.right_at(everyone, at), at.astype(float)
         else:
             place, places, rights, decided = self._fires(rule)
             fired = place >= 0
@@ -234,7 +234,7 @@ class Replay:
     def _fires(self, rule: StoppingRule) -> tuple[NDArray[Any], ...]:
         """Return each request's first boundary at which a rule fires, -1 for none.
 
-        The other arrays tell, by boundary, where a stop decided there takes effect, the probability that the answer is
+        The other arrays have, by boundary, where a stop decided there takes effect, the probability that the answer is
         right then, and the thinking tokens at the decision.
         """
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)

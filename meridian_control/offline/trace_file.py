@@ -122,7 +122,7 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
                 if not record.session_id or record.WhichOneof("message") is None:
                     raise FileError(path, f" at byte {offset} (uncompressed)", "is not a record of a trace")
                 if record.up.HasField("snapshot"):
-                    if (snapshot := snapshots[record.session_id].add(record.up.snapshot)) is None:
+                    if (snapshot := snapshots[record.session_id].take_part(record.up.snapshot)) is None:
                         continue
                     record.up.snapshot.CopyFrom(snapshot)
                 yield record

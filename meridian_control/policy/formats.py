@@ -198,7 +198,8 @@ def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
 
 
 def _violation(schema: type[Section], error: ErrorDetails) -> Violation:
-    """Turn one validation error into a violation; a removed field is told from one that never was."""
+    """Turn one validation error into a violation; a removed field gets a message that differs from that of a
+    field that never existed."""
     if error["type"] == "extra_forbidden" and (removed := removed_at(error["loc"])) is not None:
         return Violation(dotted(error["loc"]), removed.message)
     return violation(schema, error)

@@ -14,10 +14,11 @@ MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 
 
 def field(default: Any = PydanticUndefined, *, advice: str, range: str = "", new: bool = False, **more: Any) -> Any:
-    """Return a field with what the reference says of it.
+    """Return a field of a section, with the texts that the policy reference prints about the field.
 
-    advice: when to change the field. range: its values in words, if its limits do not say them. new: one of the two
-    previous versions does not know the field. more: description and limits, as in pydantic's Field.
+    advice: when to change the field. range: the field's values in words, if its limits do not name
+    them. new: one of the two previous versions does not know the field. more: description and limits, which pydantic's
+    Field takes.
     """
     extra: dict[str, JsonValue] = {"advice": advice, "new": new, **({"range": range} if range else {})}
     return Field(default, json_schema_extra=extra, **more)

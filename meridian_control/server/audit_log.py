@@ -94,11 +94,11 @@ class AuditLog:
         self._refusals = Rate(REFUSALS_PER_S, REFUSALS_BURST, time.monotonic())
         self._left_out = 0
 
-    async def begin(self, call: Call) -> int:
+    async def begin_call(self, call: Call) -> int:
         """Record that a call is about to be served, and return the record's id. Raises StoreUnavailable."""
         return await self._insert(call, AuditOutcome(""))
 
-    async def end(self, record_id: int, outcome: AuditOutcome, details: dict[str, str] | None = None) -> None:
+    async def end_call(self, record_id: int, outcome: AuditOutcome, details: dict[str, str] | None = None) -> None:
         """Add the outcome of a call to its record. `details` replaces the record's details, unless it is None."""
         columns = {name: _storable(value) for name, value in _outcome_columns(outcome).items()}
         if details is not None:

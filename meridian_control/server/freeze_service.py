@@ -43,7 +43,7 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
         match, duration = _match(request.match), _duration(request)
         for name in ("author", "reason"):
             _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
-        stored = await self._store.add(match, self._clock() + duration, request.author, request.reason)
+        stored = await self._store.add_freeze(match, self._clock() + duration, request.author, request.reason)
         whom, until = stored.match, f"{stored.end_time:%Y-%m-%d %H:%M:%S} UTC"
         logger.warning(
             "freeze %d of %s until %s by %s: %s",

@@ -1,10 +1,10 @@
-"""Logs the address of a client that connects to the TLS port and leaves without a call, which gRPC tells nobody.
+"""Logs the address of a client that connects to the TLS port and leaves without a call, which gRPC does not report.
 
 gRPC asks for the server's credentials before each TLS handshake, on threads of its own, but says neither who the client
 is nor how the handshake ends. So the module looks at the process's own TCP connections when a handshake begins, and
-again some seconds later: a connection that has ended without a call was no gRPC client that has passed TLS. The cause
-is not known here, because it is in gRPC's core only; the client's own log names it. The look needs Linux, and is
-limited in rate, so that a thousand engines that come back at once cost little: then some clients are not looked at.
+again some seconds later: a connection that has ended without a call did not come from a gRPC client that passed TLS.
+Only gRPC's core and the client's own log know the cause. The look needs Linux, and is limited in rate, so that a
+thousand engines that come back at once cost little: then some clients are not looked at.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Handshakes:
         self._waiting: set[Address] = set()
         # Clients that have made a call; and by host the time of the newest line and the clients that left since then.
         self._callers: dict[Address, None] = {}
-        self._told: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
 
     def watch(self, port: int) -> None:
         """Begin to look at clients of this port of the process."""
@@ -91,13 +91,13 @@ class Handshakes:
                 self._tell(address[0])
 
     def _tell(self, host: str) -> None:
-        now, (at, more) = self._clock(), self._told.get(host, (-QUIET_S, 0))
+        now, (at, more) = self._clock(), self._logged.get(host, (-QUIET_S, 0))
         if now - at < QUIET_S:
-            self._told[host] = at, more + 1
+            self._logged[host] = at, more + 1
             return
-        if host not in self._told and len(self._told) >= REMEMBERED:
-            del self._told[next(iter(self._told))]
-        self._told[host] = now, 0
+        if host not in self._logged and len(self._logged) >= REMEMBERED:
+            del self._logged[next(iter(self._logged))]
+        self._logged[host] = now, 0
         logger.warning(TEXT, host, f", {more} times more since the last line about it" if more else "")
 
 

@@ -149,13 +149,13 @@ class _Gated:
                 request = await self._request(given)
                 if not self._rule.recorded:
                     return await self._inner(request, context)
-                return await self._gate.finish(self._told(request, context))
+                return await self._gate.finish(self._recorded(request, context))
         except Exception as error:
             await self._failed(error, context)
 
-    async def _told(self, request: Message, context: Context) -> Any:
+    async def _recorded(self, request: Message, context: Context) -> Any:
         """Record the call, serve it, and add its outcome to the record."""
-        record = await self._gate.audit.begin(self._call)
+        record = await self._gate.audit.begin_call(self._call)
         before_etag.set(getattr(request, "etag", ""))
         outcome, details = AuditOutcome("CANCELLED"), None
         try:
@@ -167,7 +167,7 @@ class _Gated:
             outcome = _outcome(error, context)
             raise
         finally:
-            await self._gate.audit.end(record, replace(outcome, before_etag=before_etag.get()), details)
+            await self._gate.audit.end_call(record, replace(outcome, before_etag=before_etag.get()), details)
         return response
 
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
@@ -176,7 +176,7 @@ class _Gated:
             with await self._admitted(context):
                 request = self._requests(given) if self._handler.request_streaming else await self._request(given)
                 if self._rule.recorded:
-                    begun = self._gate.start(self._gate.audit.begin(self._call))
+                    begun = self._gate.start(self._gate.audit.begin_call(self._call))
                     await asyncio.shield(begun)
                 async with aclosing(self._inner(request, context)) as responses:
                     async for response in responses:
@@ -192,7 +192,7 @@ class _Gated:
                 self._gate.start(self._ended(begun, outcome))
 
     async def _ended(self, begun: asyncio.Task[int], outcome: AuditOutcome) -> None:
-        await self._gate.audit.end(await begun, outcome)
+        await self._gate.audit.end_call(await begun, outcome)
 
     async def _admitted(self, context: Context) -> ExitStack:
         """Identify the caller, check role and limits, and return the place of the call, to be closed at its end.

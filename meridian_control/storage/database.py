@@ -228,7 +228,7 @@ def _unavailable() -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """Return what a driver's error says. An error about time has no text of its own."""
+    """Return the text of a driver's error. An error about time has no text of its own."""
     cause: BaseException = getattr(error, "orig", None) or error
     if isinstance(cause, (TimeoutError, PoolTimeout)) or isinstance(cause.__cause__, TimeoutError):
         return f"no answer within {postgres.CALL_TIMEOUT_S:g} s; the database is slow, or its tables are locked"

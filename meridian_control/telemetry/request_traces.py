@@ -59,7 +59,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("meridian_control", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def over(self, life: Life) -> None:
+    def queue_spans(self, life: Life) -> None:
         """Queue the spans of a finished request for export, without waiting."""
         opened, end = life.opened, life.close_time
         if end is None:

@@ -80,7 +80,7 @@ def recorded(most: int) -> Stream:
 
 def seconds(made: Stream, arm: str, tracing: Tracing | None) -> float:
     """Return the process time of the whole stream under one arm."""
-    log = DecisionLog(ended=tracing.over) if tracing is not None else DecisionLog()
+    log = DecisionLog(ended=tracing.queue_spans) if tracing is not None else DecisionLog()
     session = Session(
         "s", made.hello, NOW, Journal(log, "engine", "1", "s", NOW) if arm != WITHOUT else None, parts=STREAM_PARTS
     )

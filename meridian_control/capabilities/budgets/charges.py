@@ -135,7 +135,7 @@ class Charges:
         if self._sets[index].counts:
             self._open.update(dict.fromkeys(self._sets[index].names, tokens))
 
-    def take(self) -> Counter[str]:
+    def take_tokens(self) -> Counter[str]:
         """Return the thinking tokens since the last call, by the budget's name."""
         self._count()
         tokens, self._open = _without_debts(self._open)
@@ -189,11 +189,12 @@ class Charges:
         self._by_tenant[opened.tenant, opened.model] += tokens
 
     def begin_snapshot(self, reported_session_id: str) -> None:
-        """Count the tokens of all live requests, and keep what was counted of each for `open`: tokens that no report
-        brought count too.
+        """Count the tokens of all live requests, and keep each request's counted tokens for `open`.
 
-        reported_session_id: as in Snapshot. An earlier session's counts are old if a later stream has brought tokens
-        elsewhere.
+        Tokens that no report has contained count too.
+
+        reported_session_id: the field of Snapshot. An earlier session's counts are out of date if a later session has
+        counted tokens in the meantime.
         """
         self._count()
         carried, self._carried = self._carried, NOTHING_CARRIED

@@ -63,7 +63,7 @@ class FleetBudgets:
 
     def collect(self, charges: Charges) -> None:
         """Add what a session has counted since the last call."""
-        self.add(charges.take())
+        self.add(charges.take_tokens())
         for user, tokens in charges.take_unmatched().items():
             budgets = matching(self.budgets.values(), model.Who(*user))
             self.add(dict.fromkeys((budget.name for budget in budgets), tokens))
@@ -139,7 +139,7 @@ class FleetBudgets:
 
     @property
     def unsaved(self) -> dict[str, int]:
-        """The same by the budget's name."""
+        """The thinking tokens that a crash of this replica would lose, by the budget's name."""
         return {name: tokens for name, tokens in self._unsaved.items() if tokens}
 
     def messages(self, policies: Iterable[model.Policy], now: datetime) -> list[fleet_pb2.Budget]:

@@ -24,7 +24,7 @@ class TenantUsage:
     def __init__(self) -> None:
         self.counted: Counter[Account] = Counter()
 
-    def take(self, sessions: Iterable[Charges]) -> None:
+    def take_charges(self, sessions: Iterable[Charges]) -> None:
         """Add what the sessions have counted since the last call."""
         for charges in sessions:
             for account, tokens in charges.take_by_tenant().items():

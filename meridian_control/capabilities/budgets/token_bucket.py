@@ -110,7 +110,7 @@ def settled(before: Account | None, usage: Usage, budget: BudgetPolicy, now: dat
 
 
 def _counted(tokens: int) -> int:
-    """Return a number of used tokens that the store can keep, whatever engines have told."""
+    """Return a number of used tokens that the store can keep, whatever engines have reported."""
     return min(max(0, tokens), MAX_USED_TOKENS)
 
 

@@ -217,7 +217,7 @@ class Experiments:
         self._kept: deque[Experiment] = deque()
         self._dropped = Experiment()
 
-    def of(self, revision: int, policy: Policy) -> Experiment:
+    def experiment_of(self, revision: int, policy: Policy) -> Experiment:
         """Return the experiment of a revision: the newest that is not newer, if its rules are the same, else a new one.
 
         Engines may still apply an older revision while others have a newer one, so the order of calls does not matter.

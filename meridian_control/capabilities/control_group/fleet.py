@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 
 class Comparisons(FleetPart):
-    """The counts of one replica, in `experiments`, and their sums over all replicas. guard: withdraws what does harm,
-    None in a fleet of its own."""
+    """The counts of one replica, in `experiments`, and their sums over all replicas.
+
+    guard: withdraws a policy whose shortening does harm; None in a fleet without other replicas, as in tests.
+    """
 
     failure = "the harm of shortened thinking is not watched"
     tick_s = 5.0
@@ -58,7 +60,7 @@ class Comparisons(FleetPart):
         return ControlGroup(stream, self.experiments)
 
     def policy_came(self, stored: StoredRevision) -> None:
-        self.experiments.of(stored.revision, stored.policy)
+        self.experiments.experiment_of(stored.revision, stored.policy)
 
     def calls(self) -> Mapping[str, Callable[[Any], Awaitable[Any]]]:
         return {"GetSavings": self.savings}

@@ -75,11 +75,11 @@ class Watch:
         if self._shifts:
             # A mean of e-values is an e-value, so the rate of false alarms holds for all signals together.
             new = self._new_samples(counts)
-            self.drift = fmean(test.add(new[signal]) for signal, test in self._shifts.items()) * FALSE_ALARM_RATE
+            self.drift = fmean(test.add_counts(new[signal]) for signal, test in self._shifts.items()) * FALSE_ALARM_RATE
         self.harm = {}
         for kind, (harmful, judged) in self._new_verdicts(counts).items():
             test = self._tests.setdefault(kind, SequentialTest(self._max_loss))
-            self.harm[kind] = test.add(harmful, judged) * FALSE_ALARM_RATE
+            self.harm[kind] = test.add_trials(harmful, judged) * FALSE_ALARM_RATE
         self._seen |= counts
         return max(self.harm.values(), default=0.0)
 
@@ -140,8 +140,8 @@ class HarmGuard:
         if not self._leads():
             self.newest, self._watches, self.evidence = None, {}, {}
             return
-        heard, silent = await self._counts()
-        newest = merged(heard.values())
+        answers, silent = await self._counts()
+        newest = merged(answers.values())
         # The evidence against rules that only a silent replica counts is still needed when that replica answers.
         kept = self._watches if silent else {}
         watches = {savings.rules: self._watches.get(savings.rules) or Watch() for savings in newest.savings}
@@ -149,7 +149,7 @@ class HarmGuard:
         for savings in newest.savings:
             parts = {
                 replica: part
-                for replica, answer in heard.items()
+                for replica, answer in answers.items()
                 for part in answer.savings
                 if part.rules == savings.rules
             }

@@ -73,7 +73,7 @@ class ControlGroup(Part):
     # ------------------------------------------------------------------------------------------------ who belongs to it
 
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
-        before, self.experiment = self.experiment, self.experiments.of(revision, policy)
+        before, self.experiment = self.experiment, self.experiments.experiment_of(revision, policy)
         self._policy, self._same_rules = policy, self.experiment is before
 
     def assign(

@@ -230,7 +230,10 @@ def margin_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
 
 
 def _at_all(held: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether a condition held at each of the newest sentence ends, [requests]. held: [requests, ends]."""
+    """Return for each request whether a condition held at all of its newest sentence ends, [requests].
+
+    held: whether the condition held at each of these sentence ends, [requests, ends].
+    """
     at_all: NDArray[np.bool_] = held[:, 0] if held.shape[1] == 1 else held.all(axis=1)  # type: ignore[assignment]
     return at_all
 

@@ -51,7 +51,7 @@ class FleetHandovers(FleetPart):
             now = self.fleet.clock()
             self.pool.hear({name: list(answer.engines) for name, answer in answers.items()}, now)
             for continued in (continued for answer in answers.values() for continued in answer.continued):
-                self.results.heard(continued, now)
+                self.results.take_continuation(continued, now)
         self.share()
 
     def share(self) -> None:

@@ -31,7 +31,7 @@ class TransferCost:
         self._weights = np.array([FIRST_TRANSFER_MS, FIRST_TRANSFER_TOKEN_MS]) / self.SCALE
         self._covariance = np.eye(2)
 
-    def add(self, tokens: int, first_token_ms: float) -> None:
+    def add_transfer(self, tokens: int, first_token_ms: float) -> None:
         """Take in one transfer; a time that is no number or out of range is left out."""
         if not (math.isfinite(first_token_ms) and 0 <= first_token_ms <= MAX_TRANSFER_MS):
             return
@@ -57,5 +57,5 @@ class AnswerLength:
     def __init__(self) -> None:
         self.tokens = 0.0
 
-    def add(self, answer_tokens: int) -> None:
+    def add_answer(self, answer_tokens: int) -> None:
         self.tokens += (answer_tokens - self.tokens) * (ANSWER_WEIGHT if self.tokens else 1.0)

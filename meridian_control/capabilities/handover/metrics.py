@@ -25,7 +25,7 @@ ENTRIES = (
 
 
 def values(results: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield the metric with its label and values. results: as in `Handovers.total`."""
+    """Yield the metric with its label and values. results: number of handovers by result."""
     yield (
         "meridian_handovers_total",
         [((key,), count) for key, count in {**dict.fromkeys(RESULTS, 0), **results}.items()],

@@ -58,11 +58,12 @@ class HandoverPool:
                 yield session, mine
 
     def _engines(self, sessions: Iterable[Session]) -> dict[str, fleet_pb2.AnsweringEngine]:
-        """Return the engines by id, in the order of their ids; an engine of this replica replaces what was heard."""
-        heard = [engine.answering_engine for _, engines in self._heard.values() for engine in engines]
+        """Return the engines by id, in the order of their ids; an engine of this replica replaces what another
+        replica has reported of it."""
+        reported = [engine.answering_engine for _, engines in self._heard.values() for engine in engines]
         newest = sorted(sessions, key=lambda session: session.connected_at)
         own = (session.part(EngineHandovers).answering_engine() for session in newest)
-        by_id = {answering.engine_id: answering for answering in (*heard, *own)}
+        by_id = {answering.engine_id: answering for answering in (*reported, *own)}
         return dict(sorted(by_id.items()))
 
     def _promises(self, sessions: Iterable[Session]) -> Iterator[tuple[str, str, fleet_pb2.PromisedRequests]]:

@@ -86,7 +86,7 @@ class _Continued:
     """A request that continues another one. key: its own key. time: time of its newest event."""
 
     key: Key
-    told: fleet_pb2.ContinuedRequest
+    message: fleet_pb2.ContinuedRequest
     time: datetime
 
 
@@ -137,7 +137,7 @@ class Handovers:
                 request.until = request.until or now + WAIT
             self._drop_if_over(request)
         for continued in [entry for entry in self._continued.values() if entry.key[:2] == engine]:
-            if continued.told.state == LIVE and continued.key[2] not in request_ids:
+            if continued.message.state == LIVE and continued.key[2] not in request_ids:
                 self._change(continued, GONE, now)
 
     def lost(self, engine: tuple[str, str], now: datetime) -> None:
@@ -155,11 +155,12 @@ class Handovers:
             del self._continued[next(iter(self._continued))]
 
     def first_token(self, ref: str, key: Key, transferred_tokens: int, first_token_ms: float, now: datetime) -> None:
-        """Note the first token of such a request, and how many of its tokens came with their KV blocks."""
+        """Note the first token of a request that continues another one, and how many of its tokens came with
+        their KV blocks."""
         if (continued := self._continued.get((ref, key))) is not None:
-            continued.told.transferred_tokens = transferred_tokens
-            continued.told.first_token_ms = first_token_ms
-            self._change(continued, continued.told.state, now)
+            continued.message.transferred_tokens = transferred_tokens
+            continued.message.first_token_ms = first_token_ms
+            self._change(continued, continued.message.state, now)
 
     def continuation_closed(self, ref: str, key: Key, reason: int, now: datetime) -> None:
         """Note that such a request has ended."""
@@ -167,16 +168,16 @@ class Handovers:
             self._change(continued, COMPLETE if reason in FINISH_REASONS else GONE, now)
 
     def _change(self, continued: _Continued, state: fleet_pb2.ContinuedState.ValueType, now: datetime) -> None:
-        continued.told.state, continued.time = state, now
-        self.heard(continued.told, now)
+        continued.message.state, continued.time = state, now
+        self.take_continuation(continued.message, now)
 
     def continued(self) -> list[fleet_pb2.ContinuedRequest]:
         """Return the requests of this replica's engines that continue other ones, for the other replicas."""
-        return [continued.told for continued in self._continued.values()]
+        return [continued.message for continued in self._continued.values()]
 
     # ---------------------------------------------------------------------------------------------------------- results
 
-    def heard(self, continuation: fleet_pb2.ContinuedRequest, now: datetime) -> None:
+    def take_continuation(self, continuation: fleet_pb2.ContinuedRequest, now: datetime) -> None:
         """Take in what is known of a request that continues another one; the same message may come many times."""
         request, decision = self._by_ref.get(continuation.ref, (None, None))
         if request is None or decision is None or request.result:
@@ -205,7 +206,7 @@ class Handovers:
                     self._settle(request, CLIENT_GONE, "no engine continued the request")
                 self._drop(request)
         for place, continued in list(self._continued.items()):
-            if now - continued.time > KEEP and continued.told.state != LIVE:
+            if now - continued.time > KEEP and continued.message.state != LIVE:
                 del self._continued[place]
 
     def forget(self, engine_ids: Iterable[str]) -> None:
@@ -229,7 +230,7 @@ class Handovers:
     def _is_continued(self, request: _Request) -> bool:
         refs = {decision.ref for decision in request.decisions}
         return any(
-            continued.told.ref in refs and continued.told.state == LIVE for continued in self._continued.values()
+            continued.message.ref in refs and continued.message.state == LIVE for continued in self._continued.values()
         )
 
     def _settle(self, request: _Request, result: str, detail: str, decision: Handover | None = None) -> None:

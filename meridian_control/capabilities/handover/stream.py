@@ -110,7 +110,7 @@ class EngineHandovers(Part):
         if info is None or not info.handed_over_ref or not is_measured("continued.first_token_ms", first_token_ms):
             return
         if transferred_tokens:
-            self.transfer.add(transferred_tokens, first_token_ms)
+            self.transfer.add_transfer(transferred_tokens, first_token_ms)
         self._stream.add_ttot(first_token_ms)
         key = self._key(info.request_id)
         self.results.first_token(info.handed_over_ref, key, transferred_tokens, first_token_ms, now)
@@ -122,7 +122,7 @@ class EngineHandovers(Part):
             return
         key, answer_tokens = self._key(info.request_id), int(self._table.output_tokens[closed.slot])
         if closed.reason in FINISHED and answer_tokens and not (closed.handed_over or info.remote_decode):
-            self.answers.add(answer_tokens)
+            self.answers.add_answer(answer_tokens)
         self.results.closed(key, closed, now)
         if info.handed_over_ref:
             self.results.continuation_closed(info.handed_over_ref, key, closed.reason, now)

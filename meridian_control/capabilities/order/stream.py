@@ -42,7 +42,7 @@ class Order(Part):
         """Update the estimate of the step cost with the report's steps."""
         for rows, prefill_tokens, took_ms in steps(report):
             if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
-                self._cost.add(rows, prefill_tokens, took_ms)
+                self._cost.add_step_time(rows, prefill_tokens, took_ms)
 
     def decide(self, turn: Turn) -> None:
         revises, self._revises = self._revises, False

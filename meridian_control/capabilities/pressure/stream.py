@@ -250,7 +250,7 @@ class EnginePressure(Part):
         for index, window in enumerate(self._windows if len(slots) else ()):
             if target in window.targets:
                 matching_ms = times_ms[(self._members[slots] >> index & 1).astype(bool) & np.isfinite(times_ms)]
-                window.add(target, np.maximum(matching_ms, 0.0))
+                window.add_times(target, np.maximum(matching_ms, 0.0))
 
     def _windows_of(self, slot: int) -> list[Window]:
         return [window for index, window in enumerate(self._windows) if self._members[slot] >> index & 1]

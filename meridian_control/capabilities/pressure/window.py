@@ -47,7 +47,7 @@ class Window:
         """The targets whose times are measured."""
         return list(self._times)
 
-    def add(self, target: str, times_ms: NDArray[np.float64]) -> None:
+    def add_times(self, target: str, times_ms: NDArray[np.float64]) -> None:
         """Add measured milliseconds of a target that the entry has."""
         self._times[target].add(times_ms.round(DECIMALS))
 

@@ -119,7 +119,7 @@ async def test_a_bug_while_all_engines_are_served_ends_one_stream(
     control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     """A changed policy and a freeze still reach the other engines."""
-    owner, name = (Delivery, "offer") if what == "policy" else (FreezeState, "give")
+    owner, name = (Delivery, "offer") if what == "policy" else (FreezeState, "set_freezes")
     async with call_to(control.target) as first, call_to(control.target) as second:
         calls = {"first": first, "second": second}
         for engine_id, call in calls.items():

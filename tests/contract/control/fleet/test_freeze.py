@@ -93,7 +93,7 @@ async def stored(url: str) -> AsyncIterator[Stored]:
 async def test_a_freeze_is_kept_until_its_time_is_over(url: str) -> None:
     match = Match(("a*", "b"), "m", (("zone", "a"),))
     async with stored(url) as one:
-        made = await one.store.add(match, NOW + MINUTE, "ann", "döner\n")
+        made = await one.store.add_freeze(match, NOW + MINUTE, "ann", "döner\n")
         assert made == Freeze(1, match, "ann", "döner\n", NOW, NOW + MINUTE)
         assert one.told == [(made,)]
     async with stored(url) as again:
@@ -108,19 +108,19 @@ async def test_a_freeze_is_kept_until_its_time_is_over(url: str) -> None:
 
 async def test_thawing_ends_one_or_all(url: str) -> None:
     async with stored(url) as one:
-        made = [await one.store.add(Match(), NOW + n * MINUTE, "", str(n)) for n in (1, 2, 3)]
+        made = [await one.store.add_freeze(Match(), NOW + n * MINUTE, "", str(n)) for n in (1, 2, 3)]
         assert [freeze.freeze_id for freeze in made] == [1, 2, 3]
         assert [f.freeze_id for f in await one.store.thaw(2)] == [2]
         assert [f.freeze_id for f in one.told[-1]] == [3, 1]
         assert [f.freeze_id for f in await one.store.thaw(0)] == [3, 1]
         assert one.told[-1] == ()
         assert await one.store.thaw(0) == []
-        assert (await one.store.add(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "freeze ids are not used again"
+        assert (await one.store.add_freeze(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "ids are not used again"
 
 
 async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(url: str) -> None:
     async with stored(url) as one:
-        await one.store.add(Match(), NOW + MINUTE, "", "")
+        await one.store.add_freeze(Match(), NOW + MINUTE, "", "")
         one.now = NOW + MINUTE / 2
         (thawed,) = await one.store.thaw(0)
         assert thawed.end_time == one.now
@@ -133,8 +133,8 @@ async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freez
     url: str, back: timedelta
 ) -> None:
     async with stored(url) as one:
-        await one.store.add(Match(), NOW + MINUTE, "", "short")
-        await one.store.add(Match(), NOW + 2 * MINUTE, "", "long")
+        await one.store.add_freeze(Match(), NOW + MINUTE, "", "short")
+        await one.store.add_freeze(Match(), NOW + 2 * MINUTE, "", "long")
     async with stored(url) as again:
         again.now = start = NOW - back
         found = await again.store.look()
@@ -152,7 +152,7 @@ async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freez
 async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(url: str, apart: timedelta) -> None:
     async with stored(url) as ahead, stored(url) as behind:
         behind.now = NOW - apart
-        await ahead.store.add(Match(), NOW + MINUTE, "", "")
+        await ahead.store.add_freeze(Match(), NOW + MINUTE, "", "")
         (freeze,) = await behind.store.look()
         assert freeze.remaining(behind.now) == MINUTE
         behind.now += MINUTE / 2
@@ -164,7 +164,7 @@ async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(url: str, a
 async def test_two_at_once_have_two_numbers(url: str) -> None:
     async with stored(url) as one, stored(url) as two:
         stores = [one.store, two.store] * 4
-        made = await asyncio.gather(*(store.add(Match(), NOW + MINUTE, "", "") for store in stores))
+        made = await asyncio.gather(*(store.add_freeze(Match(), NOW + MINUTE, "", "") for store in stores))
         assert sorted(freeze.freeze_id for freeze in made) == list(range(1, 9))
 
 

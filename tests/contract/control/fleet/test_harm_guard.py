@@ -40,7 +40,7 @@ def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
     """Count requests of the control group under the policy in force."""
     stored = control.fleet.policy
     assert stored is not None
-    judge(control.fleet.part(Comparisons).experiments.of(stored.revision, stored.policy), harmful, of)
+    judge(control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy), harmful, of)
 
 
 def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -> None:
@@ -125,8 +125,8 @@ async def test_only_the_kind_that_does_harm_is_withdrawn(
 ) -> None:
     before = await control.set_policy(policy(**ALL_KINDS))
     for each in (ENTROPY, CAP):
-        judge(control.fleet.part(Comparisons).experiments.of(before.revision, before.policy), 0, 40, each)
-    judge(control.fleet.part(Comparisons).experiments.of(before.revision, before.policy), 20, 40, kind)
+        judge(control.fleet.part(Comparisons).experiments.experiment_of(before.revision, before.policy), 0, 40, each)
+    judge(control.fleet.part(Comparisons).experiments.experiment_of(before.revision, before.policy), 20, 40, kind)
     await control.fleet.part(Comparisons).tick()
     stored = await control.store.current()
     assert stored is not None
@@ -138,7 +138,7 @@ async def test_only_the_kind_that_does_harm_is_withdrawn(
 
 async def test_a_cap_that_does_harm_stays_and_its_harm_is_shown(control: Control) -> None:
     before = await control.set_policy(policy(**ALL_KINDS))
-    judge(control.fleet.part(Comparisons).experiments.of(before.revision, before.policy), 20, 40, CAP)
+    judge(control.fleet.part(Comparisons).experiments.experiment_of(before.revision, before.policy), 20, 40, CAP)
     for _ in range(2):
         await control.fleet.part(Comparisons).tick()
     assert control.fleet.revision == before.revision
@@ -152,7 +152,7 @@ async def test_a_cap_of_a_candidate_that_does_harm_aborts_its_rollout(control: C
     await control.set_policy(RULES)
     capped = policy(scheduler={"max_think_tokens": 4000})
     async with rolling_out(control, capped) as revision:
-        judge(control.fleet.part(Comparisons).experiments.of(revision, capped), 20, 40, CAP)
+        judge(control.fleet.part(Comparisons).experiments.experiment_of(revision, capped), 20, 40, CAP)
         await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
@@ -162,7 +162,7 @@ def drift(control: Control, *seen: int) -> None:
     """Count requests under the policy in force by the bin of their first EAT sample."""
     stored = control.fleet.policy
     assert stored is not None
-    experiment = control.fleet.part(Comparisons).experiments.of(stored.revision, stored.policy)
+    experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
     experiment.samples["eat"] = [before + new for before, new in zip(experiment.samples["eat"], seen, strict=True)]
 
 
@@ -270,7 +270,7 @@ async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: 
 async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> None:
     await control.set_policy(RULES)
     async with rolling_out(control) as revision:
-        experiment = control.fleet.part(Comparisons).experiments.of(revision, OTHER_RULES)
+        experiment = control.fleet.part(Comparisons).experiments.experiment_of(revision, OTHER_RULES)
         judge(experiment, harmful=20, of=40)
         await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
@@ -285,7 +285,7 @@ async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -
     peers = Peers(lambda: [Replica("other", control.target)], ClientCredentials())
     fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     fleet.set_policy(stored)
-    mine = fleet.part(Comparisons).experiments.of(stored.revision, stored.policy)
+    mine = fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
     judge(mine, harmful=2, of=8)
     guard, alone = fleet.part(Comparisons), control.fleet.part(Comparisons)
     guard.attach(Beside("leads", peers, lambda: True, control.parts.rollouts, control.store.database, utc_now))

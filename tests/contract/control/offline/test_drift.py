@@ -90,7 +90,7 @@ def live(test: ShiftTest, reference: Bins, samples: Sequence[float]) -> float:
     counts = [0] * len(reference)
     for sample in samples:
         counts[bin_of(reference, sample)] += 1
-    return test.add(counts) * FALSE_ALARM_RATE
+    return test.add_counts(counts) * FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize("calibrated", [40, 100, 400])
@@ -129,7 +129,7 @@ def test_a_change_after_500_requests_is_found_within_the_stated_number(
 
 def test_a_calibration_with_one_bin_tells_nothing() -> None:
     test = ShiftTest([50])
-    assert [test.add([100]) for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert [test.add_counts([100]) for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
 # --------------------------------------------------------------------------------------------------------- the counts

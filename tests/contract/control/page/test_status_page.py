@@ -139,7 +139,7 @@ async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monk
 async def test_the_page_compares_treated_requests_with_the_control_group(tmp_path: Path) -> None:
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
         stored = await control.set_policy(policy(entropy={"shadow": False}))
-        experiment = control.fleet.part(Comparisons).experiments.of(stored.revision, stored.policy)
+        experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
         for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
         for judged in (experiment, experiment.kinds[ENTROPY]):
@@ -316,7 +316,7 @@ async def eventful(control: Control, address: str, page: Page) -> AsyncIterator[
         await rollouts.tick()
         await rollouts.tick()
         end = utc_now() + timedelta(minutes=25.5)
-        await control.parts.freezes.add(Match(("eng*",)), end, "joao", "an incident")
+        await control.parts.freezes.add_freeze(Match(("eng*",)), end, "joao", "an incident")
         await linked.steps_until(lambda: control.engine().freeze.confirmed)
         await page.goto(f"{address}/#request=mine")
         await page.locator("#life h3").wait_for()

@@ -149,9 +149,9 @@ async def test_pages_and_filters(address: str) -> None:
     database = await Database.open(address)
     log = AuditLog(database, lambda: next(times))
     try:
-        ids = [await log.begin(Call(f"p{n % 2}", "operator", "peer", UPDATE, f"r{n}")) for n in range(7)]
+        ids = [await log.begin_call(Call(f"p{n % 2}", "operator", "peer", UPDATE, f"r{n}")) for n in range(7)]
         assert ids == sorted(ids)
-        await log.end(ids[3], AuditOutcome("OK", "", "a", "b"))
+        await log.end_call(ids[3], AuditOutcome("OK", "", "a", "b"))
         await log.refuse(Call("p0", "none", "peer", "meridian.v1.X/Y"), AuditOutcome("PERMISSION_DENIED", "no"))
         blank: dict[str, Any] = dict.fromkeys(("principal", "method", "outcome", "request_id"), "")
         blank |= {"since": None, "until": None}
@@ -170,7 +170,7 @@ async def test_pages_and_filters(address: str) -> None:
         (one,) = await log.list(1, None, wanted(**{**blank, "outcome": "OK"}))
         assert (one.time, one.outcome) == (NOW + timedelta(seconds=3), AuditOutcome("OK", "", "a", "b"))
         # PostgreSQL keeps no NUL in a text.
-        await log.end(ids[4], AuditOutcome("NOT_FOUND", 'no live request "a\0b"'))
+        await log.end_call(ids[4], AuditOutcome("NOT_FOUND", 'no live request "a\0b"'))
         (one,) = await log.list(9, None, wanted(**{**blank, "outcome": "NOT_FOUND"}))
         assert one.outcome.error == 'no live request "a\ufffdb"'
         assert await found(principal="\0") == []
@@ -188,7 +188,7 @@ async def test_records_are_in_the_order_of_the_calls_whatever_the_clocks_say(add
         for n in range(12):
             now += timedelta(seconds=1)
             jumped = jump if n >= 4 else timedelta()
-            await (jumping if n % 2 else steady).begin(Call("", "any", "peer", UPDATE, f"r{n}"))
+            await (jumping if n % 2 else steady).begin_call(Call("", "any", "peer", UPDATE, f"r{n}"))
         found = await steady.list(100, None, [])
         assert [r.call.request_id for r in found] == [f"r{n}" for n in reversed(range(12))]
         since, until = NOW + jump, NOW + jump + timedelta(seconds=8.5)
@@ -208,7 +208,7 @@ async def test_the_oldest_go_and_refusals_drive_out_nothing_else(address: str, m
     log = AuditLog(database, lambda: next(times))
     try:
         for n in range(8):
-            await log.end(await log.begin(Call("", "any", "peer", UPDATE, f"r{n}")), AuditOutcome("OK"))
+            await log.end_call(await log.begin_call(Call("", "any", "peer", UPDATE, f"r{n}")), AuditOutcome("OK"))
         for n in range(20):
             await log.refuse(Call("", "none", "peer", UPDATE, f"no{n}"), AuditOutcome("UNAUTHENTICATED"))
         kept = [record.call.request_id for record in await log.list(100, None, [])]

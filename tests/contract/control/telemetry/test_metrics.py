@@ -186,7 +186,7 @@ async def test_calls(own: Process) -> None:
 
 def test_the_control_group_in_metrics() -> None:
     fleet = Fleet(utc_now, capabilities=CAPABILITIES)
-    experiment = fleet.part(Comparisons).experiments.of(3, policy(entropy={"shadow": False}))
+    experiment = fleet.part(Comparisons).experiments.experiment_of(3, policy(entropy={"shadow": False}))
     experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
     budget = experiment.kinds[Kind("budget", "acme")]
     budget.judged, budget.harmful, budget.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40

@@ -61,7 +61,7 @@ def traced(collector: Collector, ratio: float = 1.0, patience_s: float = 120.0) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_traces, "EXPORT_TIMEOUT_S", patience_s)
         tracing = Tracing(f"127.0.0.1:{collector.port}", ratio)
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED), log=DecisionLog(ended=tracing.over))
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED), log=DecisionLog(ended=tracing.queue_spans))
     return made, tracing
 
 

@@ -114,7 +114,7 @@ def test_false_alarms_are_as_rare_as_stated(limit: float) -> None:
 def alarm(test: SequentialTest, rng: random.Random, probability: float, trials: int) -> int | None:
     """Return the number of single trials after which the evidence reaches 100, None if it does not."""
     for number in range(1, trials + 1):
-        if test.add(int(rng.random() < probability), 1) >= 100:
+        if test.add_trials(int(rng.random() < probability), 1) >= 100:
             return number
     return None
 
@@ -132,24 +132,24 @@ def test_evidence_is_a_fair_bet(batches: list[tuple[int, int]], limit: float) ->
     test, again = SequentialTest(limit), SequentialTest(limit)
     for events, others in batches:
         for each in (test, again):
-            each.add(events, events + others)
+            each.add_trials(events, events + others)
     before = test.evidence
-    expected = limit * test.add(1, 1) + (1 - limit) * again.add(0, 1)
+    expected = limit * test.add_trials(1, 1) + (1 - limit) * again.add_trials(0, 1)
     assert expected == pytest.approx(before, rel=1e-6)
 
 
 def test_nothing_exceeds_a_limit_of_1_and_no_trials_change_nothing() -> None:
-    assert SequentialTest(1.0).add(50, 50) == 1.0
-    assert SequentialTest(0.01).add(0, 0) == 1.0
+    assert SequentialTest(1.0).add_trials(50, 50) == 1.0
+    assert SequentialTest(0.01).add_trials(0, 0) == 1.0
 
 
 @pytest.mark.parametrize("limit", [1e-9, 5e-324])
 def test_evidence_stays_a_number(limit: float) -> None:
     test = SequentialTest(limit)
-    assert 0 < test.add(0, 500) <= 1
+    assert 0 < test.add_trials(0, 500) <= 1
     for _ in range(3):
-        assert test.add(500, 500) >= 100
-    assert 0 < test.add(0, 10**9) < float("inf")
+        assert test.add_trials(500, 500) >= 100
+    assert 0 < test.add_trials(0, 10**9) < float("inf")
 
 
 @pytest.mark.parametrize("limit", [0.01, 0.2])

@@ -38,22 +38,22 @@ def status(nonce: int, frozen: bool) -> agent_pb2.FreezeStatus:
 
 def test_an_engine_is_told_the_time_that_is_left() -> None:
     state = FreezeState(agent_pb2.FreezeStatus())
-    assert state.give((freeze(20),), NOW).remaining_ms == 20_000
-    told = [state.told(NOW + seconds(passed)).remaining_ms for passed in (0.0, 7.5, 12.0, 19.999, 20.0, 60.0)]
+    assert state.set_freezes((freeze(20),), NOW).remaining_ms == 20_000
+    told = [state.message(NOW + seconds(passed)).remaining_ms for passed in (0.0, 7.5, 12.0, 19.999, 20.0, 60.0)]
     assert told == [20_000, 12_500, 8_000, 1, 0, 0]
 
 
 def test_an_engine_is_told_of_the_freeze_that_ends_last() -> None:
     """An agent whose control plane dies must stay frozen until all its freezes have ended."""
     for freezes in permutations([freeze(600, 1), freeze(60, 2), freeze(300, 3)]):
-        assert FreezeState(agent_pb2.FreezeStatus()).give(freezes, NOW + seconds(120)).remaining_ms == 480_000
+        assert FreezeState(agent_pb2.FreezeStatus()).set_freezes(freezes, NOW + seconds(120)).remaining_ms == 480_000
 
 
 @pytest.mark.parametrize("back", [seconds(1), HOUR, 400 * 24 * HOUR], ids=str)
 def test_a_clock_that_was_set_back_makes_no_freeze_longer_than_it_was(back: timedelta) -> None:
     state = FreezeState(agent_pb2.FreezeStatus())
-    assert state.give((freeze(20),), NOW - back).remaining_ms == 20_000
-    assert state.told(NOW - back).remaining_ms == 20_000
+    assert state.set_freezes((freeze(20),), NOW - back).remaining_ms == 20_000
+    assert state.message(NOW - back).remaining_ms == 20_000
 
 
 def freezes_sent(connection: Connection) -> list[agent_pb2.Freeze]:
@@ -84,24 +84,24 @@ async def test_each_reconnect_of_an_engine_brings_what_is_left() -> None:
 
 def test_only_the_confirmation_of_the_newest_freeze_counts() -> None:
     state = FreezeState(agent_pb2.FreezeStatus())
-    first, second = state.give((freeze(60),), NOW), state.give((), NOW)
+    first, second = state.set_freezes((freeze(60),), NOW), state.set_freezes((), NOW)
     assert (first.nonce, second.nonce) == (1, 2)
-    third = state.give((freeze(60, 2),), NOW)
+    third = state.set_freezes((freeze(60, 2),), NOW)
     # The agent's answers to the first freeze and to the thaw arrive after the newest freeze was sent.
-    assert not state.answered(status(first.nonce, True))
+    assert not state.take_confirmation(status(first.nonce, True))
     assert not state.confirmed
-    assert not state.answered(status(second.nonce, False)), "the engine has not thawed"
+    assert not state.take_confirmation(status(second.nonce, False)), "the engine has not thawed"
     assert (state.confirmed, state.frozen) == (False, True)
-    assert not state.answered(status(third.nonce, True))
+    assert not state.take_confirmation(status(third.nonce, True))
     assert (state.confirmed, state.frozen) == (True, True)
 
 
 def test_an_old_confirmation_cannot_end_a_freeze() -> None:
     state = FreezeState(agent_pb2.FreezeStatus())
-    nonces = [state.give(freezes, NOW).nonce for freezes in ((freeze(60),), (), (freeze(60, 2),), ())]
+    nonces = [state.set_freezes(freezes, NOW).nonce for freezes in ((freeze(60),), (), (freeze(60, 2),), ())]
     assert all(one < other for one, other in pairwise(nonces))
     for old in nonces[:-1]:
-        assert not state.answered(status(old, False))
+        assert not state.take_confirmation(status(old, False))
         assert state.frozen
-    assert state.answered(status(nonces[-1], False))
+    assert state.take_confirmation(status(nonces[-1], False))
     assert not state.frozen

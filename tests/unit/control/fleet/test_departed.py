@@ -26,7 +26,7 @@ def names(departed: Departed) -> list[str]:
 def test_the_newest_few_are_kept(size: int, left: int) -> None:
     departed = Departed()
     for number in range(2 * MAX_ENGINES):
-        departed.add(fleet_pb2.Engine(engine_id=f"{number:05}", fault="x" * size), 1.0, NOW)
+        departed.add_engine(fleet_pb2.Engine(engine_id=f"{number:05}", fault="x" * size), 1.0, NOW)
         departed.forget(NOW)
     assert names(departed) == [f"{number:05}" for number in range(2 * MAX_ENGINES - left, 2 * MAX_ENGINES)]
     assert departed._bytes <= MAX_BYTES
@@ -35,7 +35,7 @@ def test_the_newest_few_are_kept(size: int, left: int) -> None:
 def test_one_that_comes_back_is_not_gone() -> None:
     departed = Departed()
     for name in ("a", "b", "a"):
-        departed.add(fleet_pb2.Engine(engine_id=name), 1.0, NOW)
+        departed.add_engine(fleet_pb2.Engine(engine_id=name), 1.0, NOW)
     assert names(departed) == ["b", "a"], "engines are listed by the time of their last departure"
     departed.remove("b")
     departed.remove("never seen")
@@ -47,7 +47,7 @@ def test_one_that_comes_back_is_not_gone() -> None:
 
 def test_its_state_follows_from_its_lease() -> None:
     departed = Departed()
-    departed.add(fleet_pb2.Engine(engine_id="a", agent_state=agent_pb2.AGENT_STATE_READY), 30.0, NOW)
+    departed.add_engine(fleet_pb2.Engine(engine_id="a", agent_state=agent_pb2.AGENT_STATE_READY), 30.0, NOW)
     for after_s, state in ((30, agent_pb2.AGENT_STATE_STALE), (31, agent_pb2.AGENT_STATE_DEGRADED)):
         (engine,) = departed.views(NOW + timedelta(seconds=after_s))
         assert engine.agent_state == state
@@ -55,7 +55,7 @@ def test_its_state_follows_from_its_lease() -> None:
 
 def test_the_last_engine_of_a_fleet_is_shown_no_longer_than_others() -> None:
     departed = Departed()
-    departed.add(fleet_pb2.Engine(engine_id="a"), 30.0, NOW)
+    departed.add_engine(fleet_pb2.Engine(engine_id="a"), 30.0, NOW)
     assert list(departed.views(NOW + timedelta(seconds=FORGET_AFTER_S)))
     assert not list(departed.views(NOW + timedelta(seconds=FORGET_AFTER_S + 1)))
 

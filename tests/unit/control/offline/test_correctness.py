@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:
     judge = Judge(np.array([0, 0, 1]), np.array([10, 20, 5]), np.array([0.0, 1.0, 0.5]), np.array([1.0, 0.25]), False)
     owner, tokens = np.array([0, 0, 0, 0, 1, 1]), np.array([1, 10, 11, 21, 5, 6])
-    assert judge.at(owner, tokens).tolist() == [0, 0, 1, 1, 0.5, 0.25]
+    assert judge.right_at(owner, tokens).tolist() == [0, 0, 1, 1, 0.5, 0.25]
 
 
 def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:

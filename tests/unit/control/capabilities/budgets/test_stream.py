@@ -157,7 +157,7 @@ def test_a_budget_in_shadow_and_a_scheduler_that_is_off_shorten_nothing(acts: di
     made.open("a", tenant="acme")
     made.step(50)
     assert made.session.totals.ends == {}
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 50}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 50}
 
 
 def shadowed(made: Stream) -> tuple[int, ...]:
@@ -242,19 +242,19 @@ def test_tokens_count_for_every_budget_that_matches_and_once() -> None:
     made.open("one", tenant="acme")
     made.open("none", tenant="else")
     made.step(7)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 14, "high": 7}
-    assert made.session.part(EngineBudgets).charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 14, "high": 7}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {}
     made.step(2)
     made.agent.abort("both")
     made.step()
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 2 + 3, "high": 2}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 2 + 3, "high": 2}
 
 
 def test_only_thinking_counts() -> None:
     made = stream(budgeted())
     made.open("a", 5, 20, tenant="acme")
     made.step(40)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 5}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 5}
 
 
 def test_tokens_from_before_the_stream_do_not_count() -> None:
@@ -263,7 +263,7 @@ def test_tokens_from_before_the_stream_do_not_count() -> None:
         slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, think_tokens=500
     )
     made.session.on_message(step_report(opened=[opened], tokens=tokens(3)), made.now)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 3}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 3}
 
 
 def tokens(count: int) -> agent_pb2.TokenColumns:
@@ -292,7 +292,7 @@ def test_a_snapshot_brings_tokens_that_no_report_brought() -> None:
     made.open("a", tenant="acme")
     made.step(5)
     made.session.on_message(snapshot(40), made.now)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 40}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 40}
 
 
 def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
@@ -300,15 +300,15 @@ def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     made.open("a", tenant="acme")
     made.step(5)
     counted = made.session.part(EngineBudgets).charges.hand_on("s").tokens
-    assert (counted, made.session.part(EngineBudgets).charges.take()) == ({"a": 5}, {"acme": 5})
+    assert (counted, made.session.part(EngineBudgets).charges.take_tokens()) == ({"a": 5}, {"acme": 5})
     again = following(made, "s2", Carried("s", counted))
     again.on_message(snapshot(30), made.now)
     settings = again.on_policy(1, budgeted())[0].settings
     status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=1)
     again.on_message(agent_pb2.ConnectRequest(settings_status=status), made.now)
-    assert again.part(EngineBudgets).charges.take() == {"acme": 25}
+    assert again.part(EngineBudgets).charges.take_tokens() == {"acme": 25}
     again.on_message(snapshot(31), made.now)
-    assert again.part(EngineBudgets).charges.take() == {"acme": 1}, (
+    assert again.part(EngineBudgets).charges.take_tokens() == {"acme": 1}, (
         "what was carried over holds for the first snapshot only"
     )
 
@@ -326,12 +326,12 @@ def test_a_snapshot_says_what_no_stream_has_brought() -> None:
     ended = agent_pb2.EndedThinking(tenant="acme", model="m", effort="high", think_tokens=100)
     responses = made.session.on_message(from_another_replica(ended=[ended]), made.now)
     assert [response.directives.step for response in responses] == [9], "the agent waits for the answer"
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 4}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 4}
     assert made.session.part(EngineBudgets).charges.take_by_tenant() == {("acme", ""): 4, ("acme", "m"): 100}
     assert dict(made.session.part(EngineBudgets).charges.take_unmatched()) == {("m", "acme", "", "high"): 100}
     assert not made.session.part(EngineBudgets).charges.take_unmatched()
     made.session.on_message(snapshot(31), made.now)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 1}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 1}
     ended.tenant = "t" * 1025
     with pytest.raises(InvalidRequest, match="at most 1024 characters"):
         made.session.on_message(from_another_replica(ended=[ended]), made.now)
@@ -352,7 +352,7 @@ def test_what_an_older_session_counted_is_not_carried_past_another_replica(repor
     made = stream(budgeted())
     again = following(made, "s3", Carried("s", {"a": 5}))
     again.on_message(from_another_replica(reported), made.now)
-    again.part(EngineBudgets).charges.take()
+    again.part(EngineBudgets).charges.take_tokens()
     assert again.part(EngineBudgets).charges.take_by_tenant() == {("acme", ""): tokens}
 
 
@@ -369,10 +369,10 @@ def test_tokens_from_before_the_policy_wait_for_their_budgets() -> None:
     made = Stream()
     made.open("a", tenant="acme", effort="high")
     made.step(3)
-    assert made.session.part(EngineBudgets).charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {}
     made.apply(budgeted())
     made.step(2)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 2, "high": 2}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 2, "high": 2}
     assert dict(made.session.part(EngineBudgets).charges.take_unmatched()) == {("model", "acme", "slo", "high"): 3}
 
 
@@ -391,13 +391,13 @@ def test_a_new_budget_begins_with_the_tokens_from_now_on() -> None:
     made.step(5)
     made.apply(budgeted())
     made.step(2)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 2}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 2}
     made.apply(policy(entropy={"enabled": False}))
     made.step(2)
-    assert made.session.part(EngineBudgets).charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {}
     made.apply(budgeted())
     made.step()
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 1}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 1}
 
 
 def test_a_budget_that_goes_keeps_what_it_counted() -> None:
@@ -406,7 +406,7 @@ def test_a_budget_that_goes_keeps_what_it_counted() -> None:
     made.step(5)
     made.apply(policy(entropy={"enabled": False}))
     made.step(5)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 5}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 5}
 
 
 def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
@@ -427,7 +427,7 @@ def test_combinations_of_budgets_are_forgotten_with_their_requests() -> None:
         assert len(charges._sets) <= SETS_ROOM
     table.close(9)
     made.step(2)
-    assert charges.take()["b"] == 2
+    assert charges.take_tokens()["b"] == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -450,7 +450,7 @@ def test_thinking_counts_for_its_tenant_without_any_budget() -> None:
     made.step(7)
     charges = made.session.part(EngineBudgets).charges
     assert charges.take_by_tenant() == {("acme", "model"): 14, ("", "model"): 7}
-    assert charges.take() == charges.take_by_tenant() == {}
+    assert charges.take_tokens() == charges.take_by_tenant() == {}
     made.agent.abort("a")
     made.step(2)
     assert charges.take_by_tenant() == {("acme", "model"): 2, ("", "model"): 2}
@@ -461,10 +461,10 @@ def test_budgets_and_tenants_count_apart() -> None:
     made = stream(budgeted())
     made.open("a", tenant="acme")
     made.step(3)
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 3}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 3}
     made.step(4)
     assert made.session.part(EngineBudgets).charges.take_by_tenant() == {("acme", "model"): 7}
-    assert made.session.part(EngineBudgets).charges.take() == {"acme": 4}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {"acme": 4}
 
 
 def test_the_first_token_of_a_prefill_engine_counts_where_it_is_generated_again() -> None:
@@ -473,7 +473,7 @@ def test_the_first_token_of_a_prefill_engine_counts_where_it_is_generated_again(
         slot=0, request_id="a", tenant="acme", phase=agent_pb2.PHASE_THINK, remote_decode=True
     )
     made.session.on_message(step_report(opened=[opened], tokens=tokens(1)), made.now)
-    assert made.session.part(EngineBudgets).charges.take() == {}
+    assert made.session.part(EngineBudgets).charges.take_tokens() == {}
     assert made.session.part(EngineBudgets).charges.take_by_tenant() == {}
 
 
@@ -485,5 +485,5 @@ def test_tokens_that_a_marker_takes_back_are_set_off_later() -> None:
     charges.assign(0, ("acme",))
     for think_tokens, counted in ((5, 5), (3, None), (4, None), (6, 1)):
         table.think_tokens[0] = think_tokens
-        assert charges.take() == ({} if counted is None else {"acme": counted})
+        assert charges.take_tokens() == ({} if counted is None else {"acme": counted})
         assert charges.take_by_tenant() == ({} if counted is None else {("acme", "m"): counted})

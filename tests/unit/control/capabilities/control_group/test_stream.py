@@ -290,8 +290,8 @@ def test_experiments_are_few_and_their_sums_never_fall() -> None:
     experiments = Experiments()
     for revision in range(1, 50):
         rules = policy(entropy={"rpdi_threshold": float(revision)})
-        experiment = experiments.of(revision, rules)
-        assert experiments.of(revision, rules) is experiment
+        experiment = experiments.experiment_of(revision, rules)
+        assert experiments.experiment_of(revision, rules) is experiment
         experiment.judged += 1
         experiment.control.requests += 2
         assert (experiments.total().judged, experiments.total().control.requests) == (revision, 2 * revision)
@@ -301,12 +301,12 @@ def test_experiments_are_few_and_their_sums_never_fall() -> None:
 
 def test_the_same_rules_after_others_begin_anew() -> None:
     experiments, rules, shadowed = Experiments(), HALF, without(HALF, ENTROPY)
-    first = experiments.of(3, rules)
-    assert experiments.of(5, rules) is first
-    experiments.of(6, shadowed)
-    again = experiments.of(7, rules)
+    first = experiments.experiment_of(3, rules)
+    assert experiments.experiment_of(5, rules) is first
+    experiments.experiment_of(6, shadowed)
+    again = experiments.experiment_of(7, rules)
     assert again is not first
-    assert experiments.of(5, rules) is first, "an engine that lags behind still counts under the older revision"
+    assert experiments.experiment_of(5, rules) is first, "a late engine still counts under the older revision"
     assert [kept.since_revision for kept in experiments.newest()] == [7, 6]
 
 

@@ -131,7 +131,7 @@ def test_other_replicas_hear_of_continued_requests_for_a_while() -> None:
     here.continuation_closed("r", B, STOP, NOW)
     (told,) = here.continued()
     for _ in range(2):
-        there[0].heard(fleet_pb2.ContinuedRequest.FromString(told.SerializeToString()), NOW)
+        there[0].take_continuation(fleet_pb2.ContinuedRequest.FromString(told.SerializeToString()), NOW)
     assert there[1].result == HANDED_OVER
     here.expire(NOW + KEEP)
     assert here.continued()

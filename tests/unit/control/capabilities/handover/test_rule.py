@@ -179,7 +179,7 @@ def test_the_transfer_cost_begins_with_a_guess_and_follows_the_measurements() ->
     assert cost.coefficients == pytest.approx((40.0, 0.005))
     for _ in range(200):
         tokens = rng.randrange(100, 4000)
-        cost.add(tokens, 12 + 0.02 * tokens + rng.gauss(0, 1))
+        cost.add_transfer(tokens, 12 + 0.02 * tokens + rng.gauss(0, 1))
     base_ms, token_ms = cost.coefficients
     assert base_ms == pytest.approx(12, abs=2)
     assert token_ms == pytest.approx(0.02, rel=0.1)
@@ -188,9 +188,9 @@ def test_the_transfer_cost_begins_with_a_guess_and_follows_the_measurements() ->
 def test_the_transfer_cost_survives_equal_and_broken_measurements() -> None:
     cost = TransferCost()
     for _ in range(5000):
-        cost.add(512, 30.0)
+        cost.add_transfer(512, 30.0)
     for broken in (math.nan, math.inf, -1.0, 1e9):
-        cost.add(512, broken)
+        cost.add_transfer(512, broken)
     base_ms, token_ms = cost.coefficients
     assert base_ms + 512 * token_ms == pytest.approx(30.0, abs=0.1)
 
@@ -198,8 +198,8 @@ def test_the_transfer_cost_survives_equal_and_broken_measurements() -> None:
 def test_the_mean_answer_length_follows_the_newest_answers() -> None:
     answers = AnswerLength()
     assert answers.tokens == 0
-    answers.add(100)
+    answers.add_answer(100)
     assert answers.tokens == 100
     for _ in range(300):
-        answers.add(20)
+        answers.add_answer(20)
     assert answers.tokens == pytest.approx(20, abs=0.1)

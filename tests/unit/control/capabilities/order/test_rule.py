@@ -52,7 +52,7 @@ def cost(a: float, b: float, c: float, steps: int = 400, noise: float = 0.0) -> 
     rng, made = random.Random(0), StepCost()
     for _ in range(steps):
         sequences, prefill = rng.randint(1, 64), rng.choice([0, 0, 0, 100, 700])
-        made.add(sequences, prefill, (a + b * sequences + c * prefill) * (1 + noise * rng.uniform(-1, 1)))
+        made.add_step_time(sequences, prefill, (a + b * sequences + c * prefill) * (1 + noise * rng.uniform(-1, 1)))
     return made
 
 
@@ -156,7 +156,7 @@ def test_the_cost_of_a_step_follows_a_change() -> None:
     rng = random.Random(1)
     for _ in range(1500):
         n = rng.randint(1, 64)
-        made.add(n, 0, 9.0 + 1.0 * n)
+        made.add_step_time(n, 0, 9.0 + 1.0 * n)
     a, b, _ = made.coefficients
     assert (a, b) == pytest.approx((9.0, 1.0), rel=0.05)
 
@@ -164,11 +164,11 @@ def test_the_cost_of_a_step_follows_a_change() -> None:
 def test_no_variation_and_no_sense_do_no_harm() -> None:
     made = StepCost()
     for _ in range(20_000):
-        made.add(8, 0, 10.0)
+        made.add_step_time(8, 0, 10.0)
     a, b, _ = made.coefficients
     assert a + 8 * b == pytest.approx(10.0, rel=0.01)
     for _ in range(100):
-        made.add(64, 0, 0.0)
+        made.add_step_time(64, 0, 0.0)
     assert min(made.coefficients) >= 0
     assert np.isfinite(made.coefficients).all()
 
@@ -342,7 +342,7 @@ def test_prompts_are_never_held_back_below_their_arrival() -> None:
     """Prompts that arrive at 300 tokens a step are admitted at HEADROOM times that rate, whatever they cost."""
     steps = StepCost()
     for i in range(2000):
-        steps.add(20, 600 * (i % 2), 25.0 + 0.25 * 600 * (i % 2))
+        steps.add_step_time(20, 600 * (i % 2), 25.0 + 0.25 * 600 * (i % 2))
     found = joins(FOLLOW, TEN, steps, Share()).prefill_tokens_per_step
     assert found == pytest.approx(HEADROOM * 300, rel=0.02)
     assert joins(scheduler(output_tpot_budget_ms=30.0), TEN, steps, Share()).prefill_tokens_per_step == 128
