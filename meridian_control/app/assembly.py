@@ -152,7 +152,7 @@ async def assemble(
         capabilities=listed.CAPABILITIES,
     )
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
-    fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy, clock())))
+    fleet.set_policy(await (directory.put_in_force() if directory else initial_policy(store, args.policy, clock())))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")
     replicas = Replicas(database, me) if shared else None
     whole = _whole(fleet, me, replicas, ending)

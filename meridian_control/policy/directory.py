@@ -57,7 +57,7 @@ class PolicyDirectory:
         self._done: Policy | None = None
         self._complaint = ""
 
-    async def begin(self) -> StoredRevision:
+    async def put_in_force(self) -> StoredRevision:
         """Put the file's policy in force; if the file or an active rollout prevents that, keep the store's policy.
 
         Raises MeridianError if the store has no policy either, or if the folder does not exist.

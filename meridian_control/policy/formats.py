@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 from meridian_control.common.environment import config_home
 from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
-from meridian_control.policy.removed_fields import Found, named, removed_at, without_removed
+from meridian_control.policy.removed_fields import RemovedValue, named, removed_at, without_removed
 from meridian_control.policy.section import Section
 from meridian_control.policy.validation_errors import dotted, syntax_message, violation
 
@@ -42,7 +42,7 @@ def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> 
     return _validate(schema, _tables(text, source))
 
 
-def parse_stored_toml(text: str) -> tuple[Policy, list[Found]]:
+def parse_stored_toml(text: str) -> tuple[Policy, list[RemovedValue]]:
     """Read a policy that this version or an earlier one has stored; return it without the fields that were removed
     since, and those of them that had another value than their default. Raises PolicyError."""
     kept, removed = without_removed(_tables(text, "<string>"))
@@ -94,7 +94,7 @@ def from_proto(message: policy_pb2.Policy) -> Policy:
     return policy
 
 
-def from_older_proto(message: policy_pb2.Policy) -> tuple[Policy, list[Found]]:
+def from_older_proto(message: policy_pb2.Policy) -> tuple[Policy, list[RemovedValue]]:
     """Validate a policy message that an earlier version may have made; return it without the fields that were removed
     since, and those of them that had another value than their default. Raises PolicyError, also for unknown fields."""
     kept, removed = without_removed(_plain(message))

@@ -42,7 +42,7 @@ REMOVED = {
 }
 
 
-class Found(NamedTuple):
+class RemovedValue(NamedTuple):
     """A removed field that a policy sets: its path, as the places of its value in nested tables, and its value."""
 
     loc: Loc
@@ -92,13 +92,13 @@ def _value(field: Any, default: Any) -> Any:
     return field.data
 
 
-def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Found]]:
+def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[RemovedValue]]:
     """Return a policy's plain values without the removed fields, and these fields."""
-    removed_fields: list[Found] = []
+    removed_fields: list[RemovedValue] = []
     return _kept(values, (), removed_fields), removed_fields
 
 
-def _kept(value: Any, loc: Loc, removed_fields: list[Found]) -> Any:
+def _kept(value: Any, loc: Loc, removed_fields: list[RemovedValue]) -> Any:
     """Return a value of a policy without the removed fields below it, and add these to `removed_fields`."""
     if isinstance(value, list):
         return [_kept(entry, (*loc, index), removed_fields) for index, entry in enumerate(value)]
@@ -107,7 +107,7 @@ def _kept(value: Any, loc: Loc, removed_fields: list[Found]) -> Any:
     kept = {}
     for name, below in value.items():
         if (removed := removed_at((*loc, name))) is not None:
-            removed_fields.append(Found((*loc, name), below, removed))
+            removed_fields.append(RemovedValue((*loc, name), below, removed))
         else:
             kept[name] = _kept(below, (*loc, name), removed_fields)
     return kept

@@ -55,7 +55,7 @@ class FleetBudgets:
         self._carried: dict[str, tuple[str, Carried]] = {}
         self._carried_bytes: dict[str, int] = {}
 
-    def add(self, tokens: Mapping[str, int]) -> None:
+    def add_tokens(self, tokens: Mapping[str, int]) -> None:
         """Add thinking tokens of this replica's engines, by the budget's name."""
         self.counted.update(tokens)
         self._unsaved.update(tokens)
@@ -63,10 +63,10 @@ class FleetBudgets:
 
     def collect(self, charges: Charges) -> None:
         """Add what a session has counted since the last call."""
-        self.add(charges.take_tokens())
+        self.add_tokens(charges.take_tokens())
         for user, tokens in charges.take_unmatched().items():
             budgets = matching(self.budgets.values(), model.Who(*user))
-            self.add(dict.fromkeys((budget.name for budget in budgets), tokens))
+            self.add_tokens(dict.fromkeys((budget.name for budget in budgets), tokens))
 
     def carry(self, engine: tuple[str, str], session_id: str, charges: Charges) -> None:
         """Keep what a session that ends has counted, for the next one of the engine. engine: id and incarnation."""

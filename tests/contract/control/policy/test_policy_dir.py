@@ -63,7 +63,7 @@ async def watching(store: PolicyStore, folder: Path) -> AsyncIterator[list[Store
     """Watch the directory, and yield the revisions that come into force, including the revision at the start."""
     changes: list[StoredRevision] = []
     directory = PolicyDirectory(folder, store, changes.append, lambda: NOW)
-    await directory.begin()
+    await directory.put_in_force()
     watcher = asyncio.create_task(directory.watch())
     # Let the watch begin, because an earlier change would be seen only at the next poll.
     await asyncio.sleep(0.05)
@@ -132,7 +132,7 @@ async def test_what_is_in_force_already_is_no_change(store: PolicyStore, mounted
 async def test_replicas_that_see_one_file_store_it_once(store: PolicyStore, mounted: ConfigMap) -> None:
     mounted.put("fallback.lease_ms = 500")
     directories = [PolicyDirectory(mounted.folder, store, lambda _: None, lambda: NOW) for _ in range(8)]
-    begun = await asyncio.gather(*(directory.begin() for directory in directories))
+    begun = await asyncio.gather(*(directory.put_in_force() for directory in directories))
     assert {stored.revision for stored in begun} == {1}
 
 
@@ -142,16 +142,16 @@ async def test_a_beginning_with_a_bad_file(
     mounted.put("entropy.ema_alpha = 2")
     directory = PolicyDirectory(mounted.folder, store, lambda _: None, lambda: NOW)
     with pytest.raises(PolicyError, match=r"ema_alpha must be in \(0, 1\]"):
-        await directory.begin()
+        await directory.put_in_force()
     stored = await store.append(Policy(), etag="", author="ann", reason="", now=NOW)
-    assert await directory.begin() == stored
+    assert await directory.put_in_force() == stored
     assert COMPLAINT in caplog.text
 
 
 async def test_a_beginning_without_the_folder(store: PolicyStore, tmp_path: Path) -> None:
     directory = PolicyDirectory(tmp_path / "none", store, lambda _: None, lambda: NOW)
     with pytest.raises(PolicyError, match=r"none: is not a directory$"):
-        await directory.begin()
+        await directory.put_in_force()
 
 
 async def test_the_log_warns_of_harm_that_is_not_measured(

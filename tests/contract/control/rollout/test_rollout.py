@@ -327,7 +327,7 @@ async def test_a_directory_waits_for_the_end(
     (folder / "meridian.toml").write_text("fallback.lease_ms = 7000")
     await control.begin(ALL)
     directory = policy_dir.PolicyDirectory(folder, control.store, control.fleet.set_policy, control.clock)
-    assert (await directory.begin()).revision == 1, "the directory can be opened while a rollout is active"
+    assert (await directory.put_in_force()).revision == 1, "the directory can be opened while a rollout is active"
     watching = asyncio.create_task(directory.watch())
 
     def complaints() -> list[str]:

@@ -61,8 +61,8 @@ def replica() -> FleetBudgets:
 
 async def test_replicas_see_the_usage_of_all_and_their_stages_fall_as_time_passes() -> None:
     store, one, two = Shared(), replica(), replica()
-    one.add({"a": 200, "b": 1})
-    two.add({"a": 150})
+    one.add_tokens({"a": 200, "b": 1})
+    two.add_tokens({"a": 150})
     await store.share(one)
     await store.share(two)
     assert (one.stages, two.stages) == ({}, {"a": SOFT_CLOSE})
@@ -83,10 +83,10 @@ async def test_replicas_see_the_usage_of_all_and_their_stages_fall_as_time_passe
 
 async def test_unsaved_tokens_count_for_the_stage_and_are_kept() -> None:
     store, one = Shared(), replica()
-    one.add({"a": 200})
+    one.add_tokens({"a": 200})
     await store.share(one)
     store.away = True
-    one.add({"a": 250})
+    one.add_tokens({"a": 250})
     with pytest.raises(StoreUnavailable):
         await one.share(store, NOW)  # type: ignore[arg-type]
     one.find_stages(NOW)
@@ -101,7 +101,7 @@ async def run(store: Shared, replicas: list[FleetBudgets], begin_s: int, seconds
     """Exchange every second; each replica counts `tokens` in each second."""
     for second in range(begin_s, begin_s + seconds):
         for one in replicas:
-            one.add({"a": tokens})
+            one.add_tokens({"a": tokens})
             await store.share(one, NOW + timedelta(seconds=second))
 
 
@@ -163,9 +163,9 @@ async def test_a_budget_that_rests_during_an_outage_of_the_store_saves_up_no_mor
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
 async def test_a_replica_with_a_wrong_clock_neither_stops_nor_doubles_the_refill(ahead_s: float) -> None:
     store, right, wrong = Shared(), replica(), replica()
-    right.add({"a": 400})
+    right.add_tokens({"a": 400})
     await store.share(right)
-    wrong.add({"a": 1})
+    wrong.add_tokens({"a": 1})
     await store.share(wrong, NOW, ahead_s)
     for second in range(1, 11):
         for one, ahead in ((right, 0.0), (wrong, ahead_s)):
@@ -184,7 +184,7 @@ async def test_a_budget_smaller_than_a_few_seconds_refill_is_not_used_up_by_usag
 
 async def test_a_budget_without_a_policy_is_dropped() -> None:
     store, one = Shared(), replica()
-    one.add({"a": 500})
+    one.add_tokens({"a": 500})
     one.find_stages(NOW)
     assert one.stages
     one.set_budgets([policy()])
