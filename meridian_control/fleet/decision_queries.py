@@ -123,7 +123,7 @@ async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) 
     async def ask(peer: Peer) -> fleet_pb2.ListDecisionsResponse:
         return await peer.fleet.ListDecisions(asked, timeout=CALL_TIMEOUT_S)
 
-    heard, unreachable = await whole.peers.ask(ask)
-    answer = page_of((d for part in (here, *heard.values()) for d in part.decisions), limit)
+    answers, unreachable = await whole.peers.ask(ask)
+    answer = page_of((d for part in (here, *answers.values()) for d in part.decisions), limit)
     answer.unreachable_replicas.extend(unreachable)
     return answer

@@ -61,8 +61,8 @@ class WholeFleet:
         """Return the engines of all replicas, and the ids of the replicas that did not answer."""
         if self.peers is None or local_only:
             return await self.local_engines(), []
-        heard, unreachable = await self.peers.ask(_engines)
-        return await self._with(heard), unreachable
+        reported, unreachable = await self.peers.ask(_engines)
+        return await self._with(reported), unreachable
 
     async def _with(self, engines_by_replica: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
         """Return this replica's engines and those of the others. engines_by_replica: the other
@@ -172,15 +172,15 @@ class WholeFleet:
         loop = asyncio.get_running_loop()
         if loop.time() - self._asked_at > FORGET_S:
             self._heard, self._orphans = {}, Departed()
-        heard, unreachable = await self.peers.ask_live(_engines)
+        reported, unreachable = await self.peers.ask_live(_engines)
         self._asked_at, now = loop.time(), self.fleet.clock()
         lease_s = self.fleet.policy.policy.fallback.lease_ms / 1000 if self.fleet.policy is not None else 0.0
-        for ended in self._heard.keys() - heard.keys() - set(unreachable):
+        for ended in self._heard.keys() - reported.keys() - set(unreachable):
             for engine in self._heard[ended]:
                 engine.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
                 self._orphans.add_engine(engine, lease_s, now)
         self._orphans.forget(now)
-        self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | heard
+        self._heard = {name: self._heard[name] for name in unreachable if name in self._heard} | reported
         if not self._heard.keys() >= set(unreachable):
             return None
         engines = await self._with(self._heard | {"": list(self._orphans.views(now))})

@@ -168,8 +168,8 @@ def _connected(engine: fleet_pb2.Engine, cause: str) -> Condition:
 
 
 def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
-    heard = engine.report_time if engine.HasField("report_time") else engine.connect_time
-    ago = lasting((now - heard.ToDatetime(UTC)).total_seconds())
+    seen_at = engine.report_time if engine.HasField("report_time") else engine.connect_time
+    ago = lasting((now - seen_at.ToDatetime(UTC)).total_seconds())
     if engine.agent_state == agent_pb2.AGENT_STATE_STALE:
         return Condition(
             "gone", f"last heard {ago} ago; if the engine still runs, its last decisions are in force (STALE)", "warn"
