@@ -74,7 +74,7 @@ def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError])
 @pytest.mark.parametrize(
     "bug",
-    [(Intake, "take", STEP), (Intake, "begin_anew", SNAPSHOT), (Order, "reported", STEP)],
+    [(Intake, "take_report", STEP), (Intake, "begin_anew", SNAPSHOT), (Order, "reported", STEP)],
     ids=["report", "snapshot", "decision"],
 )
 async def test_a_bug_of_ours_is_no_fault_of_the_agent(
