@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 HERE = str(Path(meridian_agent.__file__).parent)
 GLUE = {
     "core/guard.py": (),
-    "core/plain_log.py": ("filter",),
+    "core/plain_log.py": (),
     "engine/scheduler_mixin.py": (
         "add_request",
         "finish_requests",
@@ -89,10 +90,12 @@ class Injected:
 
     def install(self, patch: pytest.MonkeyPatch, rests_s: tuple[float, ...]) -> None:
         patch.setattr(guard_module, "RESTS_S", rests_s)
-        run = Guard.run
+        run, thread = Guard.run, threading.get_ident()
 
         def traced(guard: Guard, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self.raised or (hook.__name__ in STARTING) is not self.fault.at_start:
+            # The process may also have a real engine, whose link has a thread of its own.
+            is_simulated = threading.get_ident() == thread
+            if not is_simulated or self.raised or (hook.__name__ in STARTING) is not self.fault.at_start:
                 return run(guard, hook, *args, **kwargs)
             self._hooks += 1
             if self._hooks == self.fault.early:

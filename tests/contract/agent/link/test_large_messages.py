@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.request_info import MAX_ID
@@ -19,7 +20,6 @@ from tests.fakes.linked import LinkedEngine, until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    import pytest
 
 # More bytes than gRPC lets through as one message: 18,000 requests with long ids of characters of four bytes.
 MANY, LONG, WIDE = 18_000, 250, "\U0001f4a5"
@@ -138,19 +138,20 @@ async def test_an_older_control_plane_gets_as_many_requests_as_fit(caplog: pytes
         assert f"{MANY - sent} live requests are not reported" in caplog.text
 
 
-async def test_a_message_that_was_refused_for_its_size_is_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
-    for welcome in ({"reads_snapshot_parts": True}, {}):
-        caplog.clear()
-        async with server(PART_BYTES // 5, **welcome) as (servicer, target):
-            with LinkedEngine([target]) as engine:
-                wait_in_queue(engine, 3000)
-                await engine.steps_until(lambda: servicer.kinds().count("step") > 3)
-                streams = servicer.streams
-                # The stream that works stays.
-                await engine.steps_until(lambda: servicer.kinds().count("step") > 9)
-                assert servicer.streams == streams
-            sizes = re.findall(r"a message was too large.*\((\d+) vs", caplog.text)
-            assert len(sizes) == len(set(sizes)) == streams - 1 > 0
+@pytest.mark.parametrize("welcome", [{"reads_snapshot_parts": True}, {}], ids=["parts", "no parts"])
+async def test_a_message_that_was_refused_for_its_size_is_not_sent_again(
+    welcome: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server(PART_BYTES // 5, **welcome) as (servicer, target):
+        with LinkedEngine([target]) as engine:
+            wait_in_queue(engine, 3000)
+            await engine.steps_until(lambda: servicer.kinds().count("step") > 3)
+            streams = servicer.streams
+            # The stream that works stays.
+            await engine.steps_until(lambda: servicer.kinds().count("step") > 9)
+            assert servicer.streams == streams
+        sizes = re.findall(r"a message was too large.*\((\d+) vs", caplog.text)
+        assert len(sizes) == len(set(sizes)) == streams - 1 > 0
 
 
 async def test_a_report_after_a_large_step_has_all_its_parts(control: Control) -> None:
