@@ -407,11 +407,6 @@ class RequestTable(Columns):
         """Note the ranks of all requests, which are in force on the agent once it has the plan. ranks: [slots]."""
         self.rank[:], self.ranked_phase[:] = ranks, self.phase
 
-    def ranks_by_slot(self) -> dict[int, int]:
-        """Return the ranks of the live requests that have one, also those that plans leave out."""
-        slots = (self.live & (self.rank != UNTOLD)).nonzero()[0]
-        return dict(zip(slots.tolist(), self.rank[slots].tolist(), strict=True))
-
     def forget_ranks(self) -> None:
         """Forget the ranks that are in force on the agent, so that all ranks are sent again."""
         self.rank[:], self.ranked_phase[:] = UNTOLD, self.phase
