@@ -87,7 +87,7 @@ class BudgetSharing(FleetPart):
         # Clients choose the names of tenants, so sessions must not keep them for long.
         async for session in in_turns(fleet.counted_sessions()):
             charges = session.part(EngineBudgets).charges
-            self.tenants.take_charges([charges])
+            self.tenants.take_charges(charges)
             budgets.collect(charges)
         if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
             await self._exchange()
@@ -145,7 +145,7 @@ class BudgetSharing(FleetPart):
         session, charges = connection.session, connection.session.part(EngineBudgets).charges
         if not replaced:
             self.budgets.carry(session.identity, session.session_id, charges)
-        self.tenants.take_charges([charges])
+        self.tenants.take_charges(charges)
 
     def forgot(self, engine_ids: list[str]) -> None:
         self.budgets.forget(engine_ids)
@@ -166,7 +166,7 @@ class BudgetSharing(FleetPart):
 
     async def before_metrics(self) -> None:
         async for session in in_turns(self.fleet.counted_sessions()):
-            self.tenants.take_charges([session.part(EngineBudgets).charges])
+            self.tenants.take_charges(session.part(EngineBudgets).charges)
 
     def metrics(self, totals: Totals) -> Iterator[Metric]:
         return metrics.values(self.budgets, self.tenants, self.fleet.clock())

@@ -9,8 +9,6 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from meridian_control.capabilities.budgets.charges import Account, Charges
 
 # Largest number of accounts; the tokens of all further ones are counted together, under OTHER.
@@ -24,9 +22,8 @@ class TenantUsage:
     def __init__(self) -> None:
         self.counted: Counter[Account] = Counter()
 
-    def take_charges(self, sessions: Iterable[Charges]) -> None:
-        """Add what the sessions have counted since the last call."""
-        for charges in sessions:
-            for account, tokens in charges.take_by_tenant().items():
-                known = account in self.counted or len(self.counted) < MAX_ACCOUNTS
-                self.counted[account if known else OTHER] += tokens
+    def take_charges(self, charges: Charges) -> None:
+        """Add what a session has counted since the last call."""
+        for account, tokens in charges.take_by_tenant().items():
+            known = account in self.counted or len(self.counted) < MAX_ACCOUNTS
+            self.counted[account if known else OTHER] += tokens

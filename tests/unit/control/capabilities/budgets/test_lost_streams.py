@@ -38,7 +38,7 @@ class Replica:
         self.budgets.set_budgets([HELD])
 
     def take(self, session: Session) -> None:
-        self.tenants.take_charges([session.part(EngineBudgets).charges])
+        self.tenants.take_charges(session.part(EngineBudgets).charges)
         self.budgets.collect(session.part(EngineBudgets).charges)
 
 

@@ -17,8 +17,8 @@ def session(**tokens: int) -> Any:
 
 def test_sessions_add_up() -> None:
     usage, sessions = TenantUsage(), [session(acme=3), session(acme=4, beta=1)]
-    for _ in range(2):
-        usage.take_charges(sessions)
+    for charges in sessions * 2:
+        usage.take_charges(charges)
     assert usage.counted == {("acme", "m"): 7, ("beta", "m"): 1}
 
 
@@ -26,5 +26,6 @@ def test_further_tenants_are_counted_together(monkeypatch: Any) -> None:
     """No token is lost, and a tenant that is known goes on with a count of its own."""
     monkeypatch.setattr(tenant_usage, "MAX_ACCOUNTS", 2)
     usage = TenantUsage()
-    usage.take_charges([session(a=1, b=2, c=3, d=4), session(b=10)])
+    usage.take_charges(session(a=1, b=2, c=3, d=4))
+    usage.take_charges(session(b=10))
     assert usage.counted == {("a", "m"): 1, ("b", "m"): 12, OTHER: 7}
