@@ -89,14 +89,14 @@ class FleetHandovers(FleetPart):
 
     def show_engine(self, view: fleet_pb2.Engine, session: Session) -> None:
         handovers, hello, policy = session.part(EngineHandovers), session.hello, session.policy
-        if hello.url:
+        pool = policy.disagg.pool_of(hello.labels) if policy is not None else ""
+        if hello.url or pool not in ("", "thinking"):
             view.answering_engine.CopyFrom(handovers.answering_engine())
-        if policy is not None and (pool := policy.disagg.pool_of(hello.labels)):
+        if policy is not None and pool:
             view.pool = pool
             if pool != "answering":
                 view.no_hand_over = handovers.no_hand_over(policy.disagg)
             if pool != "thinking":
-                view.answering_engine.CopyFrom(handovers.answering_engine())
                 no_fabric = rule.no_fabric(policy.disagg, hello.kv_connector)
                 view.answering_engine.unfit = view.answering_engine.unfit or no_fabric
         for answering, promised in handovers.promised().items():
