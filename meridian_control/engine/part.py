@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.policy.section import Section
 
+T = TypeVar("T")
 # Reason of a probe whose result no rule reads: the result only judges what an earlier end would have changed.
 UNREAD_PROBE = "harm"
 
@@ -267,6 +268,12 @@ class Part:
         records of other parts."""
 
 
+def having(parts: Iterable[T], base: type[T], method: str) -> list[T]:
+    """Return the parts that have a method of their own in place of that of the base class, so that the others are not
+    called."""
+    return [part for part in parts if getattr(type(part), method) is not getattr(base, method)]
+
+
 # Makes the part of a capability in a stream; None if the engine cannot do what the capability needs.
 PartMaker: TypeAlias = "Callable[[Stream], Part | None]"
 
@@ -301,7 +308,7 @@ class Parts:
         self._stream_ended = self._having("stream_ended")
 
     def _having(self, method: str) -> list[Part]:
-        return [part for part in self.all if getattr(type(part), method) is not getattr(Part, method)]
+        return having(self.all, Part, method)
 
     def of(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class. Raises LookupError if the stream has none."""
@@ -385,11 +392,11 @@ class Parts:
 class Capability:
     """Something that Meridian does.
 
-    stream: makes its part in an engine's stream, for a capability that keeps nothing over engines. fleet: makes its
-    part over all engines of a replica (`fleet/part.py`), which then makes the parts in the streams. section: the schema
-    of `extension.NAME` in a policy, for a capability that has no section of its own in the policy's schema. metrics:
-    the counters that its parts count with `Stream.count`. shown: returns rows of the status page, each a name and a
-    text, from the fleet's counters.
+    stream: makes its part in an engine's stream, with nothing that other streams share. fleet: makes its part over all
+    engines of a replica (`fleet/part.py`), whose own method `stream`, if it has one, makes the parts in their streams.
+    section: the schema of `extension.NAME` in a policy, for a capability that has no section of its own in the policy's
+    schema. metrics: the counters that its parts count with `Stream.count`. shown: returns rows of the status page, each
+    a name and a text, from the fleet's counters.
     """
 
     name: str

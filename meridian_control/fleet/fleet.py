@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control import __version__
 from meridian_control.common.errors import TooMany
 from meridian_control.common.slices import at_once
+from meridian_control.engine.part import having
 from meridian_control.engine.session import Session
 from meridian_control.engine.totals import Totals
 from meridian_control.fleet.connection import Connection
@@ -23,7 +24,7 @@ from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.freeze_delivery import FreezeDelivery
 from meridian_control.fleet.loop_delay import LoopDelay
 from meridian_control.fleet.memory import STEP_BYTES, Account, Memory
-from meridian_control.fleet.part import FleetPart, each, having
+from meridian_control.fleet.part import FleetPart, each
 from meridian_control.fleet.policy_delivery import PolicyDelivery
 from meridian_control.fleet.recording import Recording, Recordings
 from meridian_control.fleet.status_messages import engine_view
@@ -96,13 +97,13 @@ class Fleet:
         self.parts = {
             capability.name: capability.fleet(self) for capability in capabilities if capability.fleet is not None
         }
-        sharing = {name for name, part in self.parts.items() if having([part], "stream")}
+        sharing = {name for name, part in self.parts.items() if having([part], FleetPart, "stream")}
         makers = [
             self.parts[capability.name].stream if capability.name in sharing else capability.stream
             for capability in capabilities
         ]
         self._makers = [make for make in makers if make is not None]
-        self._show_engine = having(self.parts.values(), "show_engine")
+        self._show_engine = having(self.parts.values(), FleetPart, "show_engine")
 
     def join(
         self, hello: agent_pb2.Hello, refresh: Callable[[], Awaitable[None]] | None = None, who: str = ""

@@ -156,11 +156,6 @@ class FleetPart:
         return ""
 
 
-def having(parts: Iterable[FleetPart], method: str) -> list[FleetPart]:
-    """Return the parts that have a method of their own, so that the others are not called."""
-    return [part for part in parts if getattr(type(part), method) is not getattr(FleetPart, method)]
-
-
 async def keep_ticking(part: FleetPart) -> None:
     """Call a part's `tick` again and again until cancelled."""
     while True:
