@@ -173,8 +173,7 @@ class EffectivePolicies:
 
     def of(self, slot: int) -> Policy:
         """Return the policy that holds for the request in a slot; a policy must be in force."""
-        held = self._held
-        return (held[0] if len(held) == 1 else held[int(self._table.group[slot])]).policy
+        return self.held(slot).policy
 
     def compared(self, slot: int) -> Policy:
         """Return the policy whose sections in shadow are compared with the real end of a request's thinking. Soft close
