@@ -193,7 +193,7 @@ class LoopSearch:
         self._tails: dict[int, tuple[str, TokenTail]] = {}
 
     def search(self, looks: Iterable[Look]) -> list[tuple[int, int, int]]:
-        """Take these looks. Return slot, period and tokens of each cycle that was loops."""
+        """Take these looks. Return slot, period and tokens of each cycle in them."""
         loops = list[tuple[int, int, int]]()
         for slot, request_id, text_run, tokens, total, repeating in looks:
             repeating.discard(slot)

@@ -48,7 +48,7 @@ ENGINE: Table = {
     "vllm.config.speculative:SpeculativeConfig": ("max_num_new_slots_for_drafting",),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (),
     "vllm.v1.core.sched.scheduler:Scheduler": (
-        # What the agent's mixin overrides.
+        # The agent's mixin overrides these methods.
         "schedule(**_)",
         "update_from_output(scheduler_output=_, model_runner_output=_, **_)",
         "get_grammar_bitmask(scheduler_output=_, **_)",

@@ -1,7 +1,7 @@
 """Takes an agent's reports and snapshots into the engine's request table and its counters.
 
-The intake owns the order in which the parts of a report take effect: the session calls `take`, makes its decisions, and
-then calls `finish`. The code does no I/O and reads no clock; each object belongs to one session.
+The intake owns the order in which the parts of a report take effect: the session calls `take_report`, makes its
+decisions, and then calls `finish_report`. The code does no I/O and reads no clock; each object belongs to one session.
 """
 
 from __future__ import annotations
