@@ -18,11 +18,11 @@ from meridian_kernels import EntropyProbe, KernelError, RowSignals, reference
 
 from tests.bench.kernels import why_not
 from tests.needed import GPU
+from tests.unit.kernels.expected import DTYPES, KINDS, NATS, margins
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
 
 if reason := why_not():
     pytest.skip(f"{reason}: {GPU.how}", allow_module_level=True)
@@ -33,9 +33,6 @@ from meridian_kernels.pending import SLOTS
 from tests.bench.kernels_arms import ALONE, arms
 
 VOCABULARIES = [1, 2, 33, 1023, 32000, 128256, 151936, 262144]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = ["random", "peaked", "flat", "tied", "masked", "equal"]
-NATS = 1e-5
 # Clock cycles of a kernel that does nothing for about a tenth of a second.
 LONG = 200_000_000
 
@@ -78,11 +75,6 @@ def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float3
     elif kind == "equal":
         x[:] = x[:, :1]
     return x.to(dtype)
-
-
-def margins(signals: RowSignals) -> NDArray[np.float64]:
-    """Return the end marker's margins, as the control plane computes them."""
-    return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
 
 
 def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], rows: Sequence[int] | None = None) -> None:

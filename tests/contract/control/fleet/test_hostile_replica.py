@@ -25,12 +25,10 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.replicated import CONNECTED, Replicated, client
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator
 
     from google.protobuf.message import Message
 
-    from tests.postgres import Postgres
 
 NAME = "0-hostile"
 
@@ -99,14 +97,6 @@ async def hostile() -> AsyncIterator[tuple[Hostile, str]]:
     await server.start()
     yield handler, f"127.0.0.1:{port}"
     await server.stop(0)
-
-
-@pytest.fixture
-def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
-    made = Replicated(tmp_path, postgres, still=True)
-    yield made
-    for process in made.processes:
-        process.kill()
 
 
 async def test_what_a_hostile_replica_answers_stops_nobody(
