@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tests.bench import cost_control, cost_steps, cost_throughput, harness
+from tests.bench import cost_control, cost_process, cost_steps, cost_throughput, harness
 from tests.bench.harness import BenchError
 
 if TYPE_CHECKING:
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from tests.bench.harness import Session
 
 PARTS: dict[str, Callable[[Session], Awaitable[dict[str, Any]]]] = {
+    "process": cost_process.measure,
     "throughput": cost_throughput.measure,
     "control": cost_control.measure,
     "steps": cost_steps.measure,
 }
 # The keys of the last line; the figures of parts that have not run are null.
 KEYS = (
-    *("agent_of_stock", "agent_of_stock_short", "throughput", "throughput_interval", "token_events_per_core_s"),
-    *("engines_per_core", "engines_per_core_before", "of_echo", "probe_time_share"),
+    *("extra_us", "extra_us_rule", "extra_us_off", "extra_us_frozen", "throughput", "interval", "meter_of_truth"),
+    *("agent_of_stock", "agent_of_stock_short", "throughput_slow", "throughput_slow_interval"),
+    *("token_events_per_core_s", "engines_per_core", "engines_per_core_before", "of_echo", "probe_time_share"),
 )
 
 
@@ -66,8 +68,9 @@ def parts(text: str) -> list[str]:
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parts", type=parts, default=",".join(PARTS), help="parts to run, separated by commas")
+    add("--process-rounds", type=int, default=16, help="process: rounds of each case")
     add("--pairs", type=int, default=3, help="steps: rounds of windows per batch size")
-    add("--sizes", type=int, nargs="+", default=list(cost_steps.SIZES), help="steps: running requests")
+    add("--sizes", type=int, nargs="+", default=list(cost_steps.SIZES), help="process and steps: running requests")
     add("--starts", type=int, default=3, help="throughput: how often to start the engines at least")
     add("--rounds", type=int, default=20, help="throughput: rounds of each start")
     add("--throughput-interval", type=float, help="throughput: go on until the interval reaches at most so far from "

@@ -97,7 +97,7 @@ async def measure(session: Session) -> dict[str, Any]:
         unlike = sum(any(ours[name][at] != theirs[name][at] for name in ours) for at in ours["tokens"])
         steps = max(1, counted["steps"])
         text = (
-            f"{random_model.parameters() / 1e6:.0f} M random weights, {start + 1} starts of both engines, "
+            f"{random_model.MEDIUM.parameters() / 1e6:.0f} M random weights, {start + 1} starts of both engines, "
             f"{given.rounds} rounds of each. In {unlike} rounds the engines did not compute the same prompts and "
             f"tokens. A step had {counted['probe_tokens'] / steps:.2f} tokens of EAT probes, and "
             f"{counted['calm_steps'] / steps:.0%} of the steps were calm."
@@ -106,7 +106,7 @@ async def measure(session: Session) -> dict[str, Any]:
         ratio = runs.ratio(GOVERNED, STOCK, "tokens_per_s")
         if not plan.go_on(start + 1, time.monotonic() - began_s, ratio):
             break
-    return {"throughput": ratio.rounded(), "throughput_interval": [round(ratio.low, 4), round(ratio.high, 4)]}
+    return {"throughput_slow": ratio.rounded(), "throughput_slow_interval": [round(ratio.low, 4), round(ratio.high, 4)]}
 
 
 async def _start(model: Path, folder: Path, session: Session, start: int) -> Counter[str]:

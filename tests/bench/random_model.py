@@ -1,8 +1,8 @@
 """A Qwen3 model with random weights, for measurements that depend only on lengths.
 
-The model is large enough for the time of a step to matter. In greedy decoding it generates only words, because the
-output rows of markers and other special tokens are zero. Thinking ends at the request's own cap. The tokenizer is the
-maze's with `<tool_call>` added; the chat template has Qwen3's tool turns.
+By default the model is large enough for the time of a step to matter. In greedy decoding it generates only words,
+because the output rows of markers and other special tokens are zero. Thinking ends at the request's own cap. The
+tokenizer is the maze's with `<tool_call>` added; the chat template has Qwen3's tool turns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.processes import MODEL
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SEED = 4
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 8, 512, 1792, 8, 4, 64
 VOCABULARY, POSITIONS = 640, 4096
 TOOL_CALL = "<tool_call>"
 # Ids of ordinary words; smaller ids are markers, white space and role names.
@@ -29,38 +29,55 @@ CALLS = """{%- if message.tool_calls -%}{%- for call in message.tool_calls -%}
 END_OF_TURN = "{{- '<|im_start|>' + message.role + '\\n' + turn.text + '<|im_end|>\\n' -}}"
 
 
-def make(folder: Path, vocabulary: int = VOCABULARY) -> Path:
+@dataclass(frozen=True)
+class Size:
+    """sharpness: by how much the logits of words are spread more than those of other random weights."""
+
+    sharpness: float = 1.0
+    layers: int = 8
+    hidden: int = 512
+    intermediate: int = 1792
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+
+    def parameters(self, vocabulary: int = VOCABULARY) -> int:
+        """Return the number of weights, norms left out."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + 2 * vocabulary * self.hidden
+
+
+MEDIUM = Size()
+# A step takes little more than vLLM's own Python code does. Drawn at random, too, tokens are words.
+TINY = Size(sharpness=5.0, layers=2, hidden=256, intermediate=512, heads=4, kv_heads=2)
+
+
+def make(folder: Path, vocabulary: int = VOCABULARY, size: Size = MEDIUM) -> Path:
     """Write the model into `folder` unless it exists there; return the folder."""
     done = folder / "model.safetensors"
     if done.exists():
         return folder
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    _write_weights(unfinished, vocabulary)
+    _write_weights(unfinished, vocabulary, size)
     _write_tokenizer(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return folder
 
 
-def parameters() -> int:
-    """Return the number of the model's weights, norms left out."""
-    attention = HIDDEN * HEAD_DIM * 2 * (HEADS + KV_HEADS)
-    return LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE) + 2 * VOCABULARY * HIDDEN
-
-
-def _write_weights(folder: Path, vocabulary: int) -> None:
+def _write_weights(folder: Path, vocabulary: int, size: Size) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=False,
         eos_token_id=2,
@@ -72,6 +89,7 @@ def _write_weights(folder: Path, vocabulary: int) -> None:
     rows = model.lm_head.weight.data
     rows[:FIRST_WORD] = 0.0
     rows[LAST_WORD + 1 :] = 0.0
+    rows *= size.sharpness
     model.save_pretrained(folder)
 
 

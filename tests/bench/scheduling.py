@@ -173,7 +173,7 @@ class Benchmark:
     def text(self) -> str:
         costs, ample, pressure = self.costs, self.capacities["ample"], self.capacities["pressure"]
         return (
-            f"{random_model.parameters() / 1e6:.0f} M random weights, {PLACES} places. A decode step takes "
+            f"{random_model.MEDIUM.parameters() / 1e6:.0f} M random weights, {PLACES} places. A decode step takes "
             f"{costs.few_ms:.1f} ms with {scheduling_runs.FEW} sequences and {costs.full_ms:.1f} ms with {PLACES}, a "
             f"prompt token {costs.prompt_token_ms:.2f} ms. Capacity: {ample.requests_per_s:.2f} requests/s, "
             f"{ample.tokens_per_s:.0f} tokens/s; with half of the blocks in use then, {pressure.requests_per_s:.2f} "
