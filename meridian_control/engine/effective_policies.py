@@ -146,7 +146,7 @@ class EffectivePolicies:
     def _index_of(self, held: Held) -> int:
         """Return the index of a policy, which is added to the list if it is new."""
         for index, known in enumerate(self._held):
-            # To compare policies takes long.
+            # Most policies of the list differ in their entries, and to compare whole policies takes long.
             if known.by == held.by and known == held:
                 return index
         if len(self._held) >= self._room:

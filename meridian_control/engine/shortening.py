@@ -27,9 +27,8 @@ UNSHORTENED = fleet_pb2.BUDGET_STAGE_UNSHORTENED
 SOFT_CLOSE, LOWER_CAP = fleet_pb2.BUDGET_STAGE_SOFT_CLOSE, fleet_pb2.BUDGET_STAGE_LOWER_CAP
 FLOOR = fleet_pb2.BUDGET_STAGE_FLOOR
 
-
 # Entries of a section that put a request into a stage above unshortened: the index of each in the section, and the
-# stage. Requests are compared by them, because entries would take long to hash.
+# stage. Requests are compared by these numbers, because entries would take long to hash.
 Stages: TypeAlias = tuple[tuple[int, int], ...]
 
 
