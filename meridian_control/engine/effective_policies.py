@@ -235,4 +235,5 @@ class EffectivePolicies:
         if len(self._held) == 1:
             return [(self._held[0].policy, None)]
         live, group = self._table.live, self._table.group
-        return [(self._held[index].policy, live & (group == index)) for index in sorted(set(group[live].tolist()))]
+        used = np.bincount(group, weights=live).nonzero()[0].tolist()
+        return [(self._held[index].policy, live & (group == index)) for index in used]
