@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from meridian_control.common.enum_names import ENTROPY_REASONS
-from meridian_control.common.masks import any_in
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.engine.shortening import Held, shortened
+from meridian_control.engine.shortening import Held, Staged, shortened
 from meridian_control.journal.records import Behind
 from meridian_control.policy import effects
 from meridian_control.policy.model import Policy, Who
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.shadow_comparison import Comparison
-    from meridian_control.engine.shortening import Holdout, Shortener, Shortening, Staged
+    from meridian_control.engine.shortening import Holdout, Shortener, Shortening, Stages
     from meridian_control.policy.shortening_schema import StagedEntry
 
 # Number of policies above which policies that no live request uses are dropped.
@@ -87,33 +86,37 @@ class EffectivePolicies:
             own = own.of(who)
         is_held_out = self.holdout is not None and self.holdout.assign(slot, opened, own, entries, again)
         if own is not self.policy or is_held_out or self._active:
-            self._shorten([slot], own, self._staged(slot))
+            self._shorten([slot], own, self._stages_of(slot))
 
-    def _staged(self, slot: int) -> tuple[tuple[Staged, ...], ...]:
+    def _stages_of(self, slot: int) -> tuple[Stages, ...]:
         """Return, for each active shortener, the entries that put the request in a slot into a stage."""
-        return tuple([shortener.staged(slot) for shortener in self._active])
+        return tuple([shortener.stages_of(slot) for shortener in self._active])
 
     def shorten_again(self, slots: list[int]) -> Sliced[None]:
         """Find the policy of live requests whose entries have changed their stages."""
         # Requests with the same policy and the same entries go on having the same policy.
-        alike: dict[tuple[int, bool, tuple[tuple[Staged, ...], ...]], list[int]] = {}
+        alike: dict[tuple[int, bool, tuple[Stages, ...]], list[int]] = {}
         for count, slot in enumerate(slots, 1):
             group = int(self._table.group[slot]), bool(self._table.control[slot])
-            alike.setdefault((*group, self._staged(slot)), []).append(slot)
+            alike.setdefault((*group, self._stages_of(slot)), []).append(slot)
             if not count % (4 * SLICE_ROWS):
                 yield
-        chosen = [(self._held[group].own, staged, same) for (group, _, staged), same in alike.items()]
+        chosen = [(self._held[group].own, stages, same) for (group, _, stages), same in alike.items()]
         done = 0
-        for own, staged, same_slots in chosen:
+        for own, stages, same_slots in chosen:
             for begin in range(0, len(same_slots), SLICE_ROWS):
-                self._shorten(part := same_slots[begin : begin + SLICE_ROWS], own, staged)
+                self._shorten(part := same_slots[begin : begin + SLICE_ROWS], own, stages)
                 if (done := done + len(part)) >= SLICE_ROWS:
                     done = 0
                     yield
 
-    def _shorten(self, slots: list[int], own: Policy, by_shortener: tuple[tuple[Staged, ...], ...]) -> None:
+    def _shorten(self, slots: list[int], own: Policy, stages: tuple[Stages, ...]) -> None:
         """Find the policy of requests that have the same policy without entries, and the same entries in the same
         stages. All are held out, or none is."""
+        by_shortener = [
+            [Staged(shortener.section, shortener.entries[index], stage) for index, stage in mine]
+            for shortener, mine in zip(self._active, stages, strict=True)
+        ]
         staged = list(chain.from_iterable(by_shortener))
         policy, by = shortened(own, staged)
         if bool(self._table.control[slots[0]]) and self.holdout is not None:
@@ -125,9 +128,10 @@ class EffectivePolicies:
             self._table.set_group(slot, group)
         for shortener, mine in zip(self._active, by_shortener, strict=True):
             would: Policy | None = None
+            has_shadow = own.scheduler.enabled and any(entry.shadow for entry in shortener.entries)
             for slot in slots:
                 cap = None
-                if own.scheduler.enabled and shortener.has_shadow(slot):
+                if has_shadow and shortener.has_shadow(slot):
                     would = would or shortened(own, mine, shadow=True)[0]
                     cap = self._cap_under(would, slot, own)
                 self._shadow.shortened(shortener.section, slot, int(self._table.think_tokens[slot]), cap)
@@ -142,7 +146,8 @@ class EffectivePolicies:
     def _index_of(self, held: Held) -> int:
         """Return the index of a policy, which is added to the list if it is new."""
         for index, known in enumerate(self._held):
-            if known == held:
+            # Most policies of the list differ in their entries, and to compare whole policies takes long.
+            if known.by == held.by and known == held:
                 return index
         if len(self._held) >= self._room:
             self._forget_unused()
@@ -230,5 +235,5 @@ class EffectivePolicies:
         if len(self._held) == 1:
             return [(self._held[0].policy, None)]
         live, group = self._table.live, self._table.group
-        groups = ((held.policy, live & (group == index)) for index, held in enumerate(self._held))
-        return [(policy, among) for policy, among in groups if any_in(among)]
+        used = np.bincount(group, weights=live).nonzero()[0].tolist()
+        return [(self._held[index].policy, live & (group == index)) for index in used]

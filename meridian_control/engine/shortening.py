@@ -7,7 +7,7 @@ shorten it, so that no rise of a stage lets it think longer; the strictest one i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from meridian.v1 import fleet_pb2
 
@@ -27,6 +27,10 @@ UNSHORTENED = fleet_pb2.BUDGET_STAGE_UNSHORTENED
 SOFT_CLOSE, LOWER_CAP = fleet_pb2.BUDGET_STAGE_SOFT_CLOSE, fleet_pb2.BUDGET_STAGE_LOWER_CAP
 FLOOR = fleet_pb2.BUDGET_STAGE_FLOOR
 
+# Entries of a section that put a request into a stage above unshortened: the index of each in the section, and the
+# stage. Requests are compared by these numbers, because entries would take long to hash.
+Stages: TypeAlias = tuple[tuple[int, int], ...]
+
 
 class Staged(NamedTuple):
     """An entry of a section of the policy, with the stage, above unshortened, in which it puts a request."""
@@ -35,9 +39,12 @@ class Staged(NamedTuple):
     entry: StagedEntry
     stage: int
 
-    def __hash__(self) -> int:
-        # The entries of a section have different names, and to hash all of their fields would take long.
-        return hash((self.section, self.entry.name, self.stage))
+
+class Limits(NamedTuple):
+    """The values of the scheduler section that an entry lowers."""
+
+    soft_think_tokens: int
+    max_think_tokens: int
 
 
 class Shortening(NamedTuple):
@@ -97,7 +104,7 @@ class Shortener(Protocol):
         under the previous policy, too."""
         ...
 
-    def staged(self, slot: int) -> tuple[Staged, ...]:
+    def stages_of(self, slot: int) -> Stages:
         """Return the entries that put the request in a slot into a stage, those in shadow included, in their order."""
         ...
 
@@ -162,16 +169,20 @@ def shortened(own: Policy, staged: Iterable[Staged], *, shadow: bool = False) ->
     if not chosen:
         return own, None
     scheduler, entropy = own.scheduler, own.entropy
+    limits = own_limits = Limits(scheduler.soft_think_tokens, scheduler.max_think_tokens)
+    least = scheduler.min_think_tokens
     for staged_entry in chosen:
-        scheduler = _shortened(scheduler, staged_entry)
+        limits = _shortened(limits, least, staged_entry)
     ruling = [staged_entry for staged_entry in chosen if getattr(staged_entry.entry, "entropy_in_force", False)]
-    if ruling:
-        entropy = entropy.model_copy(update={"shadow": False})
-    if (scheduler, entropy) == (own.scheduler, own.entropy):
+    puts_in_force = bool(ruling) and entropy.shadow
+    if limits == own_limits and not puts_in_force:
         return own, None
+    if puts_in_force:
+        entropy = entropy.model_copy(update={"shadow": False})
+    scheduler = scheduler.model_copy(update=limits._asdict())
     held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
     chosen.sort(key=_strictness, reverse=True)
-    softest = min(chosen, key=lambda staged_entry: _shortened(own.scheduler, staged_entry).soft_think_tokens)
+    softest = min(chosen, key=lambda staged_entry: _shortened(own_limits, least, staged_entry).soft_think_tokens)
     strictest = max(ruling or chosen, key=_strictness)
     return held, ShortenedBy(
         *(
@@ -186,16 +197,16 @@ def _strictness(staged: Staged) -> tuple[int, int]:
     return stage, -(entry.soft_think_tokens if stage == SOFT_CLOSE else entry.max_think_tokens)
 
 
-def _shortened(scheduler: SchedulerPolicy, staged: Staged) -> SchedulerPolicy:
-    """Return the scheduler values in a stage; no value falls below the floors of the entry and of the section, nor
-    rises, also from stage to stage."""
+def _shortened(limits: Limits, least: int, staged: Staged) -> Limits:
+    """Return the limits in a stage. No limit falls below the floor of the entry nor below `least`, the floor of the
+    section; and none rises, also from stage to stage."""
     entry, stage = staged.entry, staged.stage
-    floor, soft_floor = (max(own, scheduler.min_think_tokens) for own in floors_of(entry))
-    cap, soft = scheduler.max_think_tokens, entry.soft_think_tokens
+    floor, soft_floor = (max(own, least) for own in floors_of(entry))
+    cap, soft = limits.max_think_tokens, entry.soft_think_tokens
     if stage >= LOWER_CAP:
         cap = min(cap, max(floor, entry.max_think_tokens if stage == LOWER_CAP else floor))
         soft = min(soft, cap // 2)
     soft = max(soft_floor, soft)
-    if scheduler.soft_think_tokens:
-        soft = min(scheduler.soft_think_tokens, soft)
-    return scheduler.model_copy(update={"soft_think_tokens": soft, "max_think_tokens": cap})
+    if limits.soft_think_tokens:
+        soft = min(limits.soft_think_tokens, soft)
+    return Limits(soft, cap)

@@ -8,11 +8,14 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.engine.request_table import OUTPUT, THINK, RequestTable
+from meridian_control.engine.shortening import UNSHORTENED, Staged
 from meridian_control.engine.signals import add_eat_samples, rpdi
 from meridian_control.policy.model import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from meridian_control.policy.shortening_schema import BudgetPolicy
 
 WINDOW = 4
 
@@ -37,6 +40,13 @@ def table(*rows: dict[str, Any], window: int = WINDOW) -> RequestTable:
 def add_sample(made: RequestTable, slot: int, eat_nats: float, ema_alpha: float, think_tokens: int) -> None:
     """Add one EAT sample of one request."""
     add_eat_samples(made, np.array([slot]), np.array([eat_nats]), ema_alpha, np.array([think_tokens]))
+
+
+def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> list[Staged]:
+    """Return the budgets that are in a stage above unshortened. stages: by the budget's name; a missing budget is
+    unshortened."""
+    by_budget = ((budget, stages.get(budget.name, UNSHORTENED)) for budget in budgets)
+    return [Staged("budget", budget, stage) for budget, stage in by_budget if stage > UNSHORTENED]
 
 
 def thinking(**columns: Any) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
-from meridian_control.capabilities.budgets.rule import in_stages
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.control_group.rule import unshortened
 from meridian_control.capabilities.pressure.stream import EnginePressure
-from meridian_control.engine.shortening import matching, shortened
+from meridian_control.engine.shortening import Staged, matching, shortened
 from meridian_control.engine.token_rows import columns_of
 from meridian_control.policy.model import Who
+from tests.fakes.tables import in_stages
 from tests.sim.given import Given
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class Invariants:
         who = Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels))
         if not budgeted:
             return policy.of(who)
-        pressed = session.part(EnginePressure).staged(slot)
+        stages = session.part(EnginePressure).stages_of(slot)
+        pressed = [Staged("pressure", policy.pressure[index], stage) for index, stage in stages]
         entries = [*in_stages(matching(policy.budget, who), session.part(EngineBudgets).stages), *pressed]
         held = shortened(policy.of(who), entries)[0]
         return unshortened(held) if session.table.control[slot] else held

@@ -6,17 +6,7 @@ budget is refilled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, Staged
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from meridian_control.policy.shortening_schema import BudgetPolicy
-
-# The section of the policy.
-SECTION = "budget"
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 
 # Share of the budget that is left at which each stage begins.
 BEGINS = {SOFT_CLOSE: 0.50, LOWER_CAP: 0.25, FLOOR: 0.10}
@@ -30,10 +20,3 @@ def stage_of(left_ratio: float, before: int = UNSHORTENED) -> int:
         stage for stage, share in BEGINS.items() if left_ratio <= share + (HYSTERESIS if before >= stage else 0.0)
     )
     return max(in_force, default=UNSHORTENED)
-
-
-def in_stages(budgets: Iterable[BudgetPolicy], stages: Mapping[str, int]) -> tuple[Staged, ...]:
-    """Return the budgets that are in a stage above unshortened. stages: by the budget's name; a missing budget is
-    unshortened."""
-    by_budget = ((budget, stages.get(budget.name, UNSHORTENED)) for budget in budgets)
-    return tuple([Staged(SECTION, budget, stage) for budget, stage in by_budget if stage > UNSHORTENED])

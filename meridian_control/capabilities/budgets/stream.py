@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.budgets.charges import NOTHING_CARRIED, Carried, Charges
-from meridian_control.capabilities.budgets.rule import SECTION, in_stages
 from meridian_control.capabilities.budgets.shown import BudgetDetail
 from meridian_control.common.slices import SLICE_ROWS, at_once
 from meridian_control.engine.part import Part
-from meridian_control.engine.shortening import matching
+from meridian_control.engine.shortening import UNSHORTENED, matching
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream
-    from meridian_control.engine.shortening import Shortening, Staged
+    from meridian_control.engine.shortening import Shortening, Stages
     from meridian_control.policy.model import Policy, Who
     from meridian_control.policy.shortening_schema import BudgetPolicy
 
@@ -35,21 +34,22 @@ class EngineBudgets(Part):
     budget is unshortened. carried: the tokens that an earlier session of the engine has counted.
     """
 
-    section = SECTION
+    section = "budget"
 
     def __init__(self, stream: Stream, carried: Carried = NOTHING_CARRIED) -> None:
         self._stream, self._table = stream, stream.table
         stream.policies.shorteners.append(self)
         self.charges = Charges(stream.table, carried)
         self.entries: tuple[BudgetPolicy, ...] = ()
-        self._by_name: dict[str, BudgetPolicy] = {}
+        # Index of each entry by its name.
+        self._index: dict[str, int] = {}
         self.stages: Mapping[str, int] = {}
 
     # ------------------------------------------------------------------------------------------------- counted tokens
 
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
         self.charges.begin_policy(has_budgets=bool(policy.budget))
-        self.entries, self._by_name = policy.budget, {budget.name: budget for budget in policy.budget}
+        self.entries, self._index = policy.budget, {budget.name: index for index, budget in enumerate(policy.budget)}
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> Sliced[None]:
         self.charges.begin_snapshot(snapshot.reported_session_id)
@@ -85,11 +85,12 @@ class EngineBudgets(Part):
         self.charges.assign(slot, tuple([budget.name for budget in budgets]), counts=not opened.remote_decode)
         return budgets
 
-    def staged(self, slot: int) -> tuple[Staged, ...]:
-        return in_stages(map(self._by_name.__getitem__, self.charges.names(slot)), self.stages)
+    def stages_of(self, slot: int) -> Stages:
+        in_stages = ((self._index[name], self.stages.get(name, UNSHORTENED)) for name in self.charges.names(slot))
+        return tuple([(index, stage) for index, stage in in_stages if stage > UNSHORTENED])
 
     def has_shadow(self, slot: int) -> bool:
-        return any(self._by_name[name].shadow for name in self.charges.names(slot))
+        return any(self.entries[self._index[name]].shadow for name in self.charges.names(slot))
 
     def detail(self, by: Shortening) -> BudgetDetail:
         return BudgetDetail(by.name, by.stage)

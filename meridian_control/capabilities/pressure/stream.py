@@ -31,7 +31,7 @@ from meridian_control.common.slices import at_once
 from meridian_control.common.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
 from meridian_control.engine.part import Part
 from meridian_control.engine.request_table import OUTPUT, THINK
-from meridian_control.engine.shortening import UNSHORTENED, Staged, matching
+from meridian_control.engine.shortening import UNSHORTENED, matching
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, differs
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream
-    from meridian_control.engine.shortening import Shortening
+    from meridian_control.engine.shortening import Shortening, Stages
     from meridian_control.policy.model import Policy, Who
     from meridian_control.policy.shortening_schema import PressurePolicy
 
@@ -168,11 +168,7 @@ class EnginePressure(Part):
             setattr(self, name, grown)
         self._hit = np.concatenate([self._hit, np.zeros(capacity - len(self._hit), bool)])
 
-    def staged(self, slot: int) -> tuple[Staged, ...]:
-        return tuple([Staged(self.section, self.entries[index], stage) for index, stage in self._stages(slot)])
-
-    def _stages(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """Return the entries that shorten the request in a slot, by their index in the policy, each with its stage."""
+    def stages_of(self, slot: int) -> Stages:
         if slot >= len(self._members) or not (members := int(self._members[slot])):
             return ()
         first, stages = int(self._first[slot]), []
@@ -317,11 +313,11 @@ class EnginePressure(Part):
         if not over:
             self._follow_clock(now_ms)
             return []
-        before = {slot: self._stages(slot) for slot in self._table.slots().tolist()}
+        before = {slot: self.stages_of(slot) for slot in self._table.slots().tolist()}
         for index in over:
             self._judge(index, now_ms, now)
             self._windows[index].restart(now_ms, self._answering(index))
-        return [slot for slot, stages in before.items() if stages != self._stages(slot)]
+        return [slot for slot, stages in before.items() if stages != self.stages_of(slot)]
 
     def _follow_clock(self, now_ms: float) -> None:
         """Begin the windows anew if the wall clock was set back."""

@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from meridian_control.capabilities.budgets.rule import in_stages, stage_of
+from meridian_control.capabilities.budgets.rule import stage_of
 from meridian_control.capabilities.budgets.token_bucket import charged, left_ratio
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, shortened
-from tests.fakes.tables import policy
+from tests.fakes.tables import in_stages, policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 RATE, BURST, SPEED = 1000, 60_000, 50

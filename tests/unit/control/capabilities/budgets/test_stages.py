@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meridian_control.capabilities.budgets.rule import in_stages, stage_of
+from meridian_control.capabilities.budgets.rule import stage_of
 from meridian_control.engine.shortening import (
     FLOOR,
     LOWER_CAP,
@@ -17,7 +17,7 @@ from meridian_control.engine.shortening import (
     shortened,
 )
 from meridian_control.policy.model import Who
-from tests.fakes.tables import policy
+from tests.fakes.tables import in_stages, policy
 
 ACME = {"name": "acme", "tenant": "acme*", "tokens_per_day": 1000, "shadow": False}
 # A floor that lets the rules' floor be the last stage.

@@ -238,8 +238,9 @@ def test_a_request_that_is_chosen_stays_so_over_a_change_of_the_policy(monkeypat
 
     def stages() -> list[int]:
         """The stages of the entry `chat`."""
-        of_slots = [pressure.staged(live[name].slot) for name in ("long", "middle", "short")]
-        return [{one.entry.name: one.stage for one in found}.get("chat", UNSHORTENED) for found in of_slots]
+        of_slots = [dict(pressure.stages_of(live[name].slot)) for name in ("long", "middle", "short")]
+        chat = [entry.name for entry in pressure.entries].index("chat")
+        return [found.get(chat, UNSHORTENED) for found in of_slots]
 
     assert (level(made), stages()) == (1, [SOFT_CLOSE, SOFT_CLOSE, UNSHORTENED])
     other = {**entry, "name": "other", "tenant": "other"}
@@ -251,7 +252,7 @@ def test_a_request_that_is_chosen_stays_so_over_a_change_of_the_policy(monkeypat
     made.step(1)
     assert made.open("later", 100_000, tenant="chat") == slot
     made.step(1)
-    assert pressure.staged(slot) == (), "another request in the same slot"
+    assert pressure.stages_of(slot) == (), "another request in the same slot"
 
 
 def test_pressure_in_shadow_that_the_policy_has_no_more_is_not_compared() -> None:
