@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.relay.relayed import PARAMS, Answer, ask, engines, handover, relaying
@@ -109,7 +109,6 @@ def continued(engine: FakeVllm) -> bool:
     return any("meridian_handover" in body.get("vllm_xargs", {}) for _, body in engine.seen)
 
 
-@settings(max_examples=100)
 @given(courses())
 def test_one_answer(course: Course) -> None:
     asyncio.run(compare(course))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from meridian_kernels import EntropyProbe, KernelError, RowSignals, reference
 from meridian_kernels.definition import COLUMNS, FLOATS
@@ -82,7 +82,6 @@ def test_against_the_reference(vocab: int, dtype: torch.dtype) -> None:
     check(rows.to(dtype), vocab // 3)
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 5).flatmap(
         lambda width: st.lists(
@@ -258,7 +257,6 @@ def bytes_of(logits: torch.Tensor, end: int, rows: Sequence[int] | None, wanted:
 STEP = st.tuples(st.integers(1, 9), st.sampled_from(["all", "same", "some", "none"]), st.sampled_from([33, 40]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(STEP, min_size=1, max_size=12), st.permutations(range(COLUMNS)), st.integers(1, COLUMNS), st.data())
 def test_a_repeated_measurement_returns_what_each_measurement_would(
     steps: list[tuple[int, str, int]], order: list[int], columns: int, data: st.DataObject

@@ -121,4 +121,4 @@ class OneOutcome(RuleBasedStateMachine):
 
 
 TestOneOutcome = OneOutcome.TestCase
-TestOneOutcome.settings = settings(max_examples=150, stateful_step_count=40)
+TestOneOutcome.settings = settings(max_examples=50, stateful_step_count=40)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers
@@ -215,7 +215,6 @@ def shifted(table: SentenceTable) -> SentenceTable:
 WORDS = st.integers(FIRST, FIRST + len(TEXTS) + 1)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.lists(WORDS, min_size=1, max_size=40), min_size=1, max_size=3),
     st.integers(0, 3),

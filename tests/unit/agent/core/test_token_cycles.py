@@ -45,7 +45,7 @@ def slowly(tokens: list[int]) -> TokenCycle | None:
     rounds=st.integers(1, 5),
     after=st.lists(st.integers(0, 3), max_size=3),
 )
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_it_finds_what_comparing_every_place_finds(
     before: list[int], cycle: list[int], rounds: int, after: list[int]
 ) -> None:
@@ -90,7 +90,7 @@ def test_tokens_before_the_thinking_do_not_count() -> None:
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=3 * KEPT_TOKENS), st.data())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_taken_in_parts_or_at_once_is_the_same(tokens: list[int], data: st.DataObject) -> None:
     tokens = tokens * 3
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=20)))

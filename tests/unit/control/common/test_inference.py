@@ -105,8 +105,8 @@ def test_the_interval_of_the_saving_covers_the_truth() -> None:
 
 @pytest.mark.parametrize("limit", [0.01, 0.1])
 def test_false_alarms_are_as_rare_as_stated(limit: float) -> None:
-    """Of 400 runs of 500 trials whose probability is the limit itself, at most 1 % plus chance reach 100."""
-    rng, runs = random.Random(7), 400
+    """Of 200 runs of 500 trials whose probability is the limit itself, at most 1 % plus chance reach 100."""
+    rng, runs = random.Random(7), 200
     alarms = sum(alarm(SequentialTest(limit), rng, limit, 500) is not None for _ in range(runs))
     assert alarms <= stats.binom.ppf(0.999, runs, 0.01)
 

@@ -272,7 +272,7 @@ LENGTHS = st.lists(st.integers(1, 9), max_size=14)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(steps=streams(drafts=3), lengths=LENGTHS, shadow=st.booleans(), floor=st.sampled_from([0, 2, 5]))
 def test_a_rule_sees_the_same_history_however_reports_are_cut(
     rule: str, steps: list[Step], lengths: list[int], shadow: bool, floor: int
@@ -280,7 +280,7 @@ def test_a_rule_sees_the_same_history_however_reports_are_cut(
     same(with_rule(rule, shadow, floor), steps, lengths)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     data=st.data(),
     shadow=st.booleans(),
@@ -316,7 +316,7 @@ def _goes_on(rows: list[Token]) -> list[Token]:
     return [(THINK, flags & ~END, entropy, rank) for _, flags, entropy, rank in rows]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     steps=streams(),
     lengths=LENGTHS,

@@ -129,7 +129,7 @@ def test_a_recorded_stream_replays_exactly(seed: int) -> None:
     assert len(replayed) > 50
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(2, 8))
 def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int) -> None:
     """A slow link merges steps; in the end the control plane's table is the same."""

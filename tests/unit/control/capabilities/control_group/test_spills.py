@@ -200,8 +200,8 @@ def alarm(rng: np.random.Generator, spilled: float, reentry: float, natural: int
 
 def test_runs_without_a_difference_raise_no_alarm() -> None:
     rng = np.random.default_rng(4)
-    found = [alarm(rng, 0.0, reentry, 300) for reentry in (0.0, 0.1, 0.3) for _ in range(50)]
-    assert sum(one is not None for one in found) <= 2
+    found = [alarm(rng, 0.0, reentry, 300) for reentry in (0.0, 0.1, 0.3) for _ in range(20)]
+    assert sum(one is not None for one in found) <= 1
 
 
 def test_ends_that_spill_are_found_soon() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
@@ -142,7 +142,6 @@ def _eat_holds(request: Sequence[Token], at: int) -> bool | None:
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=60)
 @given(request=TOKENS, confirm=st.integers(1, 4), floor=st.sampled_from([0, 4, 12]))
 def test_a_rule_fires_at_the_nth_place_in_a_row(name: str, request: list[Token], confirm: int, floor: int) -> None:
     expected = expected_end(name, confirm, floor, request)
@@ -161,7 +160,6 @@ def test_the_reference_is_not_idle(name: str, confirm: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["rank", "margin", "rpdi"])
-@settings(max_examples=40)
 @given(request=TOKENS, confirm=st.integers(1, 4), cut=st.integers(0, 40))
 def test_a_rule_sees_the_same_within_a_report(name: str, request: list[Token], confirm: int, cut: int) -> None:
     """In two reports a rule fires at the same token as token by token."""

@@ -173,7 +173,7 @@ def happen(results: Handovers, event: str, now: timedelta) -> None:
         results.continuation_closed("r", key, STOP if kind == "finish" else ABORT, at)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(EVENTS), max_size=12))
 def test_every_request_has_exactly_one_result(events: list[str]) -> None:
     results, _ = decided()
