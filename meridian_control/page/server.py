@@ -88,6 +88,7 @@ class StatusPage:
             _offer(viewer, None)
         if self._looking is not None:
             self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self._http.stop()
 
     async def _file(self, request: web.Request) -> web.Response:

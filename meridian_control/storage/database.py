@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,6 +36,8 @@ RETRY_S = 1.0
 # Seconds for which a connection to a SQLite file waits for a lock that another connection holds.
 BUSY_TIMEOUT_S = 30.0
 WAL_RETRY_S = 0.02
+# Seconds for which `close` waits for connections in use.
+CLOSE_S = 5.0
 
 
 class Database:
@@ -48,6 +50,9 @@ class Database:
     def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
         self._engine = engine
         self._postgres_url = postgres_url
+        # The number of connections in use, and whether it is 0.
+        self._in_use, self._unused = 0, asyncio.Event()
+        self._unused.set()
         # One task receives changes for all callers of `follow`; None while there is no caller.
         self._listening: asyncio.Task[None] | None = None
         self._followers: set[asyncio.Event] = set()
@@ -101,7 +106,7 @@ class Database:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """Open a connection for reading. Raises StoreUnavailable, also from the caller's statements."""
-        with _unavailable():
+        with self._used():
             async with self._engine.connect() as connection:
                 yield connection
 
@@ -111,11 +116,24 @@ class Database:
 
         Raises StoreUnavailable and SQLAlchemy's IntegrityError, also from the caller's statements in the transaction.
         """
-        with _unavailable():
+        with self._used():
             async with self._engine.begin() as connection:
                 yield connection
                 if tell and self.shared:
                     await connection.execute(text(postgres.NOTIFY))
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Count a connection in use. Raises StoreUnavailable in place of the driver's errors."""
+        self._in_use += 1
+        self._unused.clear()
+        try:
+            with _unavailable():
+                yield
+        finally:
+            self._in_use -= 1
+            if not self._in_use:
+                self._unused.set()
 
     async def follow(self, look: Callable[[], Awaitable[None]]) -> None:
         """Call `look` now and whenever another replica may have changed something, until cancelled.
@@ -167,6 +185,11 @@ class Database:
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
+        """Close all connections. Those of tasks that were cancelled end their statements first: if such a task is
+        cancelled once more, as at the end of the event loop, aiosqlite 0.22 waits for ever."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._unused.wait()
         await self._engine.dispose()
         if self._lock is not None:
             self._lock.release()

@@ -56,6 +56,7 @@ async def served(path: Path) -> AsyncIterator[tuple[Control, str]]:
             yield control, f"http://127.0.0.1:{port}"
         finally:
             await page.stop()
+            assert page._looking is None or page._looking.done(), "the page still reads the store"
 
 
 async def first_event(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:

@@ -69,6 +69,26 @@ async def append(
     return await store.append(policy, etag=etag, author="ann", reason="why", now=now, request_id=request_id)
 
 
+COUNT = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300000) SELECT count(*) FROM n"
+
+
+async def test_a_store_closes_after_the_statements_of_cancelled_tasks(address: str) -> None:
+    """The end of an event loop cancels every task that is left, for some once more, and waits for them."""
+    database, begun = await Database.open(address), asyncio.Event()
+
+    async def read() -> None:
+        async with database.reading() as connection:
+            begun.set()
+            await connection.execute(text(COUNT))
+
+    reading = asyncio.create_task(read())
+    await begun.wait()
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    await database.close()
+    assert reading.cancelled()
+
+
 async def test_empty(address: str) -> None:
     async with opened(address) as store:
         assert await store.current() is None
