@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import traceback
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +12,6 @@ from tests.processes import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -30,55 +27,17 @@ TOLERANCE_NATS, FEW_IDS = 1e-5, 1024
 LOGIT_NATS = 2.0**-15
 
 
-def load(folder: Path = MODEL, method: Literal["fork", "spawn"] = "spawn") -> Logprobs:
-    """Load the model of a folder, in a process of its own.
-
-    In the process of an engine, Transformers has computed other entropies than everywhere else: in three of some thirty
-    runs of all tests, for a reason not found. So nothing that an engine does can reach the reference. method: a fork
-    has what this process has imported, and comes before an engine starts threads here.
+def load(folder: Path = MODEL) -> Logprobs:
+    """Load the model of a folder.
 
     Return a function from sequences of token ids to the log-probabilities after the newest token of each, which are
     [sequences, vocabulary] in float64; with `everywhere=True` from one sequence to those after each token, which are
-    [tokens, vocabulary]. The function raises RuntimeError with the error of the other process.
+    [tokens, vocabulary].
     """
-    context: Any = multiprocessing.get_context(method)
-    pipe, theirs = context.Pipe()
-    context.Process(target=_serve, args=(theirs, folder), daemon=True).start()
-    theirs.close()
-
-    def logprobs(*sequences: list[int], everywhere: bool = False) -> NDArray[np.float64]:
-        pipe.send((sequences, everywhere))
-        found: NDArray[np.float64] | str = pipe.recv()
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        return found
-
-    return logprobs
-
-
-def _serve(pipe: Connection, folder: Path) -> None:
-    asked = pipe.recv()
-    try:
-        logprobs = _loaded(folder)
-        while True:
-            pipe.send(logprobs(*asked))
-            asked = pipe.recv()
-    except EOFError:
-        return
-    except Exception:
-        pipe.send(traceback.format_exc())
-
-
-def _loaded(folder: Path) -> Callable[[Sequence[list[int]], bool], NDArray[np.float64]]:
     import torch
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    wrong = [name for name, tensor in model.named_parameters() if not torch.equal(tensor, stored[name].float())]
-    assert not wrong, f"Transformers has not loaded what the file holds: {wrong}"
 
     def batch(sequences: Sequence[list[int]], everywhere: bool) -> torch.Tensor:
         # Padding comes last, so no token attends to it.
@@ -90,7 +49,7 @@ def _loaded(folder: Path) -> Callable[[Sequence[list[int]], bool], NDArray[np.fl
         logits: torch.Tensor = model.lm_head(chosen)
         return logits
 
-    def logprobs(sequences: Sequence[list[int]], everywhere: bool) -> NDArray[np.float64]:
+    def logprobs(*sequences: list[int], everywhere: bool = False) -> NDArray[np.float64]:
         with torch.no_grad():
             starts = range(0, len(sequences), BATCH)
             logits = torch.cat([batch(sequences[start : start + BATCH], everywhere) for start in starts])

@@ -33,6 +33,8 @@ def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict
         env = {
             **ENGINE_ENV,
             **BUILDS[build].environment(),
+            # A build's engine would begin with the last settings of the build before, such as its closing text.
+            "MERIDIAN_STATE_DIR": str(folder / f"{build}-state"),
             connectors.FOLDER: str(folder / f"{build}-connector"),
             grown.FOLDER: str(folder / f"{build}-model"),
         }

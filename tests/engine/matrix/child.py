@@ -14,7 +14,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.engine import offline
 from tests.engine.matrix import features_of, grown
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.builds import BUILDS, prepare, version_here
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 PLAIN = Ask([1, 2, 3] * 8, {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True})
 
 
-def start(build: Build, control: Control, stock: Stock, logprobs: offline.Logprobs) -> Engine:
+def start(build: Build, control: Control, stock: Stock) -> Engine:
     import vllm
 
     from tests.engine.matrix.engine import Engine
@@ -41,7 +40,7 @@ def start(build: Build, control: Control, stock: Stock, logprobs: offline.Logpro
     watch()
     llm = vllm.LLM(**build.engine_args())
     control.engine()
-    engine = Engine(build, llm, control, stock, logprobs)
+    engine = Engine(build, llm, control, stock)
     classes = [c.__name__ for c in type(engine.scheduler).__mro__]
     assert ("AsyncScheduler" in classes) == build.asynchronous, classes
     assert engine.scheduler.use_v2_model_runner == build.v2
@@ -91,7 +90,6 @@ def main() -> None:
     try:
         if build.vocabulary:
             grown.write(Path(os.environ[grown.FOLDER]), vocabulary_folder() / build.vocabulary, build.size)
-        logprobs = offline.load(Path(build.engine_args()["model"]), "fork")
         # Both engines start at the same time. A build that is `alone` needs a stock engine only if a feature fails.
         if not build.alone:
             from vllm import LLM  # noqa: F401
@@ -100,7 +98,7 @@ def main() -> None:
             gc.freeze()
             stock.start("fork")
         try:
-            engine = start(build, control, stock, logprobs)
+            engine = start(build, control, stock)
             reason = "" if build.alone else cannot(stock)
         except Exception:
             if not (reason := cannot(stock)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, Phase
@@ -42,9 +43,8 @@ class NotForBuild(Exception):  # noqa: N818
 class Engine:
     """A vLLM engine whose core is in this process, the control plane that governs it, and a stock engine."""
 
-    def __init__(self, build: Build, llm: Any, control: Control, stock: Stock, logprobs: offline.Logprobs) -> None:
-        """logprobs: the independent computation of log-probabilities, by Transformers."""
-        self.build, self.llm, self.control, self.stock, self.logprobs = build, llm, control, stock, logprobs
+    def __init__(self, build: Build, llm: Any, control: Control, stock: Stock) -> None:
+        self.build, self.llm, self.control, self.stock = build, llm, control, stock
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.agent = self.scheduler._agent
         self.settled = control.caught_up = Settled(self.scheduler, control)
@@ -76,6 +76,11 @@ class Engine:
         """Step until the core is empty, as a core in its own process does; the front end does not know of probes."""
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
+
+    @functools.cached_property
+    def logprobs(self) -> offline.Logprobs:
+        """Return the independent computation of log-probabilities, by Transformers."""
+        return offline.load(Path(self.build.engine_args()["model"]))
 
     def prompt(self, index: int = 0, template: dict[str, Any] | None = None) -> list[int]:
         """Return one of the shared cases as the chat template renders it, by default with thinking opened."""
