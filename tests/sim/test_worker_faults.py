@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # One fault in this many is tested; `python -m tests.sim --lines` takes all of them.
-SAMPLED = 7
+SAMPLED = 11
 
 
 def test_a_fault_at_any_line_of_the_worker() -> None:

@@ -41,7 +41,7 @@ ONLY_ENGINES = (
     "core/step_record.py",
 )
 # The test tries one of every SAMPLED faults; `python -m tests.contract.agent.link.test_thread_faults` tries all.
-SAMPLED = 19
+SAMPLED = 31
 
 
 class Fault:

@@ -57,6 +57,9 @@ class Opened:
         try:
             assert (await call.read()).HasField("welcome")
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL:
+                # grpcio loses the status of a stream that is refused while the client sends.
+                return await self.engine(engine_id, incarnation)
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             return call, error.details() or ""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 WARM, CALLS = 40, 160
 # Limits of what one flooding host may cost. Its log lines are those that FAULTS allows for a few causes, and two for
 # each engine that may be named.
-MAX_LINES, MAX_BYTES, MAX_GROWTH_MB = 500, 60_000, 12
+MAX_LINES, MAX_BYTES, MAX_GROWTH_MB = 500, 60_000, 20
 ANSWERS = {
     "stream of garbage": INVALID,
     "garbage after hello": INVALID,

@@ -30,7 +30,7 @@ def _as_stock(engine: Engine, **params: Any) -> None:
     """Check that prompts that open thinking, leave it to the model or close it have stock's output and right
     signals."""
     # The first three cases have a template each.
-    templates = [case["template"] for case in cases()[: 3 if engine.slow else None]]
+    templates = [case["template"] for case in cases()[: 3 if engine.slow else 5]]
     seeds = [{"seed": i} if params["temperature"] else {} for i in range(len(templates))]
     asks = [Ask(engine.prompt(i, template), {**params, **seeds[i]}) for i, template in enumerate(templates)]
     expected = engine.stock.draw(asks) if params["temperature"] else engine.stock.ask(asks)
@@ -44,7 +44,7 @@ def _as_stock(engine: Engine, **params: Any) -> None:
 
 @feature("greedy: tokens as stock's; phases, entropy and rank of each", *EVERYWHERE, *RANKS)
 def greedy(engine: Engine) -> None:
-    _as_stock(engine, temperature=0.0, max_tokens=40 if engine.slow else 300)
+    _as_stock(engine, temperature=0.0, max_tokens=24 if engine.slow else 250)
 
 
 @feature("sampled with a seed: the same", *EVERYWHERE)
