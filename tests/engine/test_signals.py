@@ -27,8 +27,8 @@ def offline() -> Any:
 
 
 def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
-    """In a mixed batch at temperature 1, entropy and the end marker's margin match to 1e-5 nats, the rank exactly, and
-    the end marker's log-probability to 5e-5."""
+    """In a mixed batch at temperature 1, entropy matches to 1e-5 nats, the end marker's rank exactly, and its
+    log-probability and margin to 5e-5."""
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))
@@ -40,14 +40,14 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
         assert not mismatches(offline, prompt, tokens, measured, end)
         logprobs = offline(prompt + tokens, everywhere=True)[len(prompt) - 1 : -1]
         expected = logprobs[:, end]
-        # The tolerance is for a single logit: two implementations round float32 differently.
+        # The larger tolerance is for single logits: two implementations round float32 differently.
         # A start marker that the model writes itself is not measured, because the request does not think before it.
         thinking = [i for i, m in enumerate(measured) if m[0] == Phase.THINK and tokens[i] != start]
         assert [measured[i][4] for i in thinking] == pytest.approx(expected[thinking], abs=5e-5)
         own = [m for token, m in zip(tokens, measured, strict=True) if token == start]
         assert all(math.isnan(m[2]) for m in own)
         margins = (logprobs.max(axis=1) - expected)[thinking]
-        assert [measured[i][5] for i in thinking] == pytest.approx(margins, rel=0, abs=1e-5)
+        assert [measured[i][5] for i in thinking] == pytest.approx(margins, rel=0, abs=5e-5)
         answer = [m for before, m in itertools.pairwise(measured) if before[0] == m[0] == Phase.OUTPUT]
         assert all(math.isnan(m[2]) for m in answer), "the entropy of an answer is measured, but no rule reads it"
 
