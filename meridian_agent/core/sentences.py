@@ -496,11 +496,15 @@ class SentenceTable:
         ids = np.array(tokens, np.intp)
         # A negative number stands for no token.
         np.minimum(ids, len(self.classes) - 1, out=ids)
-        return self._classes[ids]
+        return self._classes.take(ids)
 
     def steps(self, states: NDArray[np.uint32], classes: NDArray[np.uint16]) -> NDArray[np.uint32]:
         """Return the states after one more token each. classes: those of the tokens."""
         return self._after.take(states + classes)
+
+    def flags_of(self, states: NDArray[np.uint32]) -> bytes:
+        """Return the flags of the tokens after which the machine is in these states."""
+        return self._flags.take(states).tobytes()
 
     def row_flags(self, states: NDArray[np.uint32]) -> list[int]:
         """Return the flags of the rows of the tokens after which the machine is in these states."""

@@ -402,9 +402,9 @@ class TextRun:
         reached: dict[LiveRequest, int] = {}
         several = self._recent[-1] if self._recent else None
         flagged = {} if several is None else self._flagged(several)
-        states = self._states.get()
+        flags = self.sentences.flags_of(self._states.get())
         for row, (wanted, enough) in awaited.items():
-            place = flagged.get(row) or newest_end(self.sentences.flags[states[row]], enough)
+            place = flagged.get(row) or (newest_end(flags[row], enough) if flags[row] else None)
             live = self._by_row[row]
             if live is not None and place is not None and place[1] & wanted == wanted and not live.is_probed(place[0]):
                 reached[live] = place[0]

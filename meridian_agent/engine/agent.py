@@ -343,6 +343,8 @@ class Agent:
         if self._adoption:
             self._adopt_some(scheduler)
         if self.frozen:
+            if not self._adoption:
+                calm.end_full_look(scheduler, None, [])
             return []
         if scheduler.num_spec_tokens:
             self.masks.drop_unknown_drafts()
@@ -407,7 +409,7 @@ class Agent:
             return
         self._asked = None
         read = tracker.answering < len(tracker.by_id) if self.is_async else tracker.thinking
-        if read and self.observe_entropy and scheduled and tracker.markers.known:
+        if read and self.observe_entropy and scheduled and tracker.markers.known and not self.frozen:
             self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.unmeasured_ids, self.probing.placed)
             setattr(output, REQUEST, self._asked)
         self._asks_same = self._asked is None or self._asked[2] is None

@@ -131,9 +131,9 @@ class Lease:
         return 0.0 if then is None else self.clock() - then
 
     def steady_until(self) -> float:
-        """Return the time on the clock until which neither the parts that silence ends nor the state change, if no
-        stream begins or ends meanwhile and no freeze arrives. A report that is sent from now on waits for its answer
-        for at least the shortest lease."""
+        """Return the time on the clock until which neither the parts that silence ends, nor the state, nor a freeze
+        change, if no stream begins or ends meanwhile and no message arrives. A report that is sent from now on waits
+        for its answer for at least the shortest lease."""
         silent_s, unheard_s = self.silent_s(), self.unheard_s()
         if self.connected and (silent_s > self._shortest_s or unheard_s > self._shortest_s or self._late):
             # An answer would renew leases that have run out, or the answers would be in time again.
@@ -141,6 +141,8 @@ class Lease:
         coming = [lease_s - silent_s for lease_s, _ in self._leases if lease_s >= silent_s]
         if self.connected and self.answers_soon:
             coming.append(LATE_S - unheard_s)
+        if self.frozen():
+            coming.append(self._frozen_until - self.clock())
         return self.clock() + min(coming) if coming else math.inf
 
     # --------------------------------------------------------------------------------- settings, leases and freezes

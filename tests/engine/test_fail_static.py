@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from tests.engine import ENGINE_ARGS, MAX_TOKENS, Run, cases, chat
 from tests.engine.policies import CONVERGED, NEUTRAL
+from tests.engine.recording import records
 from tests.engine.test_budgets import shown
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
@@ -118,9 +119,15 @@ def test_requests_in_flight_are_let_go_and_taken_up_again(
     run.step()
     confirmed(control, True)
     assert len(run.tokens["r"]) < 150
+    looks = agent.calm.full_steps
+    with records(agent) as seen:
+        run.until(lambda: len(run.tokens["r"]) > 140)
+    assert agent.calm.full_steps - looks < 10, "frozen steps are not calm"
     run.until(lambda: len(run.tokens["r"]) > 200)
     end = agent.tracker.markers.end[0]
     assert end not in run.tokens["r"]
+    assert len(seen) > 40
+    assert not any(record.told for record, *_ in seen), "a frozen engine measures logits"
     control.thaw()
     wait_for(lambda: agent.link.mailbox.arrived, 20, "the thaw to arrive")
     run.until(settled=settled)
@@ -179,7 +186,14 @@ def test_the_time_limit_holds_without_a_control_plane(
         confirmed(control, True)
         kill(control, agent)
         assert chat(llm, cases(), GREEDY) == stock
+        run = Run(llm)
+        run.add("r", opened(), endless(agent, max_tokens=300))
+        run.until(lambda: len(run.tokens["r"]) > 100)
+        end = agent.tracker.markers.end[0]
+        assert end not in run.tokens["r"]
         agent.link.lease.clock = lambda: time.monotonic() + 601
+        run.until()
+        assert run.tokens["r"].index(end) < 110, "a request in flight is not taken up again"
         assert chat(llm, cases(), GREEDY) == capped
     finally:
         control.start()
