@@ -170,26 +170,29 @@ class HarmGuard:
                 await self._withdraw(savings, [ENTROPY], _drift(savings))
 
     async def _withdraw(self, savings: fleet_pb2.Savings, kinds: list[Kind], reason: str) -> None:
-        """Abort an active rollout, and withdraw kinds of shortening from the policy if it has the counted rules."""
+        """Withdraw kinds of shortening from the policy if it has the counted rules, and abort an active rollout that
+        brings these rules or keeps the policy from being changed.
+
+        A cap is not withdrawn. A rollout from a policy whose cap does harm goes on, because it may mend the harm.
+        """
         policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
-        candidate = None
-        if (rollout := await rollouts.active()) is not None:
-            candidate = (await policies.get(rollout.candidate_revision)).policy
         current = await policies.current()
         harms = current is not None and rules_of(current.policy) == savings.rules
-        if rollout is not None and (harms or (candidate is not None and rules_of(candidate) == savings.rules)):
-            await rollouts.change(rollout, partial(abort, by=By(now, WITHDRAWER, reason)))
-            await self._rollouts.look()
-            current = await policies.current()
-        if current is None or not harms:
+        cap_only = current is not None and harms and reduce(without, kinds, current.policy) == current.policy
+        if (rollout := await rollouts.active()) is not None:
+            candidate = (await policies.get(rollout.candidate_revision)).policy
+            brings = not harms and rules_of(candidate) == savings.rules
+            if brings or (harms and not cap_only):
+                await rollouts.change(rollout, partial(abort, by=By(now, WITHDRAWER, reason)))
+                await self._rollouts.look()
+                current = await policies.current()
+        if cap_only and savings.rules not in self._left:
+            # The page and the alert show it, too.
+            self._left.add(savings.rules)
+            logger.warning("the cap stays, although it does harm: %s", reason)
+        if current is None or not harms or cap_only:
             return
         policy = reduce(without, kinds, current.policy)
-        if policy == current.policy:
-            # Only a cap does harm, which is not withdrawn; the page and the alert show it.
-            if savings.rules not in self._left:
-                self._left.add(savings.rules)
-                logger.warning("the cap stays, although it does harm: %s", reason)
-            return
         try:
             stored = await policies.append(policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=now)
         except EtagMismatch:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 RULES = policy(entropy={"shadow": False})
 OTHER_RULES = policy(entropy={"shadow": False, "rpdi_threshold": 3.0})
+SAME_RULES = policy(entropy={"shadow": False}, kv_memory={"enabled": False})
 
 
 def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
@@ -275,6 +276,25 @@ async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> 
         await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES
+
+
+@pytest.mark.parametrize("candidate", [OTHER_RULES, SAME_RULES])
+async def test_a_rollout_from_a_policy_whose_cap_harms_goes_on(control: Control, candidate: Policy) -> None:
+    """The candidate may mend the harm. It is aborted only if its own rules do harm."""
+    before = await control.set_policy(RULES)
+    rollouts, guard = control.parts.rollouts, control.fleet.part(Comparisons)
+    await rollouts.store.start(Plan.model_validate({"step": [{"percent": 100}]}), candidate, "", By(utc_now(), "ann"))
+    await rollouts.look()
+    judge(guard.experiments.experiment_of(before.revision, RULES), harmful=20, of=40, kind=CAP)
+    await guard.tick()
+    newest = await rollouts.store.newest()
+    assert newest is not None
+    assert newest.state is State.RUNNING
+    judge(guard.experiments.experiment_of(newest.candidate_revision, candidate), harmful=20, of=40, kind=CAP)
+    await guard.tick()
+    newest = await rollouts.store.newest()
+    assert newest is not None
+    assert (newest.state is State.ABORTED) == (candidate is OTHER_RULES)
 
 
 @pytest.mark.usefixtures("_patient")
