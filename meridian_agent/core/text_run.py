@@ -404,7 +404,7 @@ class TextRun:
         flagged = {} if several is None else self._flagged(several)
         flags = self.sentences.flags_of(self._states.get())
         for row, (wanted, enough) in awaited.items():
-            place = flagged.get(row) or (newest_end(flags[row], enough) if flags[row] else None)
+            place = flagged.get(row) or newest_end(flags[row], enough)
             live = self._by_row[row]
             if live is not None and place is not None and place[1] & wanted == wanted and not live.is_probed(place[0]):
                 reached[live] = place[0]

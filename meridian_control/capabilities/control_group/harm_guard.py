@@ -178,19 +178,19 @@ class HarmGuard:
         policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
         current = await policies.current()
         harms = current is not None and rules_of(current.policy) == savings.rules
-        cap_only = current is not None and harms and reduce(without, kinds, current.policy) == current.policy
+        if current is not None and harms and reduce(without, kinds, current.policy) == current.policy:
+            # Only a cap does harm, which is not withdrawn; the page and the alert show it.
+            if savings.rules not in self._left:
+                self._left.add(savings.rules)
+                logger.warning("the cap stays, although it does harm: %s", reason)
+            return
         if (rollout := await rollouts.active()) is not None:
             candidate = (await policies.get(rollout.candidate_revision)).policy
-            brings = not harms and rules_of(candidate) == savings.rules
-            if brings or (harms and not cap_only):
+            if harms or rules_of(candidate) == savings.rules:
                 await rollouts.change(rollout, partial(abort, by=By(now, WITHDRAWER, reason)))
                 await self._rollouts.look()
                 current = await policies.current()
-        if cap_only and savings.rules not in self._left:
-            # The page and the alert show it, too.
-            self._left.add(savings.rules)
-            logger.warning("the cap stays, although it does harm: %s", reason)
-        if current is None or not harms or cap_only:
+        if current is None or not harms:
             return
         policy = reduce(without, kinds, current.policy)
         try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from meridian_control.capabilities.control_group.experiments import Experiment
     from meridian_control.policy.model import Policy
+    from meridian_control.rollout.state import Rollout
     from tests.contract.streams import Control
 
 RULES = policy(entropy={"shadow": False})
@@ -244,16 +245,26 @@ async def test_a_replica_that_does_not_lead_withdraws_nothing(control: Control) 
     assert control.fleet.policy.policy == RULES
 
 
-@asynccontextmanager
-async def rolling_out(control: Control, candidate: Policy = OTHER_RULES) -> AsyncIterator[int]:
-    """Yield the candidate's revision of a rollout."""
+async def start(control: Control, candidate: Policy) -> int:
+    """Start a rollout, and return the candidate's revision."""
     plan = Plan.model_validate({"step": [{"percent": 100}]})
     rollouts = control.parts.rollouts
     rollout = await rollouts.store.start(plan, candidate, "", By(utc_now(), "ann"))
     await rollouts.look()
-    yield rollout.candidate_revision
-    newest = await rollouts.store.newest()
+    return rollout.candidate_revision
+
+
+async def newest_rollout(control: Control) -> Rollout:
+    newest = await control.parts.rollouts.store.newest()
     assert newest is not None
+    return newest
+
+
+@asynccontextmanager
+async def rolling_out(control: Control, candidate: Policy = OTHER_RULES) -> AsyncIterator[int]:
+    """Yield the candidate's revision of a rollout, which is aborted in the block."""
+    yield await start(control, candidate)
+    newest = await newest_rollout(control)
     assert newest.state is State.ABORTED
     assert newest.events[-1].author == WITHDRAWER
 
@@ -282,19 +293,13 @@ async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> 
 async def test_a_rollout_from_a_policy_whose_cap_harms_goes_on(control: Control, candidate: Policy) -> None:
     """The candidate may mend the harm. It is aborted only if its own rules do harm."""
     before = await control.set_policy(RULES)
-    rollouts, guard = control.parts.rollouts, control.fleet.part(Comparisons)
-    await rollouts.store.start(Plan.model_validate({"step": [{"percent": 100}]}), candidate, "", By(utc_now(), "ann"))
-    await rollouts.look()
+    guard, revision = control.fleet.part(Comparisons), await start(control, candidate)
     judge(guard.experiments.experiment_of(before.revision, RULES), harmful=20, of=40, kind=CAP)
     await guard.tick()
-    newest = await rollouts.store.newest()
-    assert newest is not None
-    assert newest.state is State.RUNNING
-    judge(guard.experiments.experiment_of(newest.candidate_revision, candidate), harmful=20, of=40, kind=CAP)
+    assert (await newest_rollout(control)).state is State.RUNNING
+    judge(guard.experiments.experiment_of(revision, candidate), harmful=20, of=40, kind=CAP)
     await guard.tick()
-    newest = await rollouts.store.newest()
-    assert newest is not None
-    assert (newest.state is State.ABORTED) == (candidate is OTHER_RULES)
+    assert ((await newest_rollout(control)).state is State.ABORTED) == (candidate is OTHER_RULES)
 
 
 @pytest.mark.usefixtures("_patient")

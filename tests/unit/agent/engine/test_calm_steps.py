@@ -443,24 +443,16 @@ def test_the_leases_are_steady_until_then(connected: bool, after_s: float) -> No
     assert (lease.over(lease.silent_s()), lease.state) != first
 
 
-def test_the_leases_are_steady_until_a_freeze_ends() -> None:
+def test_an_engine_without_its_control_plane_is_steady_but_for_the_end_of_a_freeze() -> None:
     now_s = 100.0
     lease = Lease(lambda: now_s)
     lease.begins()
     lease.lost()
     now_s += 1000
+    assert lease.steady_until() == float("inf")
     lease.freeze_for(60)
     assert lease.steady_until() == now_s + 60
     assert lease.frozen()
     now_s += 60
     assert not lease.frozen()
-    assert lease.steady_until() == float("inf")
-
-
-def test_an_engine_without_its_control_plane_is_steady_for_good() -> None:
-    now_s = 100.0
-    lease = Lease(lambda: now_s)
-    lease.begins()
-    lease.lost()
-    now_s += 1000
     assert lease.steady_until() == float("inf")
