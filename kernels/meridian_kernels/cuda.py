@@ -1,12 +1,15 @@
-"""Loads the CUDA source through CuPy and runs the kernel beside torch, with its own stream, events and pinned memory.
+"""Loads the CUDA source through CuPy and runs the kernel on the stream of the logits, with its own events and pinned
+memory.
 
-Creating a `Kernels` object allocates all memory and compiles and runs each kernel once. After that a measurement
-allocates nothing on the GPU, and no call but `PendingRows.result` waits for it. Importing this module neither imports
-CuPy nor touches a GPU. The module uses only the address, strides, dtype and stream of torch and CuPy arrays.
+Creating a `Kernels` object allocates all memory and compiles and runs each kernel once. After that a measurement is one
+launch and one event: it allocates nothing on the GPU, and no call but `PendingRows.result` waits for it. Importing this
+module neither imports CuPy nor touches a GPU. The module uses only the address, strides, dtype and stream of torch and
+CuPy arrays.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ import numpy as np
 from meridian_kernels import checks
 from meridian_kernels.definition import COLUMNS
 from meridian_kernels.errors import KernelError
-from meridian_kernels.pending import PendingRows, Ring, Slot
+from meridian_kernels.pending import SLOTS, PendingRows, Ring, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +42,8 @@ KERNELS = {"float32": ("signals_f32", 4), "bfloat16": ("signals_bf16", 2), "floa
 LEGACY_STREAM = 1
 # Size in bytes of the struct `State` in the CUDA source.
 STATE_BYTES = 20
+# The kernel's arguments that differ from launch to launch; the addresses of pieces, tickets and columns follow.
+ARGUMENTS = struct.Struct("10q")
 
 
 def plan(rows: int, vocab: int, entry_bytes: int, blocks: int, tile_vectors: int = TILE_VECTORS) -> tuple[int, int]:
@@ -49,7 +54,7 @@ def plan(rows: int, vocab: int, entry_bytes: int, blocks: int, tile_vectors: int
     return tiles, min(blocks, rows * tiles)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceRows:
     """Rows of logits in the GPU's memory. stride: entries from the start of one row to the start of the next. count:
     number of rows to measure."""
@@ -80,6 +85,24 @@ def rows_of_interface(logits: Any, count: int) -> tuple[DeviceRows, int]:
     return rows, interface.get("stream") or LEGACY_STREAM
 
 
+class Arguments:
+    """The memory from which launches of one slot read the kernel's arguments, of eight bytes each."""
+
+    def __init__(self, selected: int, *fixed: int) -> None:
+        """selected: address in the GPU's memory for the indices of selected rows. fixed: the last arguments, which are
+        the same in each launch."""
+        self.selected = selected
+        self._values = np.zeros(ARGUMENTS.size // 8 + len(fixed), np.int64)
+        self._values[-len(fixed) :] = fixed
+        self._memory = self._values.data.cast("B")
+        self._pointers = self._values.ctypes.data + 8 * np.arange(len(self._values))
+        # CUDA reads the arguments' addresses here.
+        self.address: int = self._pointers.ctypes.data
+
+    def fill(self, *first: int) -> None:
+        ARGUMENTS.pack_into(self._memory, 0, *first)
+
+
 class Kernels:
     """The CUDA kernels on one GPU, for at most `max_rows` rows in one measurement. The constructor raises CuPy's own
     exceptions if the GPU cannot be used."""
@@ -87,43 +110,59 @@ class Kernels:
     def __init__(self, device: int, max_rows: int) -> None:
         import cupy
 
-        self._cuda, self._runtime = cupy.cuda, cupy.cuda.runtime
+        self._cuda, self._driver, self._runtime = cupy.cuda, cupy.cuda.driver, cupy.cuda.runtime
         self.device, self.max_rows = device, max_rows
         with cupy.cuda.Device(device) as gpu:
             module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
-            self._functions = {dtype: (module.get_function(name), size) for dtype, (name, size) in KERNELS.items()}
+            # The object that CuPy returns keeps the kernel loaded.
+            self._loaded = [module.get_function(name).kernel for name, _ in KERNELS.values()]
+            sizes = [size for _, size in KERNELS.values()]
+            self._functions = dict(zip(KERNELS, zip((k.ptr for k in self._loaded), sizes, strict=True), strict=True))
             self._blocks = gpu.attributes["MultiProcessorCount"] * BLOCKS_PER_SM
-            self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._given, self._read = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
-            with self._stream:
-                self._pieces = cupy.empty((self._blocks + max_rows) * STATE_BYTES, np.uint8)
-                self._tickets = cupy.zeros(max_rows, np.uint32)
-                self._out = cupy.empty(COLUMNS * max_rows, np.float32)
-                self._selected = cupy.empty(max_rows, np.int32)
-                logits = cupy.zeros(64, np.float32)
+            self._pieces_bytes = (self._blocks + max_rows) * STATE_BYTES
+            # Measurements on two streams may run at once, so each slot has its own memory.
+            self._pieces = cupy.empty((SLOTS, self._pieces_bytes), np.uint8)
+            self._tickets = cupy.zeros((SLOTS, max_rows), np.uint32)
+            self._selected = cupy.empty((SLOTS, max_rows), np.int32)
+            logits = cupy.zeros(64, np.float32)
             self._ring = Ring(self._slot)
             # The first launch of a kernel loads the kernel, which may wait and allocate.
+            stream = cupy.cuda.get_current_stream()
             for dtype in KERNELS:
-                self._begin(DeviceRows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, self._stream.ptr).result()
+                self._begin(DeviceRows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, stream.ptr).result()
 
-    def _slot(self) -> Slot:
+    def _slot(self, number: int) -> Slot:
         def pinned(count: int, dtype: type) -> Any:
             return np.frombuffer(self._cuda.alloc_pinned_memory(4 * count), dtype, count)
 
         copied = self._cuda.Event(block=True, disable_timing=True)
         host, selected = pinned(COLUMNS * self.max_rows, np.float32), pinned(self.max_rows, np.int32)
-        return Slot(host, selected, copied, lambda: bool(copied.done))
+        arguments = Arguments(
+            self._selected.data.ptr + 4 * number * self.max_rows,
+            self._pieces.data.ptr + number * self._pieces_bytes,
+            self._tickets.data.ptr + 4 * number * self.max_rows,
+            # The GPU writes into pinned memory under the same address, so no copy follows the kernel.
+            host.ctypes.data,
+        )
+        return Slot(host, selected, copied, lambda: bool(copied.done), arguments)
 
     def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> PendingRows:
-        """Begin to measure rows of checked logits [rows, vocabulary] on this GPU. The measurement runs after the work
-        that is queued on the logits' stream now, and before work that is queued later. This stream is torch's current
-        stream for a tensor, and the stream that CuPy names for a CuPy array. Raises KernelError."""
+        """Begin to measure rows of checked logits [rows, vocabulary] on this GPU, on the logits' stream: after the work
+        that is queued there now, and before work that is queued later. This stream is torch's current stream for a
+        tensor, and the stream that CuPy names for a CuPy array. Raises KernelError."""
         count = logits.shape[0] if selected is None else len(selected)
         if count > self.max_rows:
             raise KernelError(f"at most {self.max_rows} rows can be measured at once; got {count}")
         rows, stream = self._tensor(logits, count) if checks.is_tensor(logits) else self._array(logits, count)
-        with self._cuda.Device(self.device):
+        runtime = self._runtime
+        before = runtime.getDevice()
+        # On a new thread this also makes the GPU's context the current one, which the launch needs.
+        runtime.setDevice(self.device)
+        try:
             return self._begin(rows, ends, selected, stream)
+        finally:
+            if before != self.device:
+                runtime.setDevice(before)
 
     def _tensor(self, logits: Any, count: int) -> tuple[DeviceRows, int]:
         import torch
@@ -146,34 +185,24 @@ class Kernels:
         self, rows: DeviceRows, ends: Sequence[int], selected: NDArray[np.int32] | None, stream: int
     ) -> PendingRows:
         slot = self._ring.take()
-        runtime, own, count = self._runtime, self._stream, rows.count
-        if count:
-            runtime.eventRecord(self._given.ptr, stream)
-            runtime.streamWaitEvent(own.ptr, self._given.ptr)
+        if rows.count:
             chosen = 0
             if selected is not None:
-                slot.selected[:count] = selected
-                chosen = self._selected.data.ptr
-                self._copy(chosen, slot.selected.ctypes.data, 4 * count, runtime.memcpyHostToDevice)
-            self.launch(own, rows, ends, chosen)
-            runtime.eventRecord(self._read.ptr, own.ptr)
-            runtime.streamWaitEvent(stream, self._read.ptr)
-            self._copy(slot.host.ctypes.data, self._out.data.ptr, 4 * COLUMNS * count, runtime.memcpyDeviceToHost)
-        runtime.eventRecord(slot.copied.ptr, own.ptr)
-        return PendingRows(slot, count)
+                # Each block reads indices of its rows, which would take long from the host's memory.
+                slot.selected[: rows.count] = selected
+                chosen, start = slot.arguments.selected, slot.selected.ctypes.data
+                self._runtime.memcpyAsync(chosen, start, 4 * rows.count, self._runtime.memcpyHostToDevice, stream)
+            self._launch(stream, rows, ends, chosen, slot.arguments)
+        self._runtime.eventRecord(slot.copied.ptr, stream)
+        return PendingRows(slot, rows.count)
 
-    def launch(self, stream: Any, rows: DeviceRows, ends: Sequence[int], chosen: int) -> None:
-        """Launch the kernel on a CuPy stream, without copying its results. chosen: address of the selected rows'
-        indices, or 0 for all rows."""
+    def _launch(self, stream: int, rows: DeviceRows, ends: Sequence[int], chosen: int, arguments: Arguments) -> None:
+        """Launch the kernel on a stream. chosen: address of the selected rows' indices, or 0 for all rows."""
         function, entry_bytes = self._functions[rows.dtype]
         count, vocab = rows.count, rows.vocab
         tiles, grid = plan(count, vocab, entry_bytes, self._blocks)
         if max(count * tiles, vocab) >= 1 << 31:
             raise KernelError(f"{count} rows of {vocab} logits are too many for one launch")
         four = (*ends, *(ends[-1],) * (checks.MAX_END_TOKENS - len(ends)))
-        buffers = (self._pieces.data.ptr, self._tickets.data.ptr, self._out.data.ptr)
-        with stream:
-            function((grid,), (THREADS,), (rows.address, rows.stride, chosen, count, vocab, tiles, *four, *buffers))
-
-    def _copy(self, to: int, start: int, count: int, kind: int) -> None:
-        self._runtime.memcpyAsync(to, start, count, kind, self._stream.ptr)
+        arguments.fill(rows.address, rows.stride, chosen, count, vocab, tiles, *four)
+        self._driver.launchKernel(function, grid, 1, 1, THREADS, 1, 1, 0, stream, arguments.address, 0)

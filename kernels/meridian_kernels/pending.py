@@ -28,22 +28,24 @@ class Slot:
     """Pinned memory for the columns of one measurement and for the indices of its rows.
 
     host: [COLUMNS * rows] float32. selected: [rows] int32. copied: event (CuPy's or torch's) after the copy of the
-    columns. is_copied: returns whether the event has passed, without waiting. use: number of measurements that have
-    used this slot.
+    columns. is_copied: returns whether the event has passed, without waiting. arguments: what the CUDA kernel's launch
+    reads; None for torch's operations. use: number of measurements that have used this slot.
     """
 
     host: NDArray[np.float32]
     selected: NDArray[np.int32]
     copied: Any
     is_copied: Callable[[], bool]
+    arguments: Any = None
     use: int = 0
 
 
 class Ring:
     """A ring of slots, which measurements use in turn."""
 
-    def __init__(self, make: Callable[[], Slot]) -> None:
-        self._slots = [make() for _ in range(SLOTS)]
+    def __init__(self, make: Callable[[int], Slot]) -> None:
+        """make: returns a slot, given its number."""
+        self._slots = [make(number) for number in range(SLOTS)]
         self._next = 0
 
     def take(self) -> Slot:

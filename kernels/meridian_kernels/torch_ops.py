@@ -59,7 +59,7 @@ class TorchOps:
     def _event(self) -> Any:
         return self._torch.cuda.Event(blocking=True) if self._is_on_gpu else _Passed()
 
-    def _slot(self) -> Slot:
+    def _slot(self, _: int) -> Slot:
         pinned = functools.partial(self._torch.empty, device="cpu", pin_memory=self._is_on_gpu)
         host = pinned(COLUMNS * self.max_rows, dtype=self._torch.float32).numpy()
         selected, copied = pinned(self.max_rows, dtype=self._torch.int32).numpy(), self._event()

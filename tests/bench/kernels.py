@@ -2,9 +2,7 @@
 
 Protocol: one process and one GPU; every arm reads the same logits (normal, spread 4, one end token), shape after shape.
 Before each run 2 GiB of other memory are read, so that the L2 cache is cold and clean and the host is ahead of the GPU.
-CUDA events on torch's current stream enclose the run; the figures are medians of 50 runs after 5 to warm up. For the
-agent's own arm the figure is the time that the engine's stream waits: the kernel and the events between the streams,
-without the copy of the results, which runs beside it. "Kernel alone" is the launch on torch's own stream. Arms take
+CUDA events on torch's current stream enclose the run; the figures are medians of 50 runs after 5 to warm up. Arms take
 turns within a repetition. The measure is bytes of logits over time, relative to a copy of 1 GiB (bytes read plus bytes
 written over its time), which is measured first. Before an arm is timed, its entropy is compared with the float64
 definition on up to four rows.
@@ -27,7 +25,7 @@ from meridian_kernels.cuda import KERNELS
 
 from tests.bench import harness
 from tests.bench.harness import BenchError, Column, Interval
-from tests.bench.kernels_arms import ALONE, EAGER, OURS, Arm, arms
+from tests.bench.kernels_arms import EAGER, OURS, Arm, arms
 
 if TYPE_CHECKING:
     import argparse
@@ -92,7 +90,6 @@ def compare(clock: Clock, probe: EntropyProbe, logits: torch.Tensor, repetitions
     errors = {
         name: float(np.abs(_array(arm, arm.begin(logits, END_TOKEN))[: len(want)] - want).max())
         for name, arm in found.items()
-        if arm.entropy is not None
     }
     for name, error in errors.items():
         if not error <= WRONG_NATS:
@@ -123,7 +120,7 @@ def aims(cases: list[dict[str, Any]], copy: float) -> dict[str, list[bool]]:
     for case in cases:
         us = {arm: found["median_us"] for arm, found in case["times"].items()}
         if case["rows"] >= AIM_ROWS:
-            best = min(time_us for arm, time_us in us.items() if arm not in {OURS, ALONE})
+            best = min(time_us for arm, time_us in us.items() if arm != OURS)
             share = case["read_bytes"] / us[OURS] * 1e6 / copy
             met.setdefault(f"{AIM_SHARE:.0%} of copy bandwidth", []).append(share >= AIM_SHARE)
             met.setdefault(f"{AIM_EAGER:g} times torch eager", []).append(us[EAGER] / us[OURS] >= AIM_EAGER)
@@ -132,7 +129,6 @@ def aims(cases: list[dict[str, Any]], copy: float) -> dict[str, list[bool]]:
 
 
 def _array(arm: Arm, begun: Any) -> Any:
-    assert arm.entropy is not None
     entropy = arm.entropy(begun)
     return entropy if isinstance(entropy, np.ndarray) else entropy.float().cpu().numpy()
 

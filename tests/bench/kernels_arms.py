@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from meridian_kernels import EntropyProbe
 
-OURS, ALONE, EAGER = "meridian", "meridian, kernel alone", "torch eager"
+OURS, EAGER = "meridian", "torch eager"
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Arm:
     """One way to compute the signals.
 
     begin: queue the work for these logits and this end token on the stream. entropy: the result in nats, as a tensor or
-    an array [rows]; None if nothing is read back.
+    an array [rows].
     """
 
     begin: Callable[[torch.Tensor, int], Any]
-    entropy: Callable[[Any], Any] | None
+    entropy: Callable[[Any], Any]
 
 
 def eager(logits: torch.Tensor, end_token: int) -> torch.Tensor:
@@ -44,7 +44,6 @@ def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tu
     """Return the arms by name for logits of this shape, and the reasons why others are missing."""
     found = {
         OURS: Arm(probe.begin, lambda pending: pending.result().entropy_nats),
-        ALONE: _alone(probe),
         EAGER: Arm(eager, lambda columns: columns[0]),
     }
     missing: dict[str, str] = {}
@@ -54,21 +53,6 @@ def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tu
         except ImportError as error:
             missing[name] = f"{type(error).__name__}: {error}"
     return found, missing
-
-
-def _alone(probe: EntropyProbe) -> Arm:
-    """Return the arm that launches the kernel without events, side streams and the copy of the results."""
-    import cupy
-    from meridian_kernels.cuda import Kernels, rows_of
-
-    kernels = probe._gpu
-    assert isinstance(kernels, Kernels)
-
-    def begin(logits: torch.Tensor, end_token: int) -> None:
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-        kernels.launch(stream, rows_of(logits, logits.shape[0]), (end_token,), 0)
-
-    return Arm(begin, None)
 
 
 _COMPILED: list[Any] = []
