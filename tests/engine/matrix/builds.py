@@ -61,14 +61,16 @@ class Build:
     size: int = 0
 
     def engine_args(self) -> dict[str, Any]:
-        # Two engines share a GPU, so each gets a part of its memory.
-        there = {"async_scheduling": self.asynchronous, "gpu_memory_utilization": 0.25} if ON_GPU else {}
+        # Two engines share a GPU, so each gets the same part of its memory, whatever its neighbour has taken already.
+        memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+        there = {"async_scheduling": self.asynchronous, **memory} if ON_GPU else {}
         model = {"model": os.environ[grown.FOLDER]} if self.vocabulary else {}
         return {**ENGINE_ARGS, "max_logprobs": -1, **there, **model, **self.args}
 
     def environment(self) -> dict[str, str]:
-        interpreter = INTERPRETER if self.v2 and not ON_GPU else {}
-        return {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.v2)), **interpreter, **self.env}
+        # On a GPU, Triton's attention multiplies float32 with fewer bits unless it is told not to.
+        triton = {"TRITON_F32_DEFAULT": "ieee"} if ON_GPU else INTERPRETER if self.v2 else {}
+        return {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.v2)), **triton, **self.env}
 
     def lacks(self) -> str:
         """Return what this Python lacks for the build and how to get it, or an empty string."""

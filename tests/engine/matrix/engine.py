@@ -200,20 +200,14 @@ class Engine:
             manager.make_prefix_cache_stats = make
 
     def check_signals(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
-        """Check entropy to `offline.tolerance`, and the end marker's rank, against Transformers on the same tokens.
-
-        A GPU adds up in another order than Transformers on a CPU, so on a GPU vLLM's own log-probabilities are the
-        reference.
-        """
-        if ON_GPU:
-            return
+        """Check entropy to `offline.tolerance`, and the end marker's rank, against Transformers on the same tokens."""
         wrong = offline.mismatches(self.logprobs, prompt, tokens, seen.rows, self.end)
         assert not wrong, wrong[:5]
 
     def check_probes(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
         """Check EAT to `offline.tolerance` against Transformers, and that each probe costs the tokens of the end
         marker, and one more as a request of its own."""
-        wrong = [] if ON_GPU else offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, self.ending)
+        wrong = offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, self.ending)
         assert not wrong, wrong[:5]
         costs = {cost for *_, cost, _, _ in seen.probes}
         # If drafts are made, vLLM computes rows for them after a probe, too.
