@@ -67,7 +67,9 @@ class Stock:
         """Run requests. Raises StockFailed, or EOFError if the process ended without an error."""
         if self._process is None:
             self.start()
-        self._pipe.send(asks)
+        # An engine that could not start has said why, and has ended.
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(asks)
         found: Any = self._pipe.recv()
         if isinstance(found, str):
             self.stop()
