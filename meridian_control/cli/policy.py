@@ -5,9 +5,9 @@ The module uses one thread and blocking calls.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -36,7 +36,7 @@ from meridian_control.cli.console import (
     show,
     show_value,
 )
-from meridian_control.common.errors import PolicyError
+from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy.diff import diff
@@ -45,7 +45,7 @@ from meridian_control.policy.model_families import model_families
 policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_args_is_help=True)
 
 
-File = Annotated[Path, typer.Option("-f", "--file", help="Policy file in TOML.")]
+File = Annotated[Path, typer.Option("-f", "--file", help="Policy file in TOML; - for standard input.")]
 Revision = Annotated[
     int, typer.Option(min=0, max=LARGEST_ID, help="Revision of the policy; default: the one in force.")
 ]
@@ -87,6 +87,9 @@ def policy_apply(
     context: typer.Context,
     file: File,
     *,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Keep the values in force of the fields that FILE leaves out.")
+    ] = False,
     dry_run: DryRun = False,
     diff: Diff = False,
     etag: Etag = None,
@@ -96,16 +99,42 @@ def policy_apply(
 ) -> None:
     """Replace the policy in force with the policy in FILE, and print the new revision."""
     with connect(context) as client:
+        values = forms.load_tables(file)
+        if not values:
+            raise PolicyError(
+                [
+                    Violation(
+                        f"{file}:",
+                        "has no fields; a section's header alone, such as [scheduler], gives all fields their defaults",
+                    )
+                ]
+            )
         request = policy_pb2.UpdatePolicyRequest(
-            policy=forms.to_proto(forms.load(file)),
-            etag=_current_etag(client) if etag is None else etag,
-            validate_only=dry_run,
-            author=author,
-            reason=reason,
-            request_id=request_id,
+            validate_only=dry_run, author=author, reason=reason, request_id=request_id
         )
-        answer = client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S)
-    _print_answer(answer, diff, f"{file}: valid, nothing changed")
+        _update(client, request, values, etag, merge=merge, changes=diff, if_checked=f"{file}: valid, nothing changed")
+
+
+@policy_app.command("set")
+def policy_set(
+    context: typer.Context,
+    fields: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE...", help="Fields and values, as in TOML.")],
+    *,
+    dry_run: DryRun = False,
+    diff: Diff = False,
+    etag: Etag = None,
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+) -> None:
+    """Change fields of the policy in force, and print the new revision. For example: policy set
+    scheduler.max_think_tokens=4000 entropy.shadow=true"""
+    with connect(context) as client:
+        request = policy_pb2.UpdatePolicyRequest(
+            validate_only=dry_run, author=author, reason=reason, request_id=request_id
+        )
+        values = forms.parse_fields(fields)
+        _update(client, request, values, etag, merge=True, changes=diff, if_checked="valid, nothing changed")
 
 
 @policy_app.command("rollback")
@@ -244,14 +273,48 @@ def _readable(message: policy_pb2.Policy) -> schema.Policy:
     return policy
 
 
-def _current_etag(client: Client) -> str:
-    """Return the etag of the policy in force, empty if no policy is stored or the stored policy cannot be read."""
+def _update(
+    client: Client,
+    request: policy_pb2.UpdatePolicyRequest,
+    values: Mapping[str, Any],
+    etag: str | None,
+    *,
+    merge: bool,
+    changes: bool,
+    if_checked: str,
+) -> None:
+    """Put a policy in force unless it is already, and print what has changed.
+
+    values: fields by section. etag: None for that of the policy in force. merge: keep the other fields as they are. The
+    other arguments are those of `_print_answer`.
+    """
+    stored = _in_force(client)
+    if merge:
+        if not stored:
+            fail(FAILED, "there is no policy in force to change that this meridianctl can read; use `policy apply`")
+        values = forms.merged(forms.to_values(_readable(stored.policy)), values)
+    request.policy.CopyFrom(forms.to_proto(forms.parse_values(values)))
+    request.etag = (stored.etag if stored else "") if etag is None else etag
+    # The control plane knows whether a call with this id has been made before.
+    if stored and not request.request_id and request.etag in ("", stored.etag) and request.policy == stored.policy:
+        say(f"revision {stored.revision} etag {stored.etag}, unchanged")
+        return
+    _print_answer(client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S), changes, if_checked)
+
+
+def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
+    """Return the revision in force; None if no policy is stored or the stored policy cannot be read."""
     try:
-        return current(client).etag
+        return current(client)
     except grpc.RpcError as error:
         if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
-            return ""
+            return None
         raise
+
+
+def _current_etag(client: Client) -> str:
+    stored = _in_force(client)
+    return stored.etag if stored else ""
 
 
 def _labels(pairs: list[str]) -> dict[str, str]:

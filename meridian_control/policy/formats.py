@@ -4,9 +4,11 @@ The module knows no policy field. The module's functions may run on any thread a
 `load_as` and `find` use the file system.
 """
 
+import json
 import os
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ from meridian_control.policy.section import Section
 from meridian_control.policy.validation_errors import dotted, syntax_message, violation
 
 FILE_NAME = "meridian.toml"
+STANDARD_INPUT = Path("-")
 
 Schema = TypeVar("Schema", bound=Section)
 
@@ -63,12 +66,56 @@ def load(path: str | os.PathLike[str]) -> Policy:
 
 def load_as(schema: type[Schema], path: Path) -> Schema:
     """Read a TOML file that has the given schema. Raises PolicyError, also if the file cannot be read."""
+    return _validate(schema, load_tables(path))
+
+
+def load_tables(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or standard input for the path -, and return its fields by section, unchecked. Raises
+    PolicyError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error
-    return parse_toml_as(schema, text, str(path))
+    return _tables(text, str(path))
+
+
+def parse_fields(fields: Iterable[str]) -> dict[str, Any]:
+    """Return the values of texts such as `scheduler.max_think_tokens=4000` by section. A value that is no TOML is a
+    string. Raises PolicyError."""
+    values: dict[str, Any] = {}
+    for field in fields:
+        name, equals, value = field.partition("=")
+        try:
+            section = tomllib.loads(f"{name} = {value}") if equals and value else {}
+        except ValueError:
+            try:
+                section = tomllib.loads(f"{name} = {json.dumps(value)}")
+            except ValueError:
+                section = {}
+        if "." not in name or not section:
+            raise PolicyError([Violation(field, "must be FIELD=VALUE, for example scheduler.max_think_tokens=4000")])
+        values = merged(values, section)
+    return values
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with changes, section by section; a list is replaced as a whole."""
+    result = dict(values)
+    for name, change in changes.items():
+        both = isinstance(change, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = merged(result[name], change) if both else change
+    return result
+
+
+def parse_values(values: Mapping[str, Any]) -> Policy:
+    """Return the policy with these fields by section. Raises PolicyError."""
+    return _validate(Policy, values)
+
+
+def to_values(policy: Policy) -> dict[str, Any]:
+    """Return each field of a policy by section."""
+    return policy.model_dump(mode="json", exclude_none=True)
 
 
 def find(explicit: Path | None) -> Path | None:
@@ -108,12 +155,12 @@ def from_proto_as(schema: type[Schema], message: Message) -> Schema:
 
 def to_proto(policy: Policy) -> policy_pb2.Policy:
     """Return the policy's message with every field set."""
-    return json_format.ParseDict(policy.model_dump(mode="json", exclude_none=True), policy_pb2.Policy())
+    return json_format.ParseDict(to_values(policy), policy_pb2.Policy())
 
 
 def to_toml(policy: Policy) -> str:
     """Return TOML text with every field; `parse_toml` reads the text back as an equal policy."""
-    return tomli_w.dumps(policy.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(to_values(policy))
 
 
 def to_stored_toml(policy: Policy) -> str:
@@ -124,8 +171,7 @@ def to_stored_toml(policy: Policy) -> str:
     An older version refuses fields that it does not know, so the text has a new field only if its value is not the
     default. `parse_toml` reads the text back as an equal policy.
     """
-    values = policy.model_dump(mode="json", exclude_none=True)
-    defaults = Policy().model_dump(mode="json", exclude_none=True)
+    values, defaults = to_values(policy), to_values(Policy())
     # The default of every field of an override is that the override leaves the field alone, in each version.
     values["override"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in policy.override]
     for section, fields in NEW_FIELDS.items():

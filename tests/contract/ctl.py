@@ -105,11 +105,11 @@ class Control:
         return await run(*arguments, server=self.address)
 
 
-async def run(*arguments: object, server: str) -> Result:
+async def run(*arguments: object, server: str, typed: str = "") -> Result:
     """Run the command line on a thread, so that the server's event loop goes on."""
     environment = {"MERIDIAN_SERVER": server, "USER": "ann", "NO_COLOR": "1"}
     command = [str(argument) for argument in arguments]
-    result = await asyncio.to_thread(CliRunner().invoke, app, command, env=environment)
+    result = await asyncio.to_thread(CliRunner().invoke, app, command, typed, environment)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
 

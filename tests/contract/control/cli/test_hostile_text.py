@@ -145,6 +145,7 @@ COMMANDS: dict[str, list[str]] = {
     "policy get": [],
     "policy history": [],
     "policy rollback": ["1"],
+    "policy set": ["fallback.lease_ms=600"],
     "pressure": [],
     "record": ["TRACE", "--duration", "0.1"],
     "requests": [],

@@ -11,7 +11,9 @@ from typer.testing import Result
 
 from meridian_control import __version__
 from meridian_control.cli.console import error_lines
+from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import Policy
 from meridian_control.policy.model_families import model_families
 from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, Control, run
 
@@ -33,8 +35,92 @@ async def test_apply_then_get(control: Control, file: Path) -> None:
 
 async def test_get_what_was_got_can_be_applied(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
-    file.write_text((await control("policy", "get")).stdout)
+    got = (await control("policy", "get")).stdout
+    file.write_text(got.replace("lease_ms = 500", "lease_ms = 600"))
     assert (await control("policy", "apply", "-f", file)).stdout.startswith("revision 2 ")
+
+
+async def test_the_policy_in_force_makes_no_revision(control: Control, file: Path) -> None:
+    (revision,) = (await control("policy", "apply", "-f", file)).stdout.splitlines()
+    for again in (("apply", "-f", file), ("apply", "-f", file, "--etag", ""), ("set", "fallback.lease_ms=500")):
+        result = await control("policy", *again)
+        assert (result.exit_code, result.stdout) == (OK, f"{revision}, unchanged\n")
+    assert len(json.loads((await control("policy", "history", "-o", "json")).stdout)) == 1
+    stale = await control("policy", "apply", "-f", file, "--etag", "0-0")
+    assert stale.exit_code == FAILED
+
+
+async def values(control: Control) -> set[tuple[str, str]]:
+    """Return the fields that are not at their defaults, with their values."""
+    policy = parse_toml((await control("policy", "get")).stdout)
+    return {(c.path, c.after) for c in diff(Policy(), policy)}
+
+
+async def test_set_and_merge_change_some_fields(control: Control, file: Path, tmp_path: Path) -> None:
+    """All other fields keep their values, and a value that is no TOML is a string."""
+    await control("policy", "apply", "-f", file)
+    before = await values(control)
+    fields = "scheduler.max_think_tokens=4000", "scheduler.strategy=deadline", 'model."qwen3.5-x".closing_text=So'
+    shown = await control("policy", "set", *fields, "--diff", "--reason", "try")
+    assert (shown.exit_code, "scheduler.max_think_tokens" in shown.stdout) == (OK, True)
+    after = await values(control)
+    assert after > before
+    assert {path for path, _ in after - before} >= {"scheduler.max_think_tokens", "scheduler.strategy"}
+    assert "qwen3.5-x" in (await control("policy", "get")).stdout
+    part = tmp_path / "part.toml"
+    part.write_text("[scheduler]\nmax_think_tokens = 5000\n")
+    assert (await control("policy", "apply", "--merge", "-f", part)).stdout.startswith("revision 3 ")
+    merged = await values(control)
+    assert {path for path, _ in merged ^ after} == {"scheduler.max_think_tokens"}
+    assert (await control("policy", "apply", "-f", part)).stdout.startswith("revision 4 ")
+    assert await values(control) == {("scheduler.max_think_tokens", "5000")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (["scheduler"], "scheduler must be FIELD=VALUE, for example scheduler.max_think_tokens=4000"),
+        (["max_think_tokens=3"], "max_think_tokens=3 must be FIELD=VALUE"),
+        (["scheduler.max_think_tokens="], "scheduler.max_think_tokens= must be FIELD=VALUE"),
+        (["a b.c=1"], "a b.c=1 must be FIELD=VALUE"),
+        (["scheduler.max_think_tokens=many"], "scheduler.max_think_tokens "),
+        (["scheduler.max_thinks=3"], "scheduler.max_thinks "),
+        (["entropy.shadow=false", "entropy.nothing=1"], "entropy.nothing "),
+    ],
+)
+async def test_bad_fields_are_named_and_nothing_is_set(
+    control: Control, file: Path, fields: list[str], line: str
+) -> None:
+    await control("policy", "apply", "-f", file)
+    before = await values(control)
+    result = await control("policy", "set", *fields)
+    assert (result.exit_code, result.stdout) == (INVALID, "")
+    assert result.stderr.startswith(line)
+    assert await values(control) == before
+
+
+async def test_set_needs_a_policy_in_force(control: Control) -> None:
+    result = await control("policy", "set", "scheduler.max_think_tokens=3")
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    assert result.stderr.startswith("there is no policy in force to change")
+
+
+async def test_an_empty_file_is_an_error(control: Control, file: Path) -> None:
+    """A pipe whose first program fails must not bring back the defaults."""
+    await control("policy", "apply", "-f", file)
+    before = await values(control)
+    for empty in ("", "# nothing\n"):
+        file.write_text(empty)
+        result = await control("policy", "apply", "-f", file)
+        assert (result.exit_code, result.stdout) == (INVALID, "")
+        assert result.stderr.startswith(f"{file}: has no field")
+    assert await values(control) == before
+
+
+async def test_a_policy_comes_from_standard_input(control: Control) -> None:
+    result = await run("policy", "apply", "-f", "-", server=control.address, typed="fallback.lease_ms = 500")
+    assert result.stdout.startswith("revision 1 ")
+    assert ("fallback.lease_ms", "500") in await values(control)
 
 
 async def test_get_before_anything_is_stored(control: Control) -> None:
@@ -100,6 +186,7 @@ async def test_etag(control: Control, file: Path) -> None:
     stale = await control("policy", "apply", "-f", file, "--etag", "stale")
     assert stale.exit_code == FAILED
     assert stale.stderr.startswith('ABORTED: etag is "stale", but the policy in force has ')
+    file.write_text("fallback.lease_ms = 600\n")
     assert (await control("policy", "apply", "-f", file, "--etag", "")).stdout.startswith("revision 2 ")
 
 
@@ -192,6 +279,9 @@ async def test_a_value_that_no_message_can_hold_is_refused(control: Control, com
         assert "Invalid value for" in refused.stderr or "--kind must be one of" in refused.stderr
 
 
+DEFAULTS = "[fallback]\n"
+
+
 async def applied(control: Control, file: Path, text: str, *options: object) -> Result:
     file.write_text(text)
     return await control("policy", "apply", "-f", file, *options)
@@ -205,7 +295,7 @@ def rows(result: Result) -> list[list[str]]:
 
 async def test_get_an_older_revision(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
-    await applied(control, file, "")
+    await applied(control, file, DEFAULTS)
     assert parse_toml((await control("policy", "get", "--revision", 1)).stdout).fallback.lease_ms == 500
     assert rows(await control("policy", "get", "--revision", 1, "-o", "table"))[1:] == [
         ["fallback.lease_ms", "500", "30000"]
@@ -228,14 +318,16 @@ async def test_apply_again_with_the_same_request_id(control: Control, file: Path
     first = await control("policy", "apply", "-f", file, "--request-id", "a")
     again = await control("policy", "apply", "-f", file, "--request-id", "a")
     assert first.stdout == again.stdout
-    other = await applied(control, file, "", "--request-id", "a")
+    other = await applied(control, file, DEFAULTS, "--request-id", "a")
     assert other.exit_code == INVALID
     assert other.stderr.startswith('request_id must be a new one; got "a"')
 
 
 async def test_history(control: Control, file: Path) -> None:
     for number in range(3):
-        await control("policy", "apply", "-f", file, "--author", f"a{number}", "--reason", "the\nwhy")
+        await applied(
+            control, file, f"fallback.lease_ms = {500 + number}", "--author", f"a{number}", "--reason", "the\nwhy"
+        )
     heading, *shown = rows(await control("policy", "history"))
     assert heading == ["revision", "time", "author", "reason", "etag"]
     assert [row[:3] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}"] for n in (2, 1, 0)]
@@ -246,7 +338,7 @@ async def test_history(control: Control, file: Path) -> None:
 
 async def test_diff(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
-    await applied(control, file, "")
+    await applied(control, file, DEFAULTS)
     assert rows(await control("policy", "diff", 1, 2))[1:] == [["fallback.lease_ms", "500", "30000"]]
     listed = json.loads((await control("policy", "diff", "-o", "json")).stdout)
     assert listed == [{"path": "fallback.lease_ms", "before": "500", "after": "30000"}]
@@ -255,7 +347,7 @@ async def test_diff(control: Control, file: Path) -> None:
 
 async def test_rollback(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
-    await applied(control, file, "")
+    await applied(control, file, DEFAULTS)
     checked = await control("policy", "rollback", 1, "--dry-run", "--diff")
     assert rows(checked)[1] == ["fallback.lease_ms", "30000", "500"]
     assert checked.stdout.endswith("revision 1: valid, nothing changed\n")
