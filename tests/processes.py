@@ -148,8 +148,11 @@ class Control:
     # Prefix of the command, the module that it runs, and its listen address if that differs from its clients' target.
     within: Sequence[str] = ()
     module = "meridian_control"
-    # Values of the section `entropy` that `set_policy` adds.
-    defaults: Mapping[str, Any] = MappingProxyType({"holdout_share": 0.0})
+    # Values by section that `set_policy` adds: engines choose the ids of requests at random, and with them the control
+    # group, which nothing shortens, and the requests that are measured in shadow.
+    defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+        {"entropy": {"holdout_share": 0.0}, "telemetry": {"shadow_sample_ratio": 1.0}}
+    )
     listen = ""
     # Waits until the control plane has all reports that the engine has sent; only an engine in this process knows.
     caught_up: Callable[[], object] = staticmethod(lambda: None)
@@ -233,12 +236,9 @@ class Control:
             return stub.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id), timeout=RPC_S).life
 
     def set_policy(self, policy: dict[str, Any]) -> int:
-        """Put a policy in force and return its revision, without waiting for engines.
-
-        Unless the policy says otherwise, it has no control group, which nothing shortens, because engines choose the
-        ids of requests, and with them the group, at random.
-        """
-        policy = {**policy, "entropy": {**self.defaults, **policy.get("entropy", {})}}
+        """Put a policy in force, with `defaults` unless it says otherwise, and return its revision, without waiting for
+        engines."""
+        policy = policy | {name: {**fields, **policy.get(name, {})} for name, fields in self.defaults.items()}
         message = ParseDict(policy, policy_pb2.Policy())
         with self.channel() as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)

@@ -90,6 +90,8 @@ class LiveRequest:
     # Cap and answer reserve (0 for none) from the settings; they apply until the first cap is decided for the request.
     default_cap: int | None = None
     default_reserve: int = 0
+    # Whether the request's tokens are measured while it thinks; see Tracker.measure.
+    measured: bool = True
     cap: Cap | None = None
     ending: Ending | None = None
     # Tokens of the forced end in this step's masks, by row.
@@ -217,7 +219,7 @@ class LiveRequest:
         """Return the fields of RequestOpened, copied so that another thread may read them."""
         s, queued = self.state, self.queued_s is not None
         tokens = int(s.phase), s.think_tokens, s.output_tokens, self.untold_think_tokens
-        return (self.slot, self.info, *tokens, self.forced, self.preempted, queued)
+        return (self.slot, self.info, *tokens, self.forced, self.preempted, queued, not self.measured)
 
     # ----------------------------------------------------------------------------------------------- caps and endings
 

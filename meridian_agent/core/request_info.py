@@ -5,6 +5,7 @@ Clients write these values, so no value may do harm. Pure but for a line in the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from dataclasses import dataclass
@@ -194,6 +195,15 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
     if value is not None:
         complaints.append(f"{name} must be a number of tokens, at least 0; got '{clean(value)}'")
     return None
+
+
+def in_sample(request_id: str, share: float) -> bool:
+    """Return whether a request belongs to the sample of the share `share`, 0 to 1. A larger sample contains each
+    smaller one."""
+    if share >= 1:
+        return True
+    digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=8, person=b"measured").digest()
+    return int.from_bytes(digest) < share * (1 << 64)
 
 
 def shown_id(request_id: str) -> str:

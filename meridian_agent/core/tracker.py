@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import FLAG_MARKER, Markers, Phase, PhaseState, begin
-from meridian_agent.core.request_info import NEVER, RequestInfo
+from meridian_agent.core.request_info import NEVER, RequestInfo, in_sample
 from meridian_agent.core.sentences import ROW_FLAGS, newest_end
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.text_run import NO_TOKEN, Several, TextRun, several_of
@@ -49,6 +49,8 @@ class Tracker:
         # Cap and answer reserve (0 for none) of new requests.
         self.default_cap: int | None = None
         self.default_reserve = 0
+        # Share of new requests that are measured, a fraction.
+        self._measured_share = 1.0
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
         # Ended requests with an eviction tier, while a KV connector keeps their blocks.
@@ -105,6 +107,14 @@ class Tracker:
         """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`."""
         self.default_cap, self.default_reserve = (None, 0) if over else (cap, reserve)
 
+    def measure(self, share: float) -> None:
+        """Measure this share of new requests, a fraction; from 1 on, the live requests too."""
+        self._measured_share = share
+        if share >= 1:
+            for live in self.by_id.values():
+                live.measured = True
+            self._unmeasured_ids = None
+
     @property
     def is_full(self) -> bool:
         """Whether no slot is free for another request."""
@@ -139,6 +149,7 @@ class Tracker:
             step,
             ref,
             *limits,
+            in_sample(info.request_id, self._measured_share),
             preempted=preempted,
             queued_s=queued_s,
             own_sentence=sentence,
@@ -151,6 +162,8 @@ class Tracker:
         if state.output_tokens:
             live.mark_answered()
         self._count(state.phase, 1)
+        if not live.measured:
+            self._unmeasured_ids = None
         self.watch_limit(live)
         self.run.changed()
         self.record.opened.append(live.opened_row())
@@ -188,7 +201,7 @@ class Tracker:
         """Ids of the requests of whose next tokens nobody reads the entropy; the same object until the ids change."""
         if self._unmeasured_ids is None:
             phases = {Phase.OUTPUT, Phase.UNKNOWN} if self.steps_ahead else {Phase.OUTPUT, Phase.UNKNOWN, Phase.PROMPT}
-            unmeasured = (r for r, live in self.by_id.items() if live.own_state.phase in phases)
+            unmeasured = (r for r, live in self.by_id.items() if live.own_state.phase in phases or not live.measured)
             self._unmeasured_ids = frozenset(unmeasured)
         return self._unmeasured_ids
 
@@ -384,6 +397,8 @@ class Tracker:
         del self.by_id[live.info.request_id]
         del self.by_slot[live.slot]
         self._count(live.state.phase, -1)
+        if not live.measured:
+            self._unmeasured_ids = None
         self._closed_think_tokens += live.take_think_tokens()
         self.before_answer.pop(live, None)
         self.due.pop(live, None)

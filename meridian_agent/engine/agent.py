@@ -115,6 +115,7 @@ class Agent:
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
+        self.tracker.measure(settings.measured_share if settings.HasField("measured_share") else 1.0)
         self.tracker.loops.obey(settings.find_loops, settings.merge_loops)
         self.facts.limits.obey(settings)
         if markers.known != was_known:
@@ -408,10 +409,11 @@ class Agent:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
         self._asked = None
-        read = tracker.answering < len(tracker.by_id) if self.is_async else tracker.thinking
-        if read and self.observe_entropy and scheduled and tracker.markers.known and not self.frozen:
-            self._asked = self._asking.request(tracker.markers.ends[0][0], tracker.unmeasured_ids, self.probing.placed)
-            setattr(output, REQUEST, self._asked)
+        if self.observe_entropy and scheduled and tracker.markers.known and not self.frozen:
+            unmeasured = tracker.unmeasured_ids
+            if len(unmeasured) < len(tracker.by_id):
+                self._asked = self._asking.request(tracker.markers.ends[0][0], unmeasured, self.probing.placed)
+                setattr(output, REQUEST, self._asked)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.

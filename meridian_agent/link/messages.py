@@ -34,7 +34,7 @@ PROBE_COLUMNS = (
 
 
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
-    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, forced, preempted, queued = row
+    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, forced, preempted, queued, unmeasured = row
     return agent_pb2.RequestOpened(
         slot=slot,
         request_id=shown_id(info.request_id),
@@ -56,6 +56,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         forced=forced,
         preempted=preempted,
         queued=queued,
+        unmeasured=unmeasured,
         unreported_think_tokens=untold_think_tokens,
     )
 

@@ -201,7 +201,8 @@ def _life_table(life: fleet_pb2.RequestLife) -> Table:
 
 def _happened(event: fleet_pb2.RequestEvent) -> str:
     if event.kind in ("opened", "stream_back"):
-        return f"{event.kind.replace('_', ' ')}, {_phase(event.phase)}"
+        words = event.kind.replace("_", " "), _phase(event.phase), event.detail
+        return ", ".join(filter(None, words))
     if event.kind == "phase":
         return _phase(event.phase)
     if event.kind == "think_end":

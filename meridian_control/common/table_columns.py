@@ -44,6 +44,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "preempted": (bool, False),
     # Whether the request waits for its first step, and the agent will report its queueing time.
     "queued": (bool, False),
+    # Whether the engine leaves the request unmeasured while no rule in force reads signals.
+    "unmeasured": (bool, False),
     # Time of the request's newest token, or of its opening before the first token: milliseconds on the session's clock.
     "token_ms": (np.float64, 0.0),
     "newest_token": (np.uint8, NO_TOKEN),
@@ -203,6 +205,7 @@ class Columns:
     output_tokens: NDArray[np.int64]
     preempted: NDArray[np.bool_]
     queued: NDArray[np.bool_]
+    unmeasured: NDArray[np.bool_]
     token_ms: NDArray[np.float64]
     newest_token: NDArray[np.uint8]
     entropy_nats: NDArray[np.float32]

@@ -275,8 +275,9 @@ class Intake:
         """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""
         for slot, think_tokens in ended if self._policies.policy is not None else ():
             cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
+            policy, measured = self._policies.compared(slot), not self._table.unmeasured[slot]
             for (section, reason), saved in self._shadow.ended(
-                slot, think_tokens, self._policies.compared(slot), cap
+                slot, think_tokens, policy, cap, measured=measured
             ).items():
                 self._totals.shadow_saved[section, reason or "any"] += saved
                 self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens

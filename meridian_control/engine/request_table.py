@@ -181,6 +181,8 @@ class RequestTable(Columns):
             self.preempted[slot] = True
         if message.queued:
             self.queued[slot] = True
+        if opened.unmeasured:
+            self.unmeasured[slot] = True
         if opened.min_think_tokens:
             self.own_min_think_tokens[slot] = opened.min_think_tokens
         if message.forced:

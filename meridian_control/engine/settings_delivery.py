@@ -146,6 +146,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         merge_answers=merge_answers(policy),
         merge_loops=not effects.loops_in_force(policy),
     )
+    if observe_entropy and (share := effects.measured_share(policy)) < 1:
+        message.measured_share = share
     if limits := policy.engine_limits(hello.labels):
         message.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:

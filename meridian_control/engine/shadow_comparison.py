@@ -26,6 +26,8 @@ SECTIONS = {
     "give_up": "give_up",
     "loop": "loop",
 }
+# Sections whose rules do not see requests that are not measured.
+READ_SIGNALS = frozenset(("entropy", "give_up"))
 
 
 @dataclass
@@ -106,12 +108,15 @@ class Comparison:
         """Note the number of thinking tokens at which a rule in shadow would have ended a request's thinking."""
         self._fired.setdefault(slot, {}).setdefault(reason, think_tokens)
 
-    def ended(self, slot: int, think_tokens: int, policy: Policy, cap: int) -> dict[tuple[str, str], int]:
+    def ended(
+        self, slot: int, think_tokens: int, policy: Policy, cap: int, *, measured: bool = True
+    ) -> dict[tuple[str, str], int]:
         """Count the first real end of a request's thinking.
 
-        policy: policy that held for the request. cap: newest hard cap in shadow, negative for none, which counts unless
-        the agent has reported that a cap would have ended the thinking. Return the tokens that each section in shadow
-        would have saved, under the reason "", and each of its rules that fired, under its reason.
+        policy: policy that held for the request. measured: whether rules could read its signals. cap: newest hard cap
+        in shadow, negative for none, which counts unless the agent has reported that a cap would have ended the
+        thinking. Return the tokens that each section in shadow would have saved, under the reason "", and each of its
+        rules that fired, under its reason.
         """
         saved: dict[tuple[str, str], int] = {}
         if slot in self._over:
@@ -120,7 +125,7 @@ class Comparison:
         fired = self._fired.pop(slot, {})
         if cap >= 0:
             fired.setdefault("hard_cap", cap)
-        sections = _in_shadow(policy)
+        sections = [s for s in _in_shadow(policy) if measured or s not in READ_SIGNALS]
         for section, shadow_cap in self._caps.pop(slot, {}).items():
             fired.setdefault(section, shadow_cap)
             sections.append(section)

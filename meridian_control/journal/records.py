@@ -389,7 +389,9 @@ class Life:
         """Return all events but probes, in their order, from the begin on."""
         opened, unknown = self.opened, agent_pb2.PHASE_UNSPECIFIED
         tokens = opened.think_tokens, opened.output_tokens
-        events = [LifeEvent(self.open_number, self.open_time, "opened", opened.phase, *tokens), *self.events]
+        detail = "signals not measured" if opened.unmeasured else ""
+        begin = LifeEvent(self.open_number, self.open_time, "opened", opened.phase, *tokens, detail)
+        events = [begin, *self.events]
         if self.close_time is not None:
             tokens = self.think_tokens, self.output_tokens
             events.append(LifeEvent(self.close_number, self.close_time, "closed", unknown, *tokens, self.close_reason))

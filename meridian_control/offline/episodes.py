@@ -99,6 +99,7 @@ class Episodes:
 @dataclass
 class _Request:
     request_id: str
+    unmeasured: bool
     finish: agent_pb2.FinishReason.ValueType | None = None
 
 
@@ -193,7 +194,7 @@ class _Collector:
         self.models.add(model)
         if self.model in ("", model):
             self.slots[session][opened.slot] = len(self.requests)
-            self.requests.append(_Request(opened.request_id))
+            self.requests.append(_Request(opened.request_id, opened.unmeasured))
 
     def _step(self, session: str, report: agent_pb2.StepReport) -> None:
         self.report += 1
@@ -307,6 +308,7 @@ def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:
             (request.finish is None, "begun or finished outside the trace"),
             (request.finish not in FINISHED, "aborted or failed"),
             (not thought[number], "did not think"),
+            (request.unmeasured, "not measured (telemetry.shadow_sample_ratio)"),
             (forced[number], "thinking was ended by force"),
             (not ended[number] or not answered[number], "thinking never ended"),
         )

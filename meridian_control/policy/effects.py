@@ -47,10 +47,20 @@ def least_cap(policy: Policy) -> int:
 
 def needs_signals(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads signals that the workers measure."""
-    entropy, scheduler = _of_any_request(policy, "entropy"), _of_any_request(policy, "scheduler")
+    return any(e.enabled for e in _of_any_request(policy, "entropy")) or _scheduler_reads(policy)
+
+
+def _scheduler_reads(policy: Policy) -> bool:
+    """Whether a rule of the scheduler section that may apply to some request reads signals."""
+    scheduler = _of_any_request(policy, "scheduler")
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
-    reads = reads or may_shorten(policy)
-    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
+    return bool(policy.scheduler.enabled and (reads or may_shorten(policy)))
+
+
+def measured_share(policy: Policy) -> float:
+    """Return the share of requests whose signals are measured: all if a rule in force may read them for some request,
+    else the policy's sample."""
+    return 1.0 if _entropy_in_force(policy) or _scheduler_reads(policy) else policy.telemetry.shadow_sample_ratio
 
 
 def reads_every_token(policy: Policy) -> bool:
@@ -79,10 +89,15 @@ def sets_token_times(policy: Policy) -> bool:
 
 def in_force(policy: Policy) -> bool:
     """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
-    entropy, scheduler = _of_any_request(policy, "entropy"), _of_any_request(policy, "scheduler")
-    ends = any(e.enabled for e in entropy) and any(e.shadow is False for e in entropy)
+    scheduler = _of_any_request(policy, "scheduler")
     extends = policy.scheduler.enabled and any(s.empty_answer_extension_tokens for s in scheduler)
-    return ends or extends or may_shorten(policy)
+    return _entropy_in_force(policy) or extends or may_shorten(policy)
+
+
+def _entropy_in_force(policy: Policy) -> bool:
+    """Whether an entropy rule may end the thinking of some request."""
+    entropy = _of_any_request(policy, "entropy")
+    return any(e.enabled for e in entropy) and any(e.shadow is False for e in entropy)
 
 
 def reads_sentence_ends(policy: Policy) -> bool:

@@ -348,6 +348,17 @@ class TelemetryPolicy(Section):
         description="Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them.",
         advice="Lower it if the log takes too much memory; `meridianctl explain` then knows fewer requests.",
     )
+    shadow_sample_ratio: float = field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Share of requests, a fraction, that are measured and probed while no rule in force reads signals; "
+        "a hash of the id chooses them. A recording for `meridianctl calibrate` contains the signals of these requests "
+        "only.",
+        advice="Set it to 1 for a recording, or if you want each request's signals in `meridianctl explain`; each "
+        "measured request costs processor time and probes.",
+        new=True,
+    )
 
 
 class FallbackPolicy(Section):

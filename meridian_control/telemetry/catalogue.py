@@ -167,7 +167,8 @@ THINKING = (
     counter(
         "meridian_think_ends_total",
         ("reason",),
-        "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided.",
+        "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided for a measured "
+        "request (telemetry.shadow_sample_ratio).",
         "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated. Mostly `answer_reserve`: "
         "clients set `max_tokens` too low for the thinking, or the reserve is too large.",
     ),

@@ -78,6 +78,7 @@ def dense_probes(where: str, model: str, answer_prefix: str) -> dict[str, Any]:
             "eat_probe_placement": where,
             "rpdi_threshold": 0.0,
         },
+        "telemetry": {"shadow_sample_ratio": 1.0},
     }
     return with_answer_prefix(policy, model, answer_prefix)
 

@@ -184,6 +184,7 @@ async def measure(session: Session) -> dict[str, Any]:
         folder = session.fresh()
         model = random_model.make(folder / "model", vocabulary, random_model.TINY)
         control = Control(folder)
+        control.defaults = {}
         try:
             with _arms(model, max(sizes), folder, control) as arms:
                 control.engine()

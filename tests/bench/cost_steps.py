@@ -162,6 +162,7 @@ class Steps:
     def __init__(self, folder: Path, step_ms: float, args: Mapping[str, Any] = {}) -> None:
         """Start the engine. args: arguments of the engine, in place of the benchmark's."""
         self._control = Control(folder)
+        self._control.defaults = {}
         self.clock, self.noted = Clock(), list[list[Step]]()
         try:
             with starting(folder, self._control, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", STEP_MS: str(step_ms)}):

@@ -123,6 +123,8 @@ class StreamedEngine:
         (folder / "meridian.db").unlink(missing_ok=True)
         self.setup, self.meter = setup, Meter()
         self.control = Control(folder) if setup.governed else None
+        if self.control:
+            self.control.defaults = {}
         try:
             with starting(folder, self.control):
                 self._llm = self._start()

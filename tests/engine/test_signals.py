@@ -11,10 +11,11 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.phases import FLAG_END, FLAG_SENTENCE, Phase
-from tests.engine import cases, chat, paced, prompt_ids
+from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import DENSE, NEUTRAL, SENTENCE_ENDS
 from tests.engine.recording import probes, records, rows
+from tests.engine.test_decisions import endless, opened
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
@@ -74,6 +75,39 @@ def test_tokens_that_no_rule_reads_are_not_measured(llm: Any, agent: Any, contro
             assert told[3] == 0
             assert np.isnan(told[4:]).all()
     assert compared > 10
+
+
+def test_in_shadow_a_sample_is_measured_and_in_force_all_are(llm: Any, agent: Any, control: Control) -> None:
+    """Without a request of the sample the worker is asked for nothing. A request that runs when a rule comes into force
+    is measured from then on."""
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=7, ignore_eos=True)
+
+    def measured(ratio: float) -> tuple[int, int]:
+        control.apply({**DENSE, "telemetry": {"shadow_sample_ratio": ratio}})
+        before = agent.probing.tokens
+        with records(agent) as seen:
+            chat(llm, cases() * 4, params)
+        signals = [any(row[3] for row in of) for of in rows(seen).values()]
+        assert len(signals) == 4 * len(cases())
+        assert (agent.probing.tokens > before) == any(signals)
+        return sum(signals), len(signals)
+
+    assert measured(0.0)[0] == 0
+    assert agent._asked is None
+    some, of = measured(0.5)
+    assert 0 < some < of
+    control.apply({**DENSE, "telemetry": {"shadow_sample_ratio": 0.0}})
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=200))
+    with records(agent) as seen:
+        run.until(lambda: len(run.tokens["r"]) > 20)
+        control.set_policy({"entropy": READS_PROBES})
+        run.until()
+    (told,) = rows(seen).values()
+    signals = [bool(row[3]) for row in told]
+    assert not any(signals[:20])
+    assert any(signals[20:])
+    assert control.explain("r").events[0].detail == "signals not measured"
 
 
 def test_phases_follow_the_text(llm: Any, agent: Any) -> None:

@@ -45,6 +45,7 @@ class MadeUp:
     settled_tokens: int = 0
     natural_right: bool = True
     finish: agent_pb2.FinishReason.ValueType = STOP
+    unmeasured: bool = False
 
     def labels(self, delay_tokens: int = 2) -> Iterator[dict[str, Any]]:
         yield {"request_id": self.request_id, "correct": self.natural_right}
@@ -163,7 +164,8 @@ def records(
         while waiting and free:
             slot, request = free.pop(0), waiting.pop(0)
             live[slot] = request, 0, 0
-            report.opened.add(slot=slot, request_id=request.request_id, phase=agent_pb2.PHASE_THINK, model="m")
+            named = report.opened.add(slot=slot, request_id=request.request_id, phase=agent_pb2.PHASE_THINK, model="m")
+            named.unmeasured = request.unmeasured
         slots = sorted(live)
         _add_rows(report.tokens, slots, [live[slot][0].rows[live[slot][1]] for slot in slots])
         for row, slot in enumerate(slots):

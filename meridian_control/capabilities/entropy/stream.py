@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.capabilities.entropy import probes, rule
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Part
-from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, is_gated
+from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, is_gated, measured_share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,9 +73,11 @@ class EntropyRules(Part):
                 yield
 
     def decide(self, turn: Turn) -> None:
-        if self._stream.may_probe:
-            for own, among in turn.groups:
-                self._probe(turn, own, among)
+        if not self._stream.may_probe:
+            return
+        measured = ~self._table.unmeasured if measured_share(turn.policy) < 1 else None
+        for own, among in turn.groups:
+            self._probe(turn, own, measured if among is None else among if measured is None else among & measured)
 
     def _probe(self, turn: Turn, policy: Policy, among: Among) -> None:
         table, entropy = self._table, policy.entropy

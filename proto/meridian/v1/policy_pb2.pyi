@@ -1569,6 +1569,7 @@ class TelemetryPolicy(_message.Message):
 
     REPORT_INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     DECISION_LOG_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
+    SHADOW_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
     """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 24 steps;
     8 if a rule in force, a budget, pressure or an extension may end thinking or change a cap; 1 if the strategy is
@@ -1576,24 +1577,33 @@ class TelemetryPolicy(_message.Message):
     """
     decision_log_sample_ratio: _builtins.float
     """Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them."""
+    shadow_sample_ratio: _builtins.float
+    """Share of requests, a fraction, that are measured and probed while no rule in force reads signals; a hash of the id
+    chooses them. A recording for `meridianctl calibrate` contains the signals of these requests only.
+    """
     def __init__(
         self,
         *,
         report_interval_steps: _builtins.int | None = ...,
         decision_log_sample_ratio: _builtins.float | None = ...,
+        shadow_sample_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio", "_report_interval_steps", b"_report_interval_steps", "decision_log_sample_ratio", b"decision_log_sample_ratio", "report_interval_steps", b"report_interval_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio", "_report_interval_steps", b"_report_interval_steps", "_shadow_sample_ratio", b"_shadow_sample_ratio", "decision_log_sample_ratio", b"decision_log_sample_ratio", "report_interval_steps", b"report_interval_steps", "shadow_sample_ratio", b"shadow_sample_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio", "_report_interval_steps", b"_report_interval_steps", "decision_log_sample_ratio", b"decision_log_sample_ratio", "report_interval_steps", b"report_interval_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio", "_report_interval_steps", b"_report_interval_steps", "_shadow_sample_ratio", b"_shadow_sample_ratio", "decision_log_sample_ratio", b"decision_log_sample_ratio", "report_interval_steps", b"report_interval_steps", "shadow_sample_ratio", b"shadow_sample_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decision_log_sample_ratio: _TypeAlias = _typing.Literal["decision_log_sample_ratio"]  # noqa: Y015
     _WhichOneofArgType__decision_log_sample_ratio: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio"]  # noqa: Y015
     _WhichOneofReturnType__report_interval_steps: _TypeAlias = _typing.Literal["report_interval_steps"]  # noqa: Y015
     _WhichOneofArgType__report_interval_steps: _TypeAlias = _typing.Literal["_report_interval_steps", b"_report_interval_steps"]  # noqa: Y015
+    _WhichOneofReturnType__shadow_sample_ratio: _TypeAlias = _typing.Literal["shadow_sample_ratio"]  # noqa: Y015
+    _WhichOneofArgType__shadow_sample_ratio: _TypeAlias = _typing.Literal["_shadow_sample_ratio", b"_shadow_sample_ratio"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decision_log_sample_ratio) -> _WhichOneofReturnType__decision_log_sample_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__report_interval_steps) -> _WhichOneofReturnType__report_interval_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow_sample_ratio) -> _WhichOneofReturnType__shadow_sample_ratio | None: ...
 
 Global___TelemetryPolicy: _TypeAlias = TelemetryPolicy  # noqa: Y015
 

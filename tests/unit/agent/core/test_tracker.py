@@ -79,6 +79,40 @@ def test_a_request_that_may_think_in_the_step_under_way_is_measured() -> None:
     assert tracker.unmeasured_ids == {"b"}
 
 
+def test_a_share_of_requests_is_measured() -> None:
+    """The sample is a share of the ids, the same on each engine, and part of each larger sample. Live requests stay as
+    they are until all are measured."""
+    names = [f"chatcmpl-{i}" for i in range(2000)]
+
+    def sample(share: float) -> set[str]:
+        tracker = Tracker(MARKERS)
+        tracker.measure(share)
+        for name in names:
+            opened(tracker, name)
+        unmeasured = {row[1].request_id for row in tracker.snapshot() if row[-1]}
+        assert tracker.unmeasured_ids == unmeasured
+        assert {row[1].request_id for row in tracker.record.opened if row[-1]} == unmeasured
+        tracker.measure(0.0)
+        assert tracker.unmeasured_ids == unmeasured
+        tracker.measure(1.0)
+        assert not tracker.unmeasured_ids
+        return set(names) - unmeasured
+
+    none, few, half, everyone = (sample(share) for share in (0.0, 0.05, 0.5, 1.0))
+    assert none < few < half < everyone == set(names)
+    assert 60 < len(few) < 140
+    assert 900 < len(half) < 1100
+
+
+def test_an_unmeasured_request_that_is_gone_is_forgotten() -> None:
+    tracker = Tracker(MARKERS)
+    tracker.measure(0.0)
+    a = opened(tracker, "a")
+    assert tracker.unmeasured_ids == {"a"}
+    tracker.close(a, 1)
+    assert not tracker.unmeasured_ids
+
+
 def test_the_record_of_a_step() -> None:
     tracker = Tracker(MARKERS)
     a, b = opened(tracker, "a"), opened(tracker, "b", [])
@@ -138,8 +172,8 @@ def test_opened_rows_are_copies() -> None:
     (row,) = tracker.record.opened
     tracker.feed(tr, [TEXT, TEXT, END, TEXT], 0)
     tr.forced = tr.preempted = True
-    assert row == (0, info("a", 9), Phase.THINK, 0, 0, 0, False, False, False)
-    assert tracker.snapshot() == [(0, info("a", 9), Phase.OUTPUT, 2, 1, 2, True, True, False)]
+    assert row == (0, info("a", 9), Phase.THINK, 0, 0, 0, False, False, False, False)
+    assert tracker.snapshot() == [(0, info("a", 9), Phase.OUTPUT, 2, 1, 2, True, True, False, False)]
 
 
 def test_ended_is_said_once_and_across_re_entry() -> None:

@@ -150,7 +150,7 @@ def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     for name, queued_s in (("a", 10.0), ("b", 11.5), ("adopted", None)):
         info = RequestInfo(name, "m", "", "", 1, 100, None)
         agent.tracker.enter(info, replace(known), 0, SimpleNamespace(), queued_s=queued_s)
-    assert [row[-1] for row in agent.tracker.snapshot()] == [True, True, False]
+    assert [row[-2] for row in agent.tracker.snapshot()] == [True, True, False]
 
     def schedule(began_s: float, new: list[str], running: list[str]) -> None:
         agent.accounts.began_s = began_s
@@ -161,5 +161,5 @@ def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     schedule(12.75, ["b", "a"], ["adopted"])
     schedule(13.0, ["b"], ["a", "adopted"])
     assert agent.tracker.record.joined == [(0, 2500.0), (1, 1250.0)]
-    assert [row[-1] for row in agent.tracker.snapshot()] == [False, False, False]
-    assert [row[-1] for row in agent.tracker.record.opened] == [True, True, False], "as it was when they were opened"
+    assert [row[-2] for row in agent.tracker.snapshot()] == [False, False, False]
+    assert [row[-2] for row in agent.tracker.record.opened] == [True, True, False], "as it was when they were opened"

@@ -44,9 +44,7 @@ INFOS = st.builds(
     remote_decode=st.booleans(),
     handed_over_ref=TEXTS,
 )
-ROWS = st.tuples(
-    SLOTS, INFOS, st.integers(0, 3), NUMBERS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), st.booleans()
-)
+ROWS = st.tuples(SLOTS, INFOS, st.integers(0, 3), NUMBERS, NUMBERS, NUMBERS, *[st.booleans()] * 4)
 OUTCOMES = st.tuples(st.integers(0, 2**63), st.integers(0, 7), NUMBERS, TEXTS)
 PROBES = st.tuples(st.integers(0, 2**63), SLOTS, NUMBERS, MS, NUMBERS, NUMBERS, st.booleans())
 

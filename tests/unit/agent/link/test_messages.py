@@ -71,7 +71,7 @@ def same(a: RequestTable, b: RequestTable) -> None:
 
 def test_opened() -> None:
     info = RequestInfo("id", "model", "tenant", "gold", 11, 22, 0)
-    assert opened_message((3, info, 2, 4, 5, 1, True, False, True)) == agent_pb2.RequestOpened(
+    assert opened_message((3, info, 2, 4, 5, 1, True, False, True, True)) == agent_pb2.RequestOpened(
         slot=3,
         request_id="id",
         model="model",
@@ -86,8 +86,9 @@ def test_opened() -> None:
         forced=True,
         queued=True,
         unreported_think_tokens=1,
+        unmeasured=True,
     )
-    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, 0, False, False, False))
+    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, 0, False, False, False, False))
     assert not without.HasField("max_think_tokens")
 
 

@@ -189,6 +189,44 @@ def test_all_tokens_are_measured_unless_sentence_ends_are_all_that_is_read(
     assert (response.settings.observe_entropy, response.settings.only_sentence_ends) == (True, only)
 
 
+IN_FORCE: dict[str, Any] = {"shadow": False}
+
+
+@pytest.mark.parametrize(
+    ("sections", "share"),
+    [
+        ({}, 0.05),
+        ({"telemetry": {"shadow_sample_ratio": 0.0}}, 0.0),
+        ({"telemetry": {"shadow_sample_ratio": 1.0}}, None),
+        ({"entropy": {"give_up_shadow": False}}, 0.05),
+        ({"entropy": IN_FORCE}, None),
+        ({"override": [{"tenant": "a", "entropy": IN_FORCE}]}, None),
+        (SOFT, None),
+        ({"scheduler": {"soft_think_tokens": 600, "shadow": True}}, None),
+        ({"scheduler": {"max_think_tokens": 600}}, 0.05),
+        ({"loop": {"enabled": True, "shadow": False}}, 0.05),
+    ],
+)
+def test_a_sample_is_measured_while_no_rule_in_force_reads_signals(
+    sections: dict[str, Any], share: float | None
+) -> None:
+    (response,) = Stream().session.on_policy(1, policy(**sections))
+    settings = response.settings
+    assert (settings.measured_share if settings.HasField("measured_share") else None) == share
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_only_measured_requests_are_probed_in_shadow_and_all_are_in_force(share: float) -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": True}))
+    made.agent.engine.tracker.measure(share)
+    made.open("a")
+    made.step(12)
+    assert bool(made.session.totals.decisions["probe"]) == (share > 0)
+    made.apply(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.step(12)
+    assert made.session.totals.decisions["probe"]
+
+
 def test_nothing_is_decided_before_the_first_policy_is_applied() -> None:
     made = Stream()
     made.open("a")

@@ -79,6 +79,16 @@ def test_only_sections_in_shadow_are_compared_and_only_the_first_end() -> None:
     assert told(made)["entropy", ""] == (2, 25, 1, 10, 10)
 
 
+def test_a_rule_that_reads_signals_is_compared_over_measured_requests_only() -> None:
+    made = Comparison()
+    made.applied(1, SHADOWED)
+    for slot in range(5):
+        made.fired(slot, "loop", 50)
+        made.ended(slot, 200, SHADOWED, 150, measured=slot < 2)
+    requests = {section: counts[0] for (section, reason), counts in told(made).items() if not reason}
+    assert requests == {"entropy": 2, "loop": 5, "scheduler": 5}
+
+
 def test_other_rules_begin_anew_and_other_fields_do_not() -> None:
     made = Comparison()
     rules_of = EffectivePolicies(RequestTable(1), hello(), made).compared_rules

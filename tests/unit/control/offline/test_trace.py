@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,15 +188,17 @@ def test_which_requests_are_used(path: Path) -> None:
     aborted.finish = agent_pb2.FINISH_REASON_ABORT
     unended.rows = unended.rows[:-4]
     thoughtless.rows = [(OUTPUT, 0, 0.1, 9)] * 3
-    found = left_out(path, forced, aborted, unended, thoughtless, traces.made_up(4))
+    unmeasured = replace(traces.made_up(5), unmeasured=True)
+    found = left_out(path, forced, aborted, unended, thoughtless, unmeasured, traces.made_up(4))
     assert len(found.ids) == 1
     assert found.left_out == {
+        "not measured (telemetry.shadow_sample_ratio)": 1,
         "aborted or failed": 1,
         "did not think": 1,
         "thinking never ended": 1,
         "thinking was ended by force": 1,
     }
-    assert len(found.seen) == 5
+    assert len(found.seen) == 6
 
 
 def test_requests_across_the_ends_of_a_recording_are_left_out(path: Path) -> None:
