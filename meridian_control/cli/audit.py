@@ -1,6 +1,6 @@
 """Implements `meridianctl audit`, which lists the audit records. The module uses one thread and blocking calls."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -15,6 +15,7 @@ from meridian_control.cli.console import (
     first,
     new_table,
     show,
+    utc,
 )
 
 Since = Annotated[datetime | None, typer.Option(help="Show only calls from this time on, in UTC.")]
@@ -51,12 +52,12 @@ def audit(
         what = " ".join(f"{name}={r.details[name]}" for name in sorted(r.details))
         who = (r.time.ToJsonString(), r.principal, r.role, r.peer)
         add(table, *who, method, r.outcome, r.before_etag, r.after_etag, what, r.error or r.reason)
-    show(records, output, table)
+    show(records, output, table, "no recorded call matches")
 
 
 def _stamp(time: datetime | None) -> Timestamp | None:
     if time is None:
         return None
     stamp = Timestamp()
-    stamp.FromDatetime(time if time.tzinfo else time.replace(tzinfo=UTC))
+    stamp.FromDatetime(utc(time))
     return stamp

@@ -6,9 +6,11 @@ The module knows no command, and uses one thread and blocking calls. All text th
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,7 +18,9 @@ from typing import Annotated, Any, NoReturn
 import grpc
 import tomli_w
 import typer
+import yaml
 from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
@@ -39,6 +43,8 @@ from meridian_control.common.plain_text import UNPRINTABLE, printable, printable
 from meridian_control.offline.trace_file import FileError
 
 CALL_TIMEOUT_S = 10.0
+# Seconds between two outputs of a command that watches.
+WATCH_S = 2.0
 # Largest message that the client accepts; one WatchFleet response carries the whole fleet.
 MAX_MESSAGE_BYTES = 64 << 20
 PIPED_WIDTH = 200
@@ -55,17 +61,29 @@ UNREACHABLE = 3
 REFUSED = 4
 
 
-DEFAULT_SERVER = "127.0.0.1:50051"
+DEFAULT_PORT = 50051
+DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 class Output(StrEnum):
     table = "table"
+    wide = "wide"
     json = "json"
+    yaml = "yaml"
     toml = "toml"
+
+    @property
+    def is_table(self) -> bool:
+        return self in (Output.table, Output.wide)
 
 
 # Option `-o` of every command that prints a table.
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Print the result in this form.")]
+OutputOption = Annotated[
+    Output, typer.Option("-o", "--output", help="Print the result in this form; a wide table has more columns.")
+]
+WatchOption = Annotated[
+    bool, typer.Option("-w", "--watch", help=f"Print the result again every {WATCH_S:g} seconds until Ctrl-C.")
+]
 
 
 @dataclass(frozen=True)
@@ -82,18 +100,15 @@ class Target:
 
     def resolve(self) -> tuple[str, ClientCredentials]:
         """Return the address of the server and the credentials for it. Raises FileError, BadVariable."""
-        server, context = self.server, self.context
+        named, server, context = "--server", self.server, self.context
         if not server and not context:
-            server, context = read("MERIDIAN_SERVER"), read("MERIDIAN_CONTEXT")
-            if server:
-                _check("MERIDIAN_SERVER", server)
-        elif server:
-            _check("--server", server)
+            named, server, context = "MERIDIAN_SERVER", read("MERIDIAN_SERVER"), read("MERIDIAN_CONTEXT")
         stored_context = None if server else contexts.find(context)
         if stored_context is not None:
-            _check("the server of the context", stored_context.server)
-            return stored_context.server, self.credentials.filled_from(stored_context.credentials())
-        return server or DEFAULT_SERVER, self.credentials.filled_from(ClientCredentials.from_environment())
+            server = _address("the server of the context", stored_context.server)
+            return server, self.credentials.filled_from(stored_context.credentials())
+        server = _address(named, server) if server else DEFAULT_SERVER
+        return server, self.credentials.filled_from(ClientCredentials.from_environment())
 
     def channel(self) -> grpc.Channel:
         """Return a channel to the server. Raises FileError or BadVariable, also if a file cannot be read."""
@@ -110,10 +125,18 @@ class Target:
         return grpc.secure_channel(server, tls, options) if tls else grpc.insecure_channel(server, options)
 
 
-def _check(name: str, server: str) -> None:
-    """Exit if an address of the control plane cannot be used. name: what gives the address."""
-    if not is_target(server):
-        raise BadVariable(name, server, "an address host:port")
+def _address(name: str, server: str) -> str:
+    """Return an address of the control plane, with the default port if it has none. Raises BadVariable. name: what
+    gives the address."""
+    if is_target(server):
+        return server
+    if is_target(f"{server}:{DEFAULT_PORT}"):
+        return f"{server}:{DEFAULT_PORT}"
+    scheme, separator, rest = server.partition("://")
+    plain = rest.rstrip("/")
+    write = f"; write {plain}" if separator and is_target(plain) else ""
+    tls = ", and --ca for TLS" if write and scheme == "https" else ""
+    raise BadVariable(name, server, f"an address host:port{write}{tls}")
 
 
 @dataclass(frozen=True)
@@ -143,32 +166,60 @@ def add(to: Table, *cells: object) -> None:
     to.add_row(*map(escape, shown))
 
 
-def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
-    """Print a list of messages; TOML has an array of tables that is named after the type of the messages."""
-    if output is Output.table:
-        console().print(rows)
+def show(messages: Sequence[Message], output: Output, rows: Table, empty: str) -> None:
+    """Print a list of messages; TOML has an array of tables that is named after the type of the messages. empty: what
+    to say in place of a table without rows."""
+    if output.is_table:
+        if messages:
+            console().print(rows)
+        else:
+            say(empty)
         return
-    entries = [as_dict(message) for message in messages]
-    if output is Output.json:
-        show_value(entries, output)
-    elif entries:
-        name = re.sub("(?<=.)(?=[A-Z])", "_", messages[0].DESCRIPTOR.name).lower()
-        show_value({name: entries}, output)
+    name = re.sub("(?<=.)(?=[A-Z])", "_", messages[0].DESCRIPTOR.name).lower() if messages else ""
+    show_value([as_dict(message) for message in messages], output, name)
 
 
-def show_value(value: Any, output: Output) -> None:
-    """Print a value as JSON, or a dictionary as TOML."""
+def show_value(value: Any, output: Output, name: str = "") -> None:
+    """Print a dictionary or a list as JSON, YAML or TOML. name: key of a list in TOML, which leaves out values that are
+    None."""
     if output is Output.json:
         say_document(json.dumps(value, indent=2) + "\n")
-    else:
-        say_document(tomli_w.dumps(value))
+    elif output is Output.yaml:
+        say_document(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+    elif value:
+        say_document(tomli_w.dumps(_without_none({name: value} if name else value)))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value if entry is not None] if isinstance(value, list) else value
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Return a message in protobuf's JSON form, in which a 64-bit integer is a string and not-a-number is "NaN"."""
-    return json_format.MessageToDict(
+    """Return a message's fields by name: numbers as numbers, None for a number that is not known or not finite, and
+    times and enumerations as text."""
+    fields = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+    return {name: _plain(value, message.DESCRIPTOR.fields_by_name[name]) for name, value in fields.items()}
+
+
+def _plain(value: Any, field: Any) -> Any:
+    """Return a value of protobuf's JSON form, which writes 64-bit integers and not-a-number as strings, as a number."""
+    if isinstance(value, list):
+        return [_plain(entry, field) for entry in value]
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        entry = kind.fields_by_name["value"]
+        return {key: _plain(one, entry) for key, one in value.items()}
+    if kind is not None and isinstance(value, dict) and not kind.full_name.startswith("google.protobuf."):
+        return {name: _plain(one, kind.fields_by_name[name]) for name, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64):
+        return int(value)
+    return None if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE) else value
 
 
 class PlainConsole(Console):
@@ -244,13 +295,29 @@ def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
 @contextmanager
 def connect(context: typer.Context) -> Iterator[Client]:
     with reported(context.obj), context.obj.channel() as channel:
-        yield Client(
-            policy_pb2_grpc.PolicyServiceStub(channel),
-            fleet_pb2_grpc.FleetServiceStub(channel),
-            audit_pb2_grpc.AuditServiceStub(channel),
-            freeze_pb2_grpc.FreezeServiceStub(channel),
-            rollout_pb2_grpc.RolloutServiceStub(channel),
-        )
+        yield clients(channel)
+
+
+def clients(channel: grpc.Channel) -> Client:
+    return Client(
+        policy_pb2_grpc.PolicyServiceStub(channel),
+        fleet_pb2_grpc.FleetServiceStub(channel),
+        audit_pb2_grpc.AuditServiceStub(channel),
+        freeze_pb2_grpc.FreezeServiceStub(channel),
+        rollout_pb2_grpc.RolloutServiceStub(channel),
+    )
+
+
+def watched(show: Callable[[], object], is_repeated: bool) -> None:
+    """Print what `show` prints, and again every WATCH_S seconds until Ctrl-C if that is wanted."""
+    show()
+    while is_repeated:
+        try:
+            time.sleep(WATCH_S)
+        except KeyboardInterrupt:
+            return
+        say("")
+        show()
 
 
 @contextmanager
@@ -290,6 +357,11 @@ def error_lines(error: Any) -> list[str]:
         if detail.Unpack(retry):
             again = f"; try again in {retry.retry_delay.ToMilliseconds() / 1000:g} s"
     return [f"{error.code().name}: {' '.join((error.details() or '').split())}{again}"]
+
+
+def utc(time: datetime) -> datetime:
+    """Return a time of the command line, which is in UTC unless it says otherwise."""
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def fail(code: int, *lines: str) -> NoReturn:

@@ -11,7 +11,9 @@ MERIDIAN_CONTEXTS names the context file; by default the file is meridian/contex
 directory. A relative path in the context file starts at the folder of the context file.
 """
 
+import json
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -85,3 +87,22 @@ def find(name: str) -> Context | None:
             file, "", f'has no context "{wanted}"; known contexts: {", ".join(sorted(stored.contexts)) or "none"}'
         )
     return stored.contexts[wanted] if wanted else None
+
+
+def use(name: str) -> Path:
+    """Make the context with this name the current one, and return the context file. Everything else in the file stays
+    as it is. Raises FileError."""
+    find(name)
+    file = path()
+    assert file is not None, "a context has been found"
+    line = f"current = {json.dumps(name, ensure_ascii=False)}"
+    try:
+        text = file.read_text(encoding="utf-8")
+        head, tables, rest = re.fullmatch(r"(.*?)(^\s*\[|\Z)(.*)", text, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
+        changed, count = re.subn(r"^\s*current\s*=.*$", lambda _: line, head, count=1, flags=re.MULTILINE)
+        draft = file.with_name(f"{file.name}.{os.getpid()}")
+        draft.write_text((changed if count else f"{line}\n\n{head}") + tables + rest, encoding="utf-8")
+        draft.replace(file)
+    except OSError as error:
+        raise FileError(file, "", f"cannot be written: {error.strerror}") from error
+    return file

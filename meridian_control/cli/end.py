@@ -57,12 +57,12 @@ def end(
     )
     with connect(context) as client:
         answer = client.fleet.EndThinking(asked, timeout=CALL_TIMEOUT_S)
-    if output is not Output.table:
+    if not output.is_table:
         show_value(as_dict(answer), output)
     who = f"request {answer.request_id} on {answer.engine_id}"
     if (why := NOT_ENDED.get(answer.state)) is not None:
         fail(FAILED, f"{who} {why}")
-    if output is Output.table:
+    if output.is_table:
         say(_told(who, answer))
     if answer.state != State.END_THINKING_STATE_ANSWERING:
         _check_outcome(answer, wait)

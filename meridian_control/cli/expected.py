@@ -13,6 +13,9 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.cli.console import Client, pages, unreachable_lines
 
+NONE_CONNECTED = "no engine is connected"
+NO_ENGINE = f"{NONE_CONNECTED}; an engine connects with MERIDIAN_CONTROL=HOST:PORT in its environment"
+
 # Options of the commands that wait for engines.
 LeastEngines = Annotated[
     int | None,

@@ -5,12 +5,14 @@ The module uses the control plane only through its gRPC API, on one thread with 
 """
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
+from meridian_control.cli.completion import engine_ids
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     INVALID,
@@ -26,6 +28,7 @@ from meridian_control.cli.console import (
     pages,
     show,
     show_value,
+    utc,
     warn_unreachable,
 )
 from meridian_control.cli.tables import ends_table, handover_table, harm_table, savings_lines, savings_table
@@ -33,7 +36,7 @@ from meridian_control.common.enum_names import outcome_name
 
 KINDS = ("cap", "force", "hand_over", "probe", "tier")
 
-Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
+Engine = Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)]
 
 
 def explain(
@@ -47,7 +50,7 @@ def explain(
     with connect(context) as client:
         answer = client.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
     warn_unreachable(answer.unreachable_replicas)
-    if output is not Output.table:
+    if not output.is_table:
         show_value(as_dict(answer), output)
         return
     terminal = console()
@@ -68,6 +71,10 @@ def explain(
         terminal.print(_life_table(life))
 
 
+# What `shadow` says of an empty comparison.
+NOTHING_COMPARED = "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed"
+
+
 def decisions(
     context: typer.Context,
     *,
@@ -75,6 +82,7 @@ def decisions(
     request: Annotated[str, typer.Option(help="Show only decisions about this request.")] = "",
     kind: Annotated[str, typer.Option(help=f"Show only this kind: {', '.join(KINDS)}.")] = "",
     reason: Annotated[str, typer.Option(help="Show only this reason, for example eat.")] = "",
+    since: Annotated[datetime | None, typer.Option(help="Show only decisions from this time on, in UTC.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many decisions.")] = 50,
     output: OutputOption = Output.table,
 ) -> None:
@@ -90,14 +98,15 @@ def decisions(
         for page in pages(client.fleet.ListDecisions, asked):
             logged += page.decisions
             unreachable |= set(page.unreachable_replicas)
-            if len(logged) >= limit:
+            if len(logged) >= limit or (since and logged and logged[-1].time.ToDatetime(UTC) < utc(since)):
                 break
-    logged = logged[:limit]
+    logged = [d for d in logged if since is None or d.time.ToDatetime(UTC) >= utc(since)][:limit]
     rows = new_table("time", "engine", "request", "revision", "decision", "think", "why", "outcome")
     for d in logged:
         about = (d.engine_id, d.request_id, d.revision, _name(d), d.signals.think_tokens)
         add(rows, d.time.ToJsonString(), *about, _why(d), _outcome(d))
-    show(logged, output, rows)
+    is_filtered = engine or request or kind or reason or since
+    show(logged, output, rows, "no decision matches" if is_filtered else "no decision is logged")
     warn_unreachable(unreachable)
 
 
@@ -110,11 +119,11 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
     warn_unreachable(name for page in answers for name in page.unreachable_replicas)
     engines = [e for page in answers for e in page.engines]
     engines = [e for e in engines if engine in ("", e.engine_id)]
-    if output is not Output.table:
+    if not output.is_table:
         shadow_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
         moved = [e for e in engines if e.HasField("shadow_handovers")]
         shadow_rows += [{"engine_id": e.engine_id, "section": "disagg", **as_dict(e.shadow_handovers)} for e in moved]
-        show_value(shadow_rows if output is Output.json else {"shadow": shadow_rows}, output)
+        show_value(shadow_rows, output, "shadow")
         return
     columns = "since revision", "thinking ended", "would end", "at, mean", "tokens saved", "of thinking"
     rows = new_table("engine", "section", "rule", *columns)
@@ -124,9 +133,11 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
             share = f"{row.saved_tokens / row.think_tokens:.1%}" if row.think_tokens else ""
             counts = row.since_revision, row.requests, row.would_end, mean, row.saved_tokens, share
             add(rows, e.engine_id, row.section, row.reason or "first rule to fire", *counts)
-    console().print(rows)
-    if any(e.HasField("shadow_handovers") for e in engines):
-        console().print(handover_table(engines))
+    moved = [e for e in engines if e.HasField("shadow_handovers")]
+    if rows.row_count or not moved:
+        show([row for e in engines for row in e.shadow], output, rows, NOTHING_COMPARED)
+    if moved:
+        console().print(handover_table(moved))
 
 
 def savings(context: typer.Context, output: OutputOption = Output.table) -> None:
@@ -134,7 +145,7 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
     with connect(context) as client:
         answer = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
     warn_unreachable(answer.unreachable_replicas)
-    if output is not Output.table:
+    if not output.is_table:
         show_value(as_dict(answer), output)
         return
     terminal = console()

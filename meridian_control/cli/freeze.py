@@ -162,7 +162,7 @@ def freezes(context: typer.Context, output: OutputOption = Output.table) -> None
     with connect(context) as client:
         request = freeze_pb2.ListFreezesRequest()
         entries = [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
-    show(entries, output, _table(entries))
+    show(entries, output, _table(entries), "no freeze is in force")
 
 
 def _table(rows: Sequence[freeze_pb2.StoredFreeze]) -> Table:

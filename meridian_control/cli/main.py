@@ -7,20 +7,27 @@ through its gRPC API, on one thread with blocking calls.
 
 import sys
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
 
 import typer
 from meridian.v1 import fleet_pb2
+from typer.main import get_command
 
+from meridian_control import __version__
 from meridian_control.cli.audit import audit
+from meridian_control.cli.completion import engine_ids
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
+    DEFAULT_SERVER,
     FAILED,
     INVALID,
     LARGEST_ID,
     Output,
     OutputOption,
     Target,
+    WatchOption,
     as_dict,
     connect,
     console,
@@ -30,13 +37,25 @@ from meridian_control.cli.console import (
     show,
     show_value,
     warn_unreachable,
+    watched,
 )
+from meridian_control.cli.context_commands import context_app
 from meridian_control.cli.end import end
-from meridian_control.cli.expected import AllowNone, Expected, LeastEngines, all_engines, connected, same_names
+from meridian_control.cli.expected import (
+    NO_ENGINE,
+    NONE_CONNECTED,
+    AllowNone,
+    Expected,
+    LeastEngines,
+    all_engines,
+    connected,
+    same_names,
+)
 from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
 from meridian_control.cli.rollout import rollout_app
+from meridian_control.cli.status import status
 from meridian_control.cli.tables import (
     budget_table,
     engine_table,
@@ -53,7 +72,9 @@ from meridian_control.common.enum_names import entropy_backend_name
 from meridian_control.journal.request_ids import is_called
 
 POLL_INTERVAL_S = 0.3
-NONE_CONNECTED = "no engine is connected"
+
+EngineGlob = Annotated[str, typer.Option(help="Glob of the engine ids to show.", autocompletion=engine_ids)]
+ModelGlob = Annotated[str, typer.Option(help="Glob of the models to show.")]
 
 HELP = """Read and change Meridian's policy, show engines, requests and decisions, end the thinking of a
 request, and record and replay traces.
@@ -74,16 +95,44 @@ Exit codes:
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(policy_app, name="policy")
 app.add_typer(rollout_app, name="rollout")
-for command in (audit, freeze, thaw, freezes, top, end, explain, decisions, shadow, savings, record, calibrate, replay):
+app.add_typer(context_app, name="context")
+for command in (
+    status,
+    audit,
+    freeze,
+    thaw,
+    freezes,
+    top,
+    end,
+    explain,
+    decisions,
+    shadow,
+    savings,
+    record,
+    calibrate,
+    replay,
+):
     app.command()(command)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        say(f"meridianctl {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     call: typer.Context,
     *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+    ] = False,
     server: Annotated[
-        str, typer.Option(help="Address of the control plane, host:port; default: MERIDIAN_SERVER.")
+        str,
+        typer.Option(
+            help=f"Address of the control plane, HOST[:PORT]; default: MERIDIAN_SERVER, else {DEFAULT_SERVER}."
+        ),
     ] = "",
     context: Annotated[
         str, typer.Option(help="Name of a context in the context file; default: MERIDIAN_CONTEXT.")
@@ -99,51 +148,86 @@ def options(
 # ------------------------------------------------------------------------------------------------------------- fleet
 
 
+def matches(name: str, glob: str) -> bool:
+    """Whether a name matches a glob; each name matches an empty one."""
+    return not glob or fnmatchcase(name, glob)
+
+
 @app.command()
-def engines(context: typer.Context, output: OutputOption = Output.table) -> None:
+def engines(
+    context: typer.Context,
+    *,
+    engine: EngineGlob = "",
+    model: ModelGlob = "",
+    output: OutputOption = Output.table,
+    watch: WatchOption = False,
+) -> None:
     """List the engines with their state, policy revision and load."""
-    with connect(context) as client:
-        listed, unreachable = all_engines(client)
-    show(listed, output, engine_table(listed))
-    warn_unreachable(unreachable)
-    if output is Output.table:
-        for refused in (engine for engine in listed if engine.nack_error):
-            say(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
-        for reason in dict.fromkeys(engine.withdrawn for engine in listed if engine.withdrawn):
-            names = ", ".join(engine.engine_id for engine in listed if engine.withdrawn == reason)
-            say(f"{names}: the control plane has withdrawn what did harm: {reason}")
-        for noted in (engine for engine in listed if engine.entropy_note):
-            backend = entropy_backend_name(noted.entropy_backend)
-            say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
-        for blind in (engine for engine in listed if engine.unknown_markers):
-            say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
-        for name in same_names(listed):
-            say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
-        for lacking in listed:
-            for fact in lacking.missing_facts:
-                say(f"{lacking.engine_id} works without {fact}")
-        for line in (*thinking_lines(listed), *pool_lines(listed), *limit_lines(listed)):
-            say(line)
+
+    def show_engines() -> None:
+        with connect(context) as client:
+            listed, unreachable = all_engines(client)
+        listed = [e for e in listed if matches(e.engine_id, engine) and matches(e.model, model)]
+        empty = "no engine matches" if engine or model else NO_ENGINE
+        show(listed, output, engine_table(listed, wide=output is Output.wide), empty)
+        warn_unreachable(unreachable)
+        if output.is_table:
+            _say_notes(listed)
+
+    watched(show_engines, watch)
+
+
+def _say_notes(listed: Sequence[fleet_pb2.Engine]) -> None:
+    """Print what is to be known of engines besides the table."""
+    for refused in (engine for engine in listed if engine.nack_error):
+        say(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
+    for reason in dict.fromkeys(engine.withdrawn for engine in listed if engine.withdrawn):
+        names = ", ".join(engine.engine_id for engine in listed if engine.withdrawn == reason)
+        say(f"{names}: the control plane has withdrawn what did harm: {reason}")
+    for noted in (engine for engine in listed if engine.entropy_note):
+        backend = entropy_backend_name(noted.entropy_backend)
+        say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
+    for blind in (engine for engine in listed if engine.unknown_markers):
+        say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
+    for name in same_names(listed):
+        say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
+    for lacking in listed:
+        for fact in lacking.missing_facts:
+            say(f"{lacking.engine_id} works without {fact}")
+    for line in (*thinking_lines(listed), *pool_lines(listed), *limit_lines(listed)):
+        say(line)
 
 
 @app.command()
 def requests(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(help="Show only requests of this engine.")] = "",
+    *,
+    engine: Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)] = "",
     request_id: Annotated[
         str, typer.Option("--request", help="Show only the request with this id, as the engine or the client has it.")
     ] = "",
+    model: ModelGlob = "",
+    tenant: Annotated[str, typer.Option(help="Glob of the tenants whose requests to show.")] = "",
     output: OutputOption = Output.table,
+    watch: WatchOption = False,
 ) -> None:
     """List the live requests with their signals, ranks and last decisions."""
-    with connect(context) as client:
-        request = fleet_pb2.ListRequestsRequest(engine_id=engine)
-        answers = list(pages(client.fleet.ListRequests, request))
-    live_requests = [
-        live for page in answers for live in page.requests if not request_id or is_called(live.request_id, request_id)
-    ]
-    show(live_requests, output, request_table(live_requests))
-    warn_unreachable(name for page in answers for name in page.unreachable_replicas)
+
+    def is_meant(live: fleet_pb2.LiveRequest) -> bool:
+        named = not request_id or is_called(live.request_id, request_id)
+        return named and matches(live.model, model) and matches(live.tenant, tenant)
+
+    def show_requests() -> None:
+        with connect(context) as client:
+            asked = fleet_pb2.ListRequestsRequest(engine_id=engine)
+            answers = list(pages(client.fleet.ListRequests, asked))
+        live_requests = [live for page in answers for live in page.requests if is_meant(live)]
+        shown = request_table(live_requests, wide=output is Output.wide)
+        is_filtered = engine or request_id or model or tenant
+        show(live_requests, output, shown, "no live request matches" if is_filtered else "no request is live")
+        warn_unreachable(name for page in answers for name in page.unreachable_replicas)
+
+    watched(show_requests, watch)
 
 
 @app.command()
@@ -151,8 +235,8 @@ def budgets(context: typer.Context, output: OutputOption = Output.table) -> None
     """List the thinking budgets with their usage over the whole fleet, what is left of them, and their stages."""
     with connect(context) as client:
         answer = client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S)
-    show(list(answer.budgets), output, budget_table(answer.budgets))
-    if output is Output.table and answer.budgets:
+    show(list(answer.budgets), output, budget_table(answer.budgets), "the policy in force has no budget")
+    if output.is_table and answer.budgets:
         shared_at = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
         say(f"usage of all replicas as of {shared_at}")
 
@@ -169,11 +253,15 @@ def pressure(
         listed, unreachable = all_engines(client)
     warn_unreachable(unreachable)
     rows = [e for e in connected(listed) if engine in ("", e.engine_id)]
-    if output is Output.table:
-        console().print(pressure_table(rows))
+    if output.is_table:
+        shown = pressure_table(rows)
+        if shown.row_count:
+            console().print(shown)
+        else:
+            say("no pressure entry of the policy in force applies to a connected engine")
         return
     pressure_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in rows for row in e.pressures]
-    show_value(pressure_rows if output is Output.json else {"pressures": pressure_rows}, output)
+    show_value(pressure_rows, output, "pressures")
 
 
 @app.command()
@@ -215,6 +303,15 @@ def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
     return bool(engine.nack_error) and engine.revision >= revision
 
 
+def _hide_types_of_flags(command: Any) -> None:
+    """Let the help show flags without a type, because they take no value."""
+    for param in (*command.params, command.get_help_option(typer.Context(command))):
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(below)
+
+
 def main() -> None:
     if sys.stdout is None:
         # Without this look a command would print nothing and succeed.
@@ -227,7 +324,9 @@ def main() -> None:
         say("the arguments must be UTF-8", err=True)
         sys.exit(INVALID)
     try:
-        app(prog_name="meridianctl")
+        command = get_command(app)
+        _hide_types_of_flags(command)
+        command(prog_name="meridianctl")
     except OSError as error:
         # For example, the disk to which the output goes is full.
         say(f"cannot write the output: {error.strerror}", err=True)

@@ -15,6 +15,7 @@ from meridian.v1 import policy_pb2
 from rich.table import Table
 
 from meridian_control import __version__
+from meridian_control.cli.completion import field_names, revisions
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
@@ -69,11 +70,11 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOpt
     """Print the policy; a table has only the fields that differ from their defaults."""
     with connect(context) as client:
         stored = current(client, revision)
-    if output is Output.json:
+    if output in (Output.json, Output.yaml):
         show_value(as_dict(stored), output)
         return
     policy = _readable(stored.policy)
-    if output is Output.table:
+    if output.is_table:
         rows = [(change.path, change.after, change.before) for change in diff(schema.Policy(), policy)]
         console().print(_rows(("field", "value", "default"), rows))
         return
@@ -99,26 +100,21 @@ def policy_apply(
 ) -> None:
     """Replace the policy in force with the policy in FILE, and print the new revision."""
     with connect(context) as client:
-        values = forms.load_tables(file)
-        if not values:
-            raise PolicyError(
-                [
-                    Violation(
-                        f"{file}:",
-                        "has no fields; a section's header alone, such as [scheduler], gives all fields their defaults",
-                    )
-                ]
-            )
+        stored = _in_force(client)
+        policy = _changed(stored, forms.load_tables(file)) if merge else _loaded(file)
         request = policy_pb2.UpdatePolicyRequest(
             validate_only=dry_run, author=author, reason=reason, request_id=request_id
         )
-        _update(client, request, values, etag, merge=merge, changes=diff, if_checked=f"{file}: valid, nothing changed")
+        _update(client, request, policy, stored, etag, changes=diff, if_checked=f"{file}: valid, nothing changed")
 
 
 @policy_app.command("set")
 def policy_set(
     context: typer.Context,
-    fields: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE...", help="Fields and values, as in TOML.")],
+    fields: Annotated[
+        list[str],
+        typer.Argument(metavar="FIELD=VALUE...", help="Fields and values, as in TOML.", autocompletion=field_names),
+    ],
     *,
     dry_run: DryRun = False,
     diff: Diff = False,
@@ -133,14 +129,18 @@ def policy_set(
         request = policy_pb2.UpdatePolicyRequest(
             validate_only=dry_run, author=author, reason=reason, request_id=request_id
         )
-        values = forms.parse_fields(fields)
-        _update(client, request, values, etag, merge=True, changes=diff, if_checked="valid, nothing changed")
+        stored = _in_force(client)
+        policy = _changed(stored, forms.parse_fields(fields))
+        _update(client, request, policy, stored, etag, changes=diff, if_checked="valid, nothing changed")
 
 
 @policy_app.command("rollback")
 def policy_rollback(
     context: typer.Context,
-    revision: Annotated[int, typer.Argument(min=1, max=LARGEST_ID, help="Revision whose policy to put in force.")],
+    revision: Annotated[
+        int,
+        typer.Argument(min=1, max=LARGEST_ID, help="Revision to put in force.", autocompletion=revisions),
+    ],
     *,
     dry_run: DryRun = False,
     diff: Diff = False,
@@ -201,7 +201,8 @@ def policy_history(
         request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
         revisions = first(limit, client.policy.ListRevisions, request, "revisions")
     rows = [(r.revision, r.create_time.ToJsonString(), r.author, r.reason, r.etag) for r in revisions]
-    show(revisions, output, _rows(("revision", "time", "author", "reason", "etag"), rows))
+    shown = _rows(("revision", "time", "author", "reason", "etag"), rows)
+    show(revisions, output, shown, "no policy is stored yet")
 
 
 @policy_app.command("diff")
@@ -218,7 +219,7 @@ def policy_diff(
         request = policy_pb2.DiffPoliciesRequest(before=before, after=after)
         answer = client.policy.DiffPolicies(request, timeout=CALL_TIMEOUT_S)
     names = (f"revision {answer.before}" if answer.before else "defaults", f"revision {answer.after}")
-    show(answer.changes, output, change_table(answer.changes, names))
+    show(answer.changes, output, change_table(answer.changes, names), "no field differs")
 
 
 @policy_app.command("explain")
@@ -253,7 +254,7 @@ def policy_explain(
             say(f"{row.path} = {row.value}  # {row.origin}")
     else:
         rows = [(row.path, row.value, row.origin) for row in answer.values]
-        show(answer.values, output, _rows(("field", "value", "from"), rows))
+        show(answer.values, output, _rows(("field", "value", "from"), rows), "the policy has no fields")
 
 
 def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:
@@ -273,27 +274,39 @@ def _readable(message: policy_pb2.Policy) -> schema.Policy:
     return policy
 
 
+def _loaded(file: Path) -> schema.Policy:
+    """Read a policy file. Raises PolicyError, also if the file sets no field, as after a pipe whose first program has
+    failed."""
+    policy = forms.load(file)
+    if not policy.model_fields_set:
+        hint = "a section's header alone, such as [scheduler], gives all fields their defaults"
+        raise PolicyError([Violation(f"{file}:", f"has no fields; {hint}")])
+    return policy
+
+
+def _changed(stored: policy_pb2.PolicyRevision | None, changes: Mapping[str, Any]) -> schema.Policy:
+    """Return the policy in force with other values, which come by section. Raises PolicyError."""
+    if stored is None:
+        fail(FAILED, "there is no policy in force to change that this meridianctl can read; use `policy apply`")
+    return forms.parse_values(forms.merged(forms.to_values(_readable(stored.policy)), changes))
+
+
 def _update(
     client: Client,
     request: policy_pb2.UpdatePolicyRequest,
-    values: Mapping[str, Any],
+    policy: schema.Policy,
+    stored: policy_pb2.PolicyRevision | None,
     etag: str | None,
     *,
-    merge: bool,
     changes: bool,
     if_checked: str,
 ) -> None:
     """Put a policy in force unless it is already, and print what has changed.
 
-    values: fields by section. etag: None for that of the policy in force. merge: keep the other fields as they are. The
-    other arguments are those of `_print_answer`.
+    stored: the revision in force. etag: None for that of this revision. The other arguments are those of
+    `_print_answer`.
     """
-    stored = _in_force(client)
-    if merge:
-        if not stored:
-            fail(FAILED, "there is no policy in force to change that this meridianctl can read; use `policy apply`")
-        values = forms.merged(forms.to_values(_readable(stored.policy)), values)
-    request.policy.CopyFrom(forms.to_proto(forms.parse_values(values)))
+    request.policy.CopyFrom(forms.to_proto(policy))
     request.etag = (stored.etag if stored else "") if etag is None else etag
     # The control plane knows whether a call with this id has been made before.
     if stored and not request.request_id and request.etag in ("", stored.etag) and request.policy == stored.policy:

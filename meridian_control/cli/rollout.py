@@ -128,7 +128,7 @@ def rollout_list(
     for r in rollouts:
         started = r.create_time.ToJsonString()
         add(shown, r.rollout_id, _word(r), _step(r), r.candidate_revision, started, r.author, r.reason)
-    show(rollouts, output, shown)
+    show(rollouts, output, shown, "no rollout has been started")
 
 
 def _steering(name: str, method: str, request: type[Message], text: str) -> None:
@@ -181,7 +181,7 @@ def _rollout(client: Client, rollout_id: int) -> rollout_pb2.Rollout:
 
 
 def _print(rollout: rollout_pb2.Rollout, output: Output) -> None:
-    if output is not Output.table:
+    if not output.is_table:
         show_value(as_dict(rollout), output)
         return
     parts: list[Table | str] = [_facts(rollout), "", _steps(rollout)]
@@ -234,6 +234,14 @@ def _events(rollout: rollout_pb2.Rollout) -> Table:
 
 def _word(rollout: rollout_pb2.Rollout) -> str:
     return rollout_pb2.RolloutState.Name(rollout.state).removeprefix("ROLLOUT_STATE_").lower()
+
+
+def short_text(rollout: rollout_pb2.Rollout) -> str:
+    """Return a rollout's state in a line."""
+    waits = f", waits for {rollout.waiting_for}" if rollout.waiting_for and rollout.state in ACTIVE else ""
+    violated = f", violates {rollout.violation.guardrail}" if rollout.HasField("violation") else ""
+    where = f"step {_step(rollout)} with revision {rollout.candidate_revision}"
+    return f"{rollout.rollout_id} {_word(rollout)}, {where}{waits}{violated}"
 
 
 def _step(rollout: rollout_pb2.Rollout) -> str:

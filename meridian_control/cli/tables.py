@@ -1,5 +1,6 @@
 """Formats engines, live requests, budgets, pressure and comparisons with the control group as tables for terminals."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -17,25 +18,30 @@ from meridian_control.common.enum_names import (
     phase_name,
     stage_name,
     state_name,
+    tier_name,
 )
 from meridian_control.common.harm_words import kind_text, unmeasured_reason
 
 
-def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
+def engine_table(rows: Sequence[fleet_pb2.Engine], *, wide: bool = False) -> Table:
     """Return the engines. Their KV connectors and roles have a column if an engine has a connector; their pools and
-    URLs have columns if an engine is in a pool."""
+    URLs have columns if an engine is in a pool. wide: add versions, labels, replica and the time of the connection."""
+    more = ("vLLM", "agent", "replica", "connected since", "labels") if wide else ()
     load_columns = ("step ms", "KV", "running", "waiting", "think", "answer")
     has_connectors = any(e.kv_connector for e in rows)
     has_pools = any(e.pool for e in rows)
     optional = (*(("KV connector",) if has_connectors else ()), *(("pool", "URL") if has_pools else ()))
     columns = ("entropy", *optional, *load_columns)
-    shown = new_table("engine", "state", "model", "revision", *columns)
+    shown = new_table("engine", "state", "model", "revision", *columns, *more)
     for e in rows:
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
         load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
         connector = (f"{e.kv_connector} {e.kv_role}".strip(),) if has_connectors else ()
         pool = (e.pool or "none", e.answering_engine.url) if has_pools else ()
-        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *connector, *pool, *load)
+        labels = " ".join(f"{name}={value}" for name, value in sorted(e.labels.items()))
+        since = e.connect_time.ToJsonString() if e.HasField("connect_time") else ""
+        rest = (e.vllm_version, e.agent_version, e.replica, since, labels) if wide else ()
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *connector, *pool, *load, *rest)
     return shown
 
 
@@ -206,15 +212,28 @@ def _followed(side: fleet_pb2.EndCounts) -> str:
     return f"{side.ends}: " + ", ".join(f"{_share(count, side.ends)} {name}" for name, count in parts)
 
 
+def saved_text(row: fleet_pb2.Savings) -> str:
+    """Return the thinking tokens that the treated requests saved, as a share and in all."""
+    if not row.HasField("saved_tokens"):
+        return "not known yet, because an arm has too few requests"
+    total = row.treated.requests * row.saved_tokens.value
+    low, high = (row.treated.requests * end for end in (row.saved_tokens.low, row.saved_tokens.high))
+    share = f"{row.saved_ratio.value:.1%} of the thinking ({row.saved_ratio.low:.1%} to {row.saved_ratio.high:.1%})"
+    return f"{share}, {total:,.0f} tokens in all ({low:,.0f} to {high:,.0f})"
+
+
+def harm_text(row: fleet_pb2.Savings) -> str:
+    """Return the harm of all kinds of shortening together, with its bound, or why it is not measured."""
+    unjudged = f", {row.unjudged} not judged for want of a probe" if row.unjudged else ""
+    if not row.HasField("harm_ratio"):
+        return f"not measured, {unmeasured_reason(row, row)}{unjudged}"
+    harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"
+    return f"{harm.value:.2%} ({of}), at most {harm.high:.2%}; allowed {row.max_loss:.2%}"
+
+
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     """Yield what follows from a comparison: the saving, the shadow's own estimate, spilled ends, and the harm."""
-    if row.HasField("saved_tokens"):
-        total = row.treated.requests * row.saved_tokens.value
-        low, high = (row.treated.requests * end for end in (row.saved_tokens.low, row.saved_tokens.high))
-        share = f"{row.saved_ratio.value:.1%} of the thinking ({row.saved_ratio.low:.1%} to {row.saved_ratio.high:.1%})"
-        yield f"saved: {share}, {total:,.0f} tokens in all ({low:,.0f} to {high:,.0f})"
-    else:
-        yield "saved: not known yet, because an arm has too few requests"
+    yield f"saved: {saved_text(row)}"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {row.shadow_saved_tokens / row.control.think_tokens:.1%} of the thinking"
     if row.HasField("spills"):
@@ -225,12 +244,7 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
         yield f"spilled after forced ends, against natural ends: {spills}; long answers alone: {longer}"
     else:
         yield "spilled after forced ends: not known yet, because a side has too few ends"
-    unjudged = f", {row.unjudged} not judged for want of a probe" if row.unjudged else ""
-    if row.HasField("harm_ratio"):
-        harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"
-        yield f"harm: {harm.value:.2%} ({of}), at most {harm.high:.2%}; allowed {row.max_loss:.2%}"
-    else:
-        yield f"harm: not measured, {unmeasured_reason(row, row)}{unjudged}"
+    yield f"harm: {harm_text(row)}"
     for harms in row.kinds:
         if harms.HasField("evidence_ratio"):
             level = "of the level at which the control plane withdraws it"
@@ -258,14 +272,17 @@ def _share(count: int, of: int) -> str:
     return f"{count / of:.1%}" if of else ""
 
 
-def request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:
-    shown = new_table(
-        "engine", "request", "phase", "think", "output", "entropy", "EAT", "RPDI", "rank", "last decision"
-    )
+def request_table(rows: Iterable[fleet_pb2.LiveRequest], *, wide: bool = False) -> Table:
+    """Return the live requests. wide: add model, tenant, class, cap and eviction tier."""
+    more = ("model", "tenant", "class", "cap", "tier") if wide else ()
+    columns = ("phase", "think", "output", "entropy", "EAT", "RPDI", "rank", "last decision")
+    shown = new_table("engine", "request", *columns, *more)
     for r in rows:
         phase = phase_name(r.phase) + (" preempted" if r.preempted else "")
-        signals = (f"{value:.3g}" for value in (r.entropy_nats, r.eat_ema_nats, r.rpdi))
+        measured = (r.entropy_nats, r.eat_ema_nats, r.rpdi)
+        signals = ("" if math.isnan(value) else f"{value:.3g}" for value in measured)
         outcome = outcome_name(r.last_decision.outcome) if r.last_decision.outcome else "open"
         last = f"{r.last_decision.kind} {r.last_decision.reason} {outcome}" if r.last_decision.kind else ""
-        add(shown, r.engine_id, r.request_id, phase, r.think_tokens, r.output_tokens, *signals, r.rank, last)
+        rest = (r.model, r.tenant, r.slo_class, r.max_think_tokens or "", tier_name(r.tier)) if wide else ()
+        add(shown, r.engine_id, r.request_id, phase, r.think_tokens, r.output_tokens, *signals, r.rank, last, *rest)
     return shown

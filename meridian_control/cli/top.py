@@ -18,10 +18,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from meridian_control.cli.console import (
-    connect,
-    console,
-)
+from meridian_control.cli.console import INVALID, connect, console, fail, say
+from meridian_control.cli.expected import NO_ENGINE
 from meridian_control.cli.tables import engine_table, request_table
 
 KEY_POLL_S = 0.1
@@ -32,12 +30,23 @@ OTHER_LINES = 4
 def top(
     context: typer.Context,
     interval_ms: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Milliseconds between two updates.")] = 1000,
+    once: Annotated[bool, typer.Option("--once", help="Print the first update and return.")] = False,
 ) -> None:
     """Show engines and live requests, most thinking tokens first, until q or Ctrl-C."""
     request, terminal = fleet_pb2.WatchFleetRequest(interval_ms=interval_ms), console()
     screen = terminal.is_terminal and sys.stdout.isatty()
+    if not (screen or once):
+        fail(INVALID, "top needs a terminal; --once prints the fleet as it is now")
     with connect(context) as client:
         call = client.fleet.WatchFleet(request)
+        if once:
+            state = next(call)
+            call.cancel()
+            if state.engines:
+                terminal.print(_view(state, terminal))
+            else:
+                say(NO_ENGINE)
+            return
         try:
             with _until_q(call.cancel), Live(console=terminal, screen=screen, auto_refresh=False) as live:
                 for state in call:
@@ -52,7 +61,7 @@ def top(
 
 
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:
-    room = max(1, terminal.height - len(state.engines) - OTHER_LINES)
+    room = max(1, terminal.height - len(state.engines) - OTHER_LINES) if terminal.is_terminal else len(state.requests)
     ordered = sorted(state.requests, key=lambda r: (-r.think_tokens, r.engine_id, r.request_id))
     hidden = max(0, len(ordered) - room) + state.requests_left_out
     more = [Text(f"and {hidden} more requests")] if hidden else []

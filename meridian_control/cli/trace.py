@@ -47,7 +47,7 @@ def record(
     progress = PlainConsole(stderr=True)
     with connect(context) as client, TraceWriter(out) as writer, progress.status("waiting") as status:
         recorder = Recorder(
-            client.fleet, writer, RecordingLimits(duration, requests), lambda w: status.update(_recorded(w))
+            client.fleet, writer, RecordingLimits(duration, requests), lambda w: status.update(_recorded(w, requests))
         )
         try:
             recorder.run(engine)
@@ -63,8 +63,9 @@ def record(
             say(f"{out} was not written, because no message of an engine arrived", err=True)
 
 
-def _recorded(writer: TraceWriter) -> str:
-    return f"{writer.requests} requests, {writer.steps} steps, {writer.size_bytes} bytes"
+def _recorded(writer: TraceWriter, wanted: int = 0) -> str:
+    of = f" of {wanted}" if wanted else ""
+    return f"{writer.requests}{of} requests, {writer.steps} steps, {writer.size_bytes} bytes"
 
 
 def calibrate(
@@ -93,6 +94,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="File to write the recommended policy to, in TOML.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the frontier to, as PNG, SVG or PDF.")] = None,
     report: Annotated[Path | None, typer.Option(help="File to write all figures to, in JSON.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Print each rule that was tried, too.")] = False,
 ) -> None:
     """Replay traces, print the rules that save most thinking for a proved loss of accuracy, and write a policy."""
     try:
@@ -111,10 +113,10 @@ def calibrate(
         left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
         fail(FAILED, str(error), *left_out)
     terminal = console()
-    terminal.print(calibration_report.table(result, goal))
-    for sentence in calibration_report.sentences(result, replay, goal):
+    terminal.say("\n\n".join(calibration_report.sentences(result, replay, goal)))
+    if table:
         terminal.say()
-        terminal.say(sentence)
+        terminal.print(calibration_report.table(result, goal))
     figures = json.dumps(calibration_report.report(result, replay, goal), indent=2) + "\n"
     _write(out, lambda path: path.write_text(forms.to_toml(result.policy), encoding="utf-8"))
     _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
@@ -154,7 +156,7 @@ def replay(
 
     with reported():
         figures = changes(traces, forms.load(policy))
-    if output is not Output.table:
+    if not output.is_table:
         show_value(figures, output)
         return
     (recorded, new), tokens, terminal = figures["ends"].values(), figures["think_tokens"], console()

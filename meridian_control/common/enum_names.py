@@ -22,6 +22,7 @@ FAULT_CAUSE_NAMES = _names(agent_pb2.FaultCause, "FAULT_CAUSE_")
 ENTROPY_BACKENDS = _names(agent_pb2.EntropyBackend, "ENTROPY_BACKEND_")
 # The names of the rules of the section entropy that end thinking.
 ENTROPY_REASONS = ("eat", "rank", "margin", "rpdi", "give_up")
+EVICTION_TIERS = _names(agent_pb2.EvictionTier, "EVICTION_TIER_")
 BUDGET_STAGES = _names(fleet_pb2.BudgetStage, "BUDGET_STAGE_")
 
 
@@ -47,3 +48,7 @@ def entropy_backend_name(backend: int) -> str:
 
 def stage_name(stage: int) -> str:
     return BUDGET_STAGES.get(stage, "unknown")
+
+
+def tier_name(tier: int) -> str:
+    return EVICTION_TIERS.get(tier, "unknown")

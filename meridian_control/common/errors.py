@@ -56,13 +56,15 @@ class Violation:
     path: str
     message: str
     value: str | None = None
+    # File and line of the field, as compilers write them; empty if it comes from no file.
+    where: str = ""
 
     @property
     def description(self) -> str:
         return self.message if self.value is None else f"{self.message}; got {self.value}"
 
     def __str__(self) -> str:
-        return f"{self.path} {self.description}"
+        return f"{self.where}{self.path} {self.description}"
 
 
 class MeridianError(Exception):

@@ -158,9 +158,10 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
         second=second,
         confirmed=confirmed,
         groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
-        policy=_with_calibrated_cap(
+        policy=_with_goal(
             policy_of(replay, best.rule if best and confirmed else None, good, judged, unit[judged], second=given_up),
             calibrated_cap(halves, cap),
+            goal,
         ),
     )
 
@@ -177,10 +178,12 @@ def calibrated_cap(halves: _Halves, chosen: _Tried | None) -> int:
     return int(halves.replay.episodes.natural_tokens[judged].max())
 
 
-def _with_calibrated_cap(policy: Policy, tokens: int) -> Policy:
-    return policy.model_copy(
-        update={"scheduler": policy.scheduler.model_copy(update={"calibrated_cap_tokens": tokens})}
-    )
+def _with_goal(policy: Policy, cap_tokens: int, goal: Goal) -> Policy:
+    """Return a policy with the smallest cap that was found to be enough, and the allowed loss, beyond which the control
+    plane withdraws the rule. A goal of no loss at all leaves the policy's own."""
+    scheduler = policy.scheduler.model_copy(update={"calibrated_cap_tokens": cap_tokens})
+    entropy = policy.entropy.model_copy(update={"max_loss": goal.max_loss or policy.entropy.max_loss})
+    return policy.model_copy(update={"scheduler": scheduler, "entropy": entropy})
 
 
 def _second(halves: _Halves, first: _Tried | None, confirmed: bool) -> SecondThreshold | None:

@@ -77,7 +77,9 @@ def _shown(points: list[Point], goal: Goal) -> list[Point]:
 
 
 def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
-    """Yield the findings, one paragraph each."""
+    """Yield the findings, one paragraph each, the recommendation first."""
+    yield recommendation(result, goal)
+    yield second_threshold(result, replay, goal)
     episodes, judge = replay.episodes, replay.judge
     judged = int((judge.natural == judge.natural).sum())
     yield (
@@ -111,8 +113,6 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
                 f"{separation.why_not}."
             )
     yield from cautions(result, replay)
-    yield recommendation(result, goal)
-    yield second_threshold(result, replay, goal)
 
 
 def cautions(result: Calibration, replay: Replay) -> Iterator[str]:

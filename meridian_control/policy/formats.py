@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
 from meridian_control.policy.removed_fields import RemovedValue, named, removed_at, without_removed
 from meridian_control.policy.section import Section
-from meridian_control.policy.validation_errors import dotted, syntax_message, violation
+from meridian_control.policy.validation_errors import Place, dotted, line_of, syntax_message, violation
 
 FILE_NAME = "meridian.toml"
 STANDARD_INPUT = Path("-")
@@ -43,6 +44,16 @@ def parse_toml(text: str, source: str = "<string>") -> Policy:
 def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> Schema:
     """Read TOML text that has the given schema. Raises PolicyError."""
     return _validate(schema, _tables(text, source))
+
+
+def _place(text: str, source: str) -> Callable[[Place], str]:
+    """Return a function that names the line of a value in TOML text, as compilers do."""
+
+    def name(loc: Place) -> str:
+        line = line_of(text, loc)
+        return f"{source}:{line}: " if line else f"{source}: "
+
+    return name
 
 
 def parse_stored_toml(text: str) -> tuple[Policy, list[RemovedValue]]:
@@ -65,19 +76,24 @@ def load(path: str | os.PathLike[str]) -> Policy:
 
 
 def load_as(schema: type[Schema], path: Path) -> Schema:
-    """Read a TOML file that has the given schema. Raises PolicyError, also if the file cannot be read."""
-    return _validate(schema, load_tables(path))
+    """Read a TOML file, or standard input for the path -, that has the given schema. Raises PolicyError, which names
+    the line of each bad field, also if the file cannot be read."""
+    text = _read(path)
+    return _validate(schema, _tables(text, str(path)), _place(text, str(path)))
 
 
 def load_tables(path: Path) -> dict[str, Any]:
     """Read a TOML file, or standard input for the path -, and return its fields by section, unchecked. Raises
     PolicyError."""
+    return _tables(_read(path), str(path))
+
+
+def _read(path: Path) -> str:
     try:
-        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error
-    return _tables(text, str(path))
 
 
 def parse_fields(fields: Iterable[str]) -> dict[str, Any]:
@@ -236,11 +252,15 @@ def _free(value: Value) -> Any:
     return int(plain) if kind == "number_value" and plain.is_integer() else plain
 
 
-def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
+def _validate(
+    schema: type[Schema], values: Mapping[str, Any], place: Callable[[Place], str] = lambda loc: ""
+) -> Schema:
+    """Return values as an object. place: says where a value comes from. Raises PolicyError."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise PolicyError(_violation(schema, details) for details in error.errors()) from None
+        found = [(place(details["loc"]), _violation(schema, details)) for details in error.errors()]
+        raise PolicyError(replace(one, where=where) for where, one in found) from None
 
 
 def _violation(schema: type[Section], error: ErrorDetails) -> Violation:

@@ -4,9 +4,11 @@ The module owns how paths and values are spelled, and knows no field. The module
 thread.
 """
 
+import difflib
 import json
 import re
-from typing import Any, get_args
+import tomllib
+from typing import Any, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -18,17 +20,22 @@ from meridian_control.common.errors import Violation
 from meridian_control.policy.section import Section
 
 MAX_VALUE_CHARS = 60
+# The keys, and the places in lists, that lead to a value.
+Place: TypeAlias = tuple[int | str, ...]
 
 
 def violation(schema: type[Section], error: ErrorDetails) -> Violation:
     """Turn one validation error into a violation with the path of the bad value."""
     path = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
-        return Violation(path, "is not a known key")
+        known = _field(schema, error["loc"][:-1]).annotation
+        fields = known.model_fields if isinstance(known, type) and issubclass(known, BaseModel) else {}
+        near = difflib.get_close_matches(str(error["loc"][-1]), fields, 1)
+        return Violation(path, "is not a known key" + (f"; did you mean {near[0]}?" if near else ""))
     return Violation(path, _requirement(schema, error), rendered(error["input"]))
 
 
-def dotted(loc: tuple[int | str, ...]) -> str:
+def dotted(loc: Place) -> str:
     """Return a dotted path as TOML spells it: `model."Qwen/Qwen3-8B".think_end_token_ids[0]`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc).removeprefix(".")
 
@@ -82,7 +89,7 @@ def _range(metadata: list[Any]) -> str:
     return f"in {'(' if exclusive else '['}{low}, {limits['le']}]"
 
 
-def _field(schema: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
+def _field(schema: type[Section], loc: Place) -> FieldInfo:
     """Return the schema of the value at `loc`; an entry of a table or list has the schema of the entries."""
     field = FieldInfo.from_annotation(schema)
     for part in loc:
@@ -105,6 +112,46 @@ def rendered(value: Any) -> str:
     except ValueError:  # The integer has more digits than Python prints.
         return "a very long value"
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
+
+
+_NOWHERE: Place = ()
+
+
+def line_of(text: str, loc: Place) -> int | None:
+    """Return the number of the line of TOML text that holds a value, or the innermost table around it; None if no line
+    does."""
+    here: Place = ()
+    seen, best, depth = dict[Place, int](), None, 0
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*(\[\[?)([^\[\]]+)\]", line)
+        named = re.match(r"\s*([^=\[\]#]+)=", line)
+        if header:
+            place = _NOWHERE
+            for key in _keys(header[2]):
+                # A key of an earlier array of tables stands for the array's newest table.
+                place = (*place, seen[place], key) if place in seen else (*place, key)
+            if header[1] == "[[":
+                seen[place] = seen.get(place, -1) + 1
+            here = place = (*place, seen[place]) if place in seen else place
+        elif named:
+            place = here + _keys(named[1])
+        else:
+            continue
+        if len(place) > depth and loc[: len(place)] == place:
+            best, depth = number, len(place)
+    return best
+
+
+def _keys(dotted_key: str) -> Place:
+    """Split a key as TOML does."""
+    try:
+        table, keys = tomllib.loads(f"{dotted_key.strip()} = 0"), list[str]()
+    except ValueError:
+        return ()
+    while isinstance(table, dict):
+        ((key, table),) = table.items()
+        keys.append(key)
+    return tuple(keys)
 
 
 def syntax_message(error: ValueError | RecursionError, text: str) -> str:

@@ -31,7 +31,12 @@ VOCABULARIES = SMALL, LARGE = 640, 151_936
 MOST_LARGE = 16
 # Policies by name. Nothing ends thinking: no probability is spread so narrowly that an EAT rule would.
 RULE: dict[str, Any] = {"entropy": {"shadow": False, "eat_level_threshold_nats": 1e-6, "holdout_share": 0.0}}
-POLICIES: dict[str, dict[str, Any]] = {"default": {}, "rule": RULE, "off": {"entropy": {"enabled": False}}}
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all measured": {"telemetry": {"shadow_sample_ratio": 1.0}},
+    "rule": RULE,
+    "off": {"entropy": {"enabled": False}},
+}
 FROZEN = "frozen"
 # Tokens of a prompt, and those of a request that thinks shortly, whose window lasts from its arrival to its end.
 PROMPT_TOKENS, SHORT_TOKENS = 24, 128

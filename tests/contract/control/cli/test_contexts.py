@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from meridian_control.cli.console import Target
+from meridian_control.common.client_credentials import ClientCredentials
 from tests.contract.ctl import INVALID, OK, UNREACHABLE, Control, run
 
 
@@ -59,3 +61,49 @@ async def test_a_context_file_that_cannot_be_used(contexts: Path, text: str, com
     result = await run("engines", server="")
     assert (result.exit_code, result.stderr) == (INVALID, f"{contexts}: {complaint}\n")
     assert (await run("--server", "127.0.0.1:1", "engines", server="")).exit_code == UNREACHABLE
+
+
+async def test_a_context_is_chosen_and_nothing_else_changes(contexts: Path) -> None:
+    rest = '\n[contexts.a]\nserver = "a:1" # ours\n[contexts."b c"]\nserver = "b"\ntoken_file = "current = 1"\n'
+    for before, after in (('# first\ncurrent = "a"\n', '# first\ncurrent = "b c"\n'), ("", 'current = "b c"\n\n')):
+        contexts.write_text(before + rest)
+        chosen = await run("context", "use", "b c", server="")
+        assert (chosen.exit_code, chosen.stdout) == (OK, f"{contexts}: the current context is b c\n")
+        assert contexts.read_text() == after + rest
+    listed = [line.split() for line in (await run("context", "list", server="")).stdout.splitlines()]
+    assert listed[1:] == [["a", "a:1"], ["b", "c", "*", "b", "token_file"]]
+    unknown = await run("context", "use", "d", server="")
+    assert (unknown.exit_code, unknown.stderr) == (
+        INVALID,
+        f'{contexts}: has no context "d"; known contexts: a, b c\n',
+    )
+
+
+async def test_no_contexts(contexts: Path) -> None:
+    assert (await run("context", "list", server="")).stdout == f"no context is defined in {contexts}\n"
+
+
+@pytest.mark.parametrize(
+    ("server", "used"),
+    [("localhost", "localhost:50051"), ("[::1]", "[::1]:50051"), ("a.b:7", "a.b:7"), ("dns:x", "dns:x")],
+)
+def test_an_address_without_a_port_has_the_default_port(server: str, used: str) -> None:
+    assert Target(server, "", ClientCredentials()).resolve()[0] == used
+
+
+@pytest.mark.parametrize(
+    ("server", "hint"),
+    [
+        ("http://a:7/", "; write a:7"),
+        ("https://a:7", "; write a:7, and --ca for TLS"),
+        ("http://a", ""),
+        ("a:99999", ""),
+        ("::1", ""),
+    ],
+)
+async def test_an_address_that_cannot_be_used(server: str, hint: str) -> None:
+    result = await run("--server", server, "engines", server="")
+    assert (result.exit_code, result.stderr) == (
+        INVALID,
+        f"--server must be an address host:port{hint}; got '{server}'\n",
+    )

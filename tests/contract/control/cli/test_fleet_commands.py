@@ -3,17 +3,19 @@
 import asyncio
 import json
 import os
-import signal
+import tomllib
 from asyncio.subprocess import PIPE
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
 from tests.contract.ctl import (
     CONNECTED,
     FAILED,
+    INVALID,
     OK,
     Control,
     engine,
@@ -24,7 +26,7 @@ from tests.processes import MERIDIANCTL
 async def test_engines(control: Control) -> None:
     control.fleet.engines = [engine("a[b]", 1, kv_used=0.25), engine("b", 0, nack_error="no", fault="tripped")]
     listed = json.loads((await control("engines", "-o", "json")).stdout)
-    assert [(e["engine_id"], e["acked_revision"], e["kv_used"]) for e in listed] == [("a[b]", "1", 0.25), ("b", "0", 0)]
+    assert [(e["engine_id"], e["acked_revision"], e["kv_used"]) for e in listed] == [("a[b]", 1, 0.25), ("b", 0, 0)]
     first, second, reason = (await control("engines")).stdout.splitlines()[1:]
     assert reason.startswith("b refused revision ")
     assert reason.endswith(": no")
@@ -70,31 +72,95 @@ async def test_requests(control: Control) -> None:
         fleet_pb2.LiveRequest(engine_id="b", request_id="r2", phase=agent_pb2.PHASE_OUTPUT, last_decision=last),
     ]
     listed = json.loads((await control("requests", "-o", "json")).stdout)
-    assert [(r["request_id"], r["entropy_nats"]) for r in listed] == [("r1", "NaN"), ("r2", 0.0)]
+    assert [(r["request_id"], r["entropy_nats"]) for r in listed] == [("r1", None), ("r2", 0.0)]
     only = json.loads((await control("requests", "--engine", "b", "-o", "json")).stdout)
     assert [r["request_id"] for r in only] == ["r2"]
     first, second = (await control("requests")).stdout.splitlines()[1:]
-    assert first.split()[:3] == ["a", "r1", "think"]
+    assert first.split() == ["a", "r1", "think", "0", "0", "0", "0", "0"], "entropy is not known"
     assert second.strip().endswith("force eat applied")
 
 
-async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
+async def test_numbers_are_numbers_in_every_form(control: Control) -> None:
+    control.fleet.engines = [engine("a", 1, token_events=2**60, kv_used=float("nan"), ends={"eat": 2**40})]
+    expected = {"token_events": 2**60, "kv_used": None, "ends": {"eat": 2**40}, "state": "CONNECTION_STATE_CONNECTED"}
+    for form, parse in (("json", json.loads), ("yaml", yaml.safe_load)):
+        (listed,) = parse((await control("engines", "-o", form)).stdout)
+        assert {name: listed[name] for name in expected} == expected
+    (listed,) = tomllib.loads((await control("engines", "-o", "toml")).stdout)["engine"]
+    assert "kv_used" not in listed
+    assert listed["token_events"] == 2**60
+
+
+async def test_filters_and_a_wide_table(control: Control) -> None:
+    control.fleet.engines = [
+        engine("a-1", 1, model="qwen", labels={"zone": "x"}, vllm_version="0.26.0"),
+        engine("b-1", 1, model="gpt-oss"),
+    ]
+    control.fleet.requests = [
+        fleet_pb2.LiveRequest(engine_id="a-1", request_id="r1", model="qwen", tenant="ann", max_think_tokens=70),
+        fleet_pb2.LiveRequest(engine_id="b-1", request_id="r2", model="gpt-oss", tenant="bob"),
+    ]
+    for option, glob, name in (("--engine", "a-*", "a-1"), ("--model", "gpt*", "b-1")):
+        (found,) = json.loads((await control("engines", option, glob, "-o", "json")).stdout)
+        assert found["engine_id"] == name
+    for option, glob, name in (("--tenant", "b?b", "r2"), ("--model", "qwen", "r1")):
+        (found,) = json.loads((await control("requests", option, glob, "-o", "json")).stdout)
+        assert found["request_id"] == name
+    assert (await control("engines", "--model", "none")).stdout == "no engine matches\n"
+    assert (await control("requests", "--model", "none")).stdout == "no live request matches\n"
+    wide = (await control("engines", "-o", "wide")).stdout
+    assert "zone=x" in wide
+    assert "0.26.0" in wide
+    assert "zone=x" not in (await control("engines")).stdout
+    (row,) = [line for line in (await control("requests", "-o", "wide")).stdout.splitlines() if "r1" in line]
+    assert row.split()[-4:] == ["qwen", "ann", "70", "unspecified"]
+
+
+async def test_what_is_empty_says_so(control: Control) -> None:
+    said = {
+        "engines": "no engine is connected; an engine connects with MERIDIAN_CONTROL=HOST:PORT in its environment",
+        "requests": "no request is live",
+        "budgets": "the policy in force has no budget",
+        "pressure": "no pressure entry of the policy in force applies to a connected engine",
+        "shadow": "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed",
+    }
+    for command, line in said.items():
+        assert (await control(command)).stdout == f"{line}\n"
+
+
+async def test_top_in_a_terminal_until_q(control: Control) -> None:
     control.fleet.engines = [engine("engine-7", 1)]
+    environment = {**os.environ, "MERIDIAN_SERVER": control.address, "TERM": "xterm", "COLUMNS": "80"}
+    ours, its = os.openpty()
     command = [*MERIDIANCTL, "top", "--interval-ms", "50"]
-    environment = {**os.environ, "MERIDIAN_SERVER": control.address, "FORCE_COLOR": "1", "COLUMNS": "80"}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
-    assert process.stdout is not None
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=its, stdout=its, stderr=PIPE)
+    os.close(its)
+
+    def seen(times: int) -> None:
+        shown = b""
+        while shown.count(b"engine-7") < times:
+            shown += os.read(ours, 4096)
+
     try:
         async with asyncio.timeout(120):
-            for _ in range(3):
-                await process.stdout.readuntil(b"engine-7")
-            process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(seen, 3)
+            os.write(ours, b"q")
             _, errors = await process.communicate()
     finally:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+        os.close(ours)
     assert (process.returncode, errors) == (OK, b"")
+
+
+async def test_top_without_a_terminal(control: Control) -> None:
+    control.fleet.engines = [engine("engine-7", 1)]
+    piped = await control("top")
+    assert (piped.exit_code, piped.stderr) == (INVALID, "top needs a terminal; --once prints the fleet as it is now\n")
+    once = await control("top", "--once")
+    assert once.exit_code == OK
+    assert once.stdout.count("engine-7") == 1
 
 
 async def test_wait_for_engines_that_lag(control: Control, file: Path) -> None:

@@ -157,11 +157,12 @@ COMMANDS: dict[str, list[str]] = {
     "rollout start": ["-f", "FILE", "--steps", "STEPS"],
     "savings": [],
     "shadow": [],
+    "status": [],
     "thaw": [],
     "top": [],
     "wait": ["--timeout", "0"],
 }
-OFFLINE = {"calibrate", "replay", "policy families", "policy validate"}
+OFFLINE = {"calibrate", "context list", "context use", "replay", "policy families", "policy validate"}
 FORMS = {"json": json.loads, "toml": tomllib.loads}
 
 

@@ -163,7 +163,9 @@ async def test_a_file_with_a_removed_field_is_refused_before_it_is_sent(control:
     file.write_text("loop.near_repeated_tokens = 0\n")
     result = await control("policy", "apply", "-f", file)
     assert (result.exit_code, result.stdout) == (INVALID, "")
-    assert result.stderr.startswith("loop.near_repeated_tokens was removed after version 0.3.0: loop.min_rounds and ")
+    assert result.stderr.startswith(
+        f"{file}:1: loop.near_repeated_tokens was removed after version 0.3.0: loop.min_rounds and "
+    )
 
 
 async def test_get_says_that_the_control_plane_is_newer() -> None:
@@ -196,8 +198,8 @@ async def test_invalid_file_prints_every_line(control: Control, file: Path, comm
     result = await control("policy", command, "-f", file)
     assert (result.exit_code, result.stdout) == (INVALID, "")
     assert result.stderr.splitlines() == [
-        "entropy.ema_alpha must be in (0, 1]; got 1.5",
-        "entropy.ema_alfa is not a known key",
+        f"{file}:1: entropy.ema_alpha must be in (0, 1]; got 1.5",
+        f"{file}:2: entropy.ema_alfa is not a known key; did you mean ema_alpha?",
     ]
 
 
@@ -333,7 +335,7 @@ async def test_history(control: Control, file: Path) -> None:
     assert [row[:3] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}"] for n in (2, 1, 0)]
     assert all(row[3:5] == ["the", "why"] for row in shown), "a reason of two lines"
     listed = json.loads((await control("policy", "history", "--limit", 2, "-o", "json")).stdout)
-    assert [revision["revision"] for revision in listed] == ["3", "2"]
+    assert [revision["revision"] for revision in listed] == [3, 2]
 
 
 async def test_diff(control: Control, file: Path) -> None:

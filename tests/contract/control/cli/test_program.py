@@ -1,13 +1,59 @@
-"""`meridianctl` names arguments that are no text, and output that cannot be written."""
+"""`meridianctl` as a program: version, help, completion, arguments that are no text, and output that cannot be
+written."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from meridian_control import __version__
+from tests.contract.ctl import engine
 from tests.processes import MERIDIANCTL
+
+if TYPE_CHECKING:
+    from tests.contract.ctl import Control
+
+
+def test_version() -> None:
+    said = subprocess.run([*MERIDIANCTL, "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"meridianctl {__version__}\n"
+
+
+def test_help_shows_flags_without_a_type_and_options_with_their_defaults() -> None:
+    said = subprocess.run(
+        [*MERIDIANCTL, "policy", "apply", "--help"], capture_output=True, text=True, check=True, env={**os.environ}
+    ).stdout
+    assert "<bool>" not in said
+    assert "--dry-run" in said
+    assert "[env var: MERIDIAN_AUTHOR, USER]" in " ".join(said.replace("│", " ").split())
+
+
+async def test_a_shell_completes_names(control: Control, tmp_path: Path) -> None:
+    """Names of fields, contexts, engines and revisions; nothing if the control plane does not answer."""
+    control.fleet.engines = [engine("vllm-0", 1), engine("vllm-1", 1), engine("other", 1)]
+    (tmp_path / "c.toml").write_text("[contexts.staging]\nserver = 'a:1'\n[contexts.stage2]\nserver = 'b:1'\n")
+    assert (await control("policy", "set", "fallback.lease_ms=1")).exit_code == 1
+    (tmp_path / "p.toml").write_text("fallback.lease_ms = 500")
+    await control("policy", "apply", "-f", tmp_path / "p.toml")
+
+    async def completed(words: str, server: str = control.address) -> list[str]:
+        asked = {"_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": f"meridianctl {words}"}
+        asked |= {"COMP_CWORD": str(len(words.split())), "MERIDIAN_SERVER": server}
+        env = {**os.environ, **asked, "MERIDIAN_CONTEXTS": str(tmp_path / "c.toml")}
+        process = await asyncio.create_subprocess_exec(*MERIDIANCTL, env=env, stdout=asyncio.subprocess.PIPE)
+        said, _ = await process.communicate()
+        return said.decode().split()
+
+    assert await completed("policy set scheduler.max_t") == ["scheduler.max_think_tokens="]
+    assert await completed("context use sta") == ["stage2", "staging"]
+    assert await completed("requests --engine vl") == ["vllm-0"], "the page that the server gives first"
+    assert await completed("policy rollback 1") == ["1"]
+    assert await completed("requests --engine vl", "127.0.0.1:1") == []
 
 
 def test_an_argument_that_is_no_text() -> None:

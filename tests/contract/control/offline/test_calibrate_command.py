@@ -42,10 +42,10 @@ def test_the_command(tmp_path: Path) -> None:
     told = " ".join(result.stdout.split())
     assert "fixed cap" in told
     assert "RPDI does not separate right from wrong stops on this model and is left out" in told
-    assert "Best: " in told
+    assert told.startswith("Best: "), "the verdict comes first"
     assert "proxy" not in told
     policy = forms.load(out)
-    assert not policy.entropy.shadow
+    assert (policy.entropy.shadow, policy.entropy.max_loss) == (False, 0.1)
     found = json.loads(report.read_text())
     assert found["policy"] == tomllib.loads(out.read_text())
     assert found["recommended"]["held_out"]["saved"] > 0.25

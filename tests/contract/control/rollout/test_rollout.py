@@ -433,7 +433,7 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     assert (again.exit_code, again.stderr) == (FAILED, "NOT_FOUND: no rollout is active\n")
     steps.write_text("[[step]]\npercent = 101\n")
     bad = await ctl("start", "-f", policy, "--steps", steps)
-    assert (bad.exit_code, bad.stderr) == (INVALID, "step[0].percent must be in [0, 100]; got 101\n")
+    assert (bad.exit_code, bad.stderr) == (INVALID, f"{steps}:2: step[0].percent must be in [0, 100]; got 101\n")
 
 
 async def test_the_author_hears_of_a_step_without_engines_and_it_waits(control: Control, tmp_path: Path) -> None:

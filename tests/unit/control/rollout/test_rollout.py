@@ -77,7 +77,7 @@ BAD = [
     ("[[step]]\npercent = 100.5", "step[0].percent must be in [0, 100]; got 100.5"),
     ("[[step]]\npercent = 1.0\nbake_s = 0.0", "step[0].bake_s must be in (0, 2592000]; got 0.0"),
     ("[[step]]\nengine_labels = {pool = 1}", "step[0].engine_labels.pool must be a string; got 1"),
-    ("[[step]]\npercent = 1.0\nlabels = {}", "step[0].labels is not a known key"),
+    ("[[step]]\npercent = 1.0\nlabels = {}", "step[0].labels is not a known key; did you mean engine_labels?"),
     ('on_violation = "no"\n[[step]]\npercent = 1.0', "on_violation must be 'rollback' or 'halt'; got \"no\""),
     ("[[step]]\npercent = 1.0\n[guardrails]\nttot_p99_ratio = 0.0", "guardrails.ttot_p99_ratio must be > 0; got 0.0"),
     ("[[step]]\npercent = 1.0\n[guardrails]\nnacks = -1", "guardrails.nacks must be in [0, 2147483647]; got -1"),

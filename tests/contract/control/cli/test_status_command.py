@@ -1,0 +1,66 @@
+"""`meridianctl status` against a real control plane, and the words for a fleet in trouble."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.cli import status
+from tests.contract.ctl import CONNECTED, engine
+from tests.processes import MERIDIANCTL, Control
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+
+    def called(*words: str) -> dict[str, str]:
+        command = [*MERIDIANCTL, "--server", control.target, *words]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return {line[:15].strip(): line[15:].strip() for line in lines}
+
+    try:
+        before = called("status")
+        assert list(before) == [
+            *("control plane", "policy", "engines", "requests", "rollout", "freezes", "saved", "harm", "budgets"),
+            "pressure",
+        ]
+        assert (before["control plane"], before["engines"]) == (control.target, "0 connected")
+        budget = {"name": "day", "tokens_per_day": 1000}
+        control.set_policy({"budget": [budget], "pressure": [{"name": "calm", "ttfvt_p99_ms": 300}]})
+        called("freeze", "--for", "1h", "--reason", "look closer", "--allow-none", "--wait", "0")
+        after = called("status")
+        assert after["policy"].startswith("revision 2, ")
+        assert after["freezes"].startswith("1 until ")
+        assert after["freezes"].endswith(": look closer")
+        assert after["budgets"].startswith("day 100% left, ")
+    finally:
+        control.process.stop()
+
+
+def of(name: str, **fields: Any) -> fleet_pb2.Engine:
+    return engine(name, 1, **fields)
+
+
+def test_what_is_wrong_with_engines() -> None:
+    engines = [
+        of("a"),
+        of("b", fault="tripped"),
+        *(of(f"old-{n}", revision=2) for n in range(4)),
+        of("gone", state=CONNECTED + 1, lost=True),
+    ]
+    assert status._engines(engines) == (
+        "6 connected, 1 lost (gone), 1 at fault (b), 4 with an older policy (old-0, old-1, old-2, …)"
+    )
+
+
+def test_the_highest_level_of_pressure() -> None:
+    def under(level: int) -> Any:
+        return [fleet_pb2.Pressure(name="p", level=level), fleet_pb2.Pressure(name="q")]
+
+    engines = [of("a", pressures=under(2)), of("b", pressures=under(3))]
+    assert status._pressure(engines) == "p level 3 of 6 (b); q level 0 of 6"
