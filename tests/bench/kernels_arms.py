@@ -47,7 +47,7 @@ def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tu
         EAGER: Arm(eager, lambda columns: columns[0]),
     }
     missing: dict[str, str] = {}
-    for name, make in (("torch.compile", _compiled), ("Triton", _triton), ("vLLM", _vllm), ("FlashInfer", _flashinfer)):
+    for name, make in (("torch.compile", _compiled), ("vLLM", _vllm), ("FlashInfer", _flashinfer)):
         try:
             found.update(make(rows, vocab, device))
         except ImportError as error:
@@ -62,14 +62,6 @@ def _compiled(*_: Any) -> dict[str, Arm]:
     if not _COMPILED:
         _COMPILED.append(torch.compile(eager, dynamic=True))
     return {"torch.compile": Arm(_COMPILED[0], lambda columns: columns[0])}
-
-
-def _triton(rows: int, vocab: int, device: torch.device) -> dict[str, Arm]:
-    from tests.bench.kernels_triton import TritonProbe
-
-    # The rival runs as many programs as the agent's own grid has blocks.
-    programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-    return {"Triton": Arm(TritonProbe(rows, vocab, device, programs), lambda columns: columns[0])}
 
 
 def _vllm(rows: int, _: int, device: torch.device) -> dict[str, Arm]:
