@@ -3,12 +3,22 @@ control plane collects them."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
-COLUMNS, WIDTH, HEIGHT = 3, 8, 8
+from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.telemetry.catalogue import catalogue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+COLUMNS_OF_GRID = 24
+# Width and height of a panel on Grafana's grid, by its type.
+SIZES = {"row": (24, 1), "stat": (4, 4), "timeseries": (8, 8)}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE = "[$__rate_interval]"
 TOKENS = "suffix:tokens/s"
+KNOWN = catalogue(CAPABILITIES)
 
 
 def panel(
@@ -30,7 +40,7 @@ def panel(
     return {
         "type": "timeseries",
         "title": title,
-        "description": text,
+        "description": text or described(queries[0][0]),
         "datasource": SOURCE,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"tooltip": {"mode": "multi"}, "legend": {"displayMode": "list", "placement": "bottom"}},
@@ -39,6 +49,26 @@ def panel(
             for number, (query, legend) in enumerate(queries)
         ],
     }
+
+
+def stat(title: str, unit: str, query: str) -> dict[str, Any]:
+    """Return a tile with the newest value of a query."""
+    return {
+        "type": "stat",
+        "title": title,
+        "description": described(query),
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": {"unit": unit, "noValue": "not known"}, "overrides": []},
+        "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"},
+        "targets": [{"refId": "A", "datasource": SOURCE, "expr": query}],
+    }
+
+
+def described(query: str) -> str:
+    """Return what the first metric of a query says, and how to act on it."""
+    names = (re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"\w+", query))
+    entry = next(KNOWN[name] for name in names if name in KNOWN)
+    return f"{entry.text} {entry.act}"
 
 
 def total(metric: str, *by: str, where: str = "") -> str:
@@ -63,11 +93,81 @@ def _by(labels: tuple[str, ...]) -> str:
     return f" by ({', '.join(labels)}) " if labels else ""
 
 
-def dashboard(uid: str, title: str, panels: list[dict[str, Any]], *variables: dict[str, Any]) -> dict[str, Any]:
-    for number, each in enumerate(panels):
-        row, column = divmod(number, COLUMNS)
-        each["id"] = number + 1
-        each["gridPos"] = {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT}
+def row(title: str) -> dict[str, Any]:
+    return {"type": "row", "title": title, "collapsed": False, "panels": []}
+
+
+def placed(sections: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return rows and panels with their ids and places: a section begins with its row, and stats take one line."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, below in sections.items():
+        x, height = COLUMNS_OF_GRID, 0
+        for each in (row(title), *below):
+            width, tall = SIZES[each["type"]]
+            if x + width > COLUMNS_OF_GRID:
+                x, y, height = 0, y + height, tall
+            panels.append(each | {"id": len(panels) + 1, "gridPos": {"x": x, "y": y, "w": width, "h": tall}})
+            x += width
+        y += height
+    return panels
+
+
+def variable(name: str, label: str, query: str) -> dict[str, Any]:
+    """Return a variable with several values; by default each value matches."""
+    return {
+        "name": name,
+        "type": "query",
+        "label": label,
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def annotation(name: str, color: str, query: str, text: str) -> dict[str, Any]:
+    """Return marks on the time axis, wherever the query has a value. text: what a mark says, with labels."""
+    return {
+        "name": name,
+        "datasource": SOURCE,
+        "enable": True,
+        "iconColor": color,
+        "expr": query,
+        "step": "30s",
+        "titleFormat": name,
+        "textFormat": text,
+    }
+
+
+REVISION = 'count_values("revision", max(meridian_policy_revision{}))'
+ANNOTATIONS = [
+    annotation(
+        "Policy", "blue", f"{REVISION.format('')} unless {REVISION.format(' offset 1m')}", "revision {{revision}}"
+    ),
+    annotation("Freeze", "purple", "max by (engine) (meridian_engine_frozen) == 1", "{{engine}}"),
+    annotation(
+        "Rollout",
+        "orange",
+        'max by (state) (meridian_rollout_state{state=~"running|paused|halted"}) == 1',
+        "{{state}}",
+    ),
+]
+
+
+# The link from each dashboard to the others.
+LINK = {
+    **{"type": "dashboards", "tags": ["meridian"], "title": "Meridian", "icon": "dashboard", "tooltip": ""},
+    **{"asDropdown": False, "includeVars": True, "keepTime": True, "targetBlank": False},
+}
+
+
+def dashboard(
+    uid: str, title: str, sections: Mapping[str, Sequence[dict[str, Any]]], *variables: dict[str, Any]
+) -> dict[str, Any]:
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
     return {
         "uid": uid,
@@ -78,11 +178,13 @@ def dashboard(uid: str, title: str, panels: list[dict[str, Any]], *variables: di
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {"list": [source, *variables]},
-        "links": [{"type": "dashboards", "tags": ["meridian"], "title": "Meridian", "keepTime": True}],
-        "panels": panels,
+        "annotations": {"list": ANNOTATIONS},
+        "links": [LINK],
+        "panels": placed(sections),
     }
 
 
+CHOSEN = 'tenant=~"$tenant",model=~"$model"'
 FORCES, PROBES = 'kind="force"', 'kind="probe"'
 SHADOWED = total("meridian_tokens_saved_shadow_estimate_total", "section", where='reason="any"')
 MEASURED = total("meridian_outcomes_total", where=PROBES + ',outcome="applied"')
@@ -151,102 +253,140 @@ CONTROL_GROUP = [
     ),
 ]
 
-FLEET = [
-    panel("Engines by state", "short", (states(), "{{state}}"), stacked=True),
-    panel(
-        "Requests",
-        "short",
-        ("sum(meridian_engine_running_requests)", "running"),
-        ("sum(meridian_engine_waiting_requests)", "waiting"),
-    ),
-    panel(
-        "Requests by phase",
-        "short",
-        ("sum by (phase, state) (meridian_engine_requests)", "{{phase}} {{state}}"),
-        stacked=True,
-    ),
-    panel(
-        "Time to output token",
-        "s",
-        *quantiles("meridian_ttot_seconds"),
-        text="Time from the end of thinking to the first answer token.",
-    ),
-    panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
-    panel("Queueing time", "s", *quantiles("meridian_queueing_seconds")),
-    panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
-    panel("Thinking by budget", TOKENS, (total("meridian_budget_think_tokens_total", "budget"), "{{budget}}")),
-    panel("Budgets, left", "percentunit", ("min by (budget) (meridian_budget_left_ratio)", "{{budget}}")),
-    panel("Pressure, highest level", "short", ("max by (pressure) (meridian_pressure_level)", "{{pressure}}")),
-    panel(
-        "Ends of thinking",
-        "reqps",
-        (total("meridian_think_ends_total", "reason"), "{{reason}}"),
-        text="The suffix _shadowed marks ends that a rule in shadow decided but that were not applied.",
-        stacked=True,
-    ),
-    panel(
-        "Forced ends, decided and applied",
-        "reqps",
-        (total("meridian_decisions_total", "reason", where=FORCES), "{{reason}} decided"),
-        (total("meridian_outcomes_total", "reason", where=FORCES + ',outcome="applied"'), "{{reason}} applied"),
-    ),
-    panel(
-        "Tokens saved, against the cap",
-        TOKENS,
-        (total("meridian_tokens_saved_against_cap_total", "reason"), "{{reason}}"),
-        text="Thinking tokens between the end that a rule forced and the cap: an upper bound of the saving.",
-    ),
-    panel(
-        "Tokens that rules in shadow would save",
-        TOKENS,
-        (total("meridian_tokens_saved_shadow_estimate_total", "section", "reason"), "{{section}} {{reason}}"),
-        text="Thinking tokens that enforcing the rules would save. The reason any counts each request once, from the "
-        "first rule of the section that fired.",
-    ),
-    panel(
-        "Share of thinking that rules in shadow would save",
-        "percentunit",
-        (f"{SHADOWED} / {total('meridian_shadow_think_tokens_total', 'section')}", "{{section}}"),
-    ),
-    panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
-    *CONTROL_GROUP,
-    panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
-    panel(
-        "KV cache in use",
-        "percentunit",
-        ("max(meridian_engine_kv_used_ratio)", "highest"),
-        ("avg(meridian_engine_kv_used_ratio)", "mean"),
-    ),
-    panel("Decisions", "ops", (total("meridian_decisions_total", "kind"), "{{kind}}")),
-    panel("Outcomes of decisions", "ops", (total("meridian_outcomes_total", "outcome"), "{{outcome}}")),
-    panel("Probes", "ops", (total("meridian_outcomes_total", "outcome", where=PROBES), "{{outcome}}")),
-    panel("Tokens per probe", "short", (f"{total('meridian_agent_probe_tokens_total')} / {MEASURED}", "computed")),
-    panel(
-        "Age of decisions when applied",
-        "short",
-        *quantiles("meridian_decision_staleness_steps"),
-        text="Engine steps between the report that a decision was taken from and the report that it was applied.",
-    ),
-    panel(
-        "Reports and tokens",
-        "ops",
-        (total("meridian_reports_total"), "reports"),
-        (total("meridian_token_events_total"), "tokens"),
-        (total("meridian_requests_total"), "requests"),
-    ),
-    panel("Ends of streams", "ops", (total("meridian_stream_ends_total", "reason"), "{{reason}}")),
-    panel(
-        "Calls",
-        "reqps",
-        (total("grpc_server_handled_total", "grpc_method", "grpc_code"), "{{grpc_method}} {{grpc_code}}"),
-    ),
-    panel(
-        "Messages",
-        "ops",
-        (total("grpc_server_msg_received_total"), "received"),
-        (total("grpc_server_msg_sent_total"), "sent"),
-    ),
+GLANCE = [
+    stat("Engines connected", "none", "count(max by (engine) (meridian_engine_info))"),
+    stat("Thinking now", "none", 'sum(meridian_engine_requests{phase="think"}) or vector(0)'),
+    stat("Answering now", "none", 'sum(meridian_engine_requests{phase="output"}) or vector(0)'),
+    stat("Thinking saved", "percentunit", 'max(meridian_saved_ratio{bound="value"})'),
+    stat("Harm, at most", "percentunit", 'max(meridian_harm_ratio{bound="high"})'),
+    stat("First answer token, P99", "s", quantiles("meridian_ttot_seconds")[-1][0]),
+    stat("Answer's gaps, P99", "s", quantiles("meridian_output_itl_seconds")[-1][0]),
+    stat("Engines frozen", "none", "sum(max by (engine) (meridian_engine_frozen)) or vector(0)"),
+    stat("Engines that refuse", "none", "sum(max by (engine) (meridian_engine_refused)) or vector(0)"),
+    stat("Agent, share of a thread", "percentunit", "avg(sum by (engine) (rate(meridian_agent_seconds_total[5m])))"),
 ]
+
+TENANTS = panel(
+    "Thinking by tenant",
+    TOKENS,
+    (
+        f"topk(10, {total('meridian_tenant_think_tokens_total', 'tenant', where=CHOSEN)})",
+        "{{tenant}}",
+    ),
+    text="Thinking tokens of the ten tenants that think most, of those that the variables choose.",
+    stacked=True,
+)
+
+FLEET = {
+    "At a glance": GLANCE,
+    "Latency": [
+        panel(
+            "Time to output token",
+            "s",
+            *quantiles("meridian_ttot_seconds"),
+            text="Time from the end of thinking to the first answer token.",
+        ),
+        panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
+        panel("Queueing time", "s", *quantiles("meridian_queueing_seconds")),
+    ],
+    "Load": [
+        panel("Engines by state", "short", (states(), "{{state}}"), stacked=True),
+        panel(
+            "Requests",
+            "short",
+            ("sum(meridian_engine_running_requests)", "running"),
+            ("sum(meridian_engine_waiting_requests)", "waiting"),
+        ),
+        panel(
+            "Requests by phase",
+            "short",
+            ("sum by (phase, state) (meridian_engine_requests)", "{{phase}} {{state}}"),
+            stacked=True,
+        ),
+        panel(
+            "KV cache in use",
+            "percentunit",
+            ("max(meridian_engine_kv_used_ratio)", "highest"),
+            ("avg(meridian_engine_kv_used_ratio)", "mean"),
+        ),
+        panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
+        panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
+    ],
+    "Tenants, budgets and pressure": [
+        TENANTS,
+        panel("Thinking by budget", TOKENS, (total("meridian_budget_think_tokens_total", "budget"), "{{budget}}")),
+        panel("Budgets, left", "percentunit", ("min by (budget) (meridian_budget_left_ratio)", "{{budget}}")),
+        panel("Pressure, highest level", "short", ("max by (pressure) (meridian_pressure_level)", "{{pressure}}")),
+    ],
+    "How thinking ends": [
+        panel(
+            "Ends of thinking",
+            "reqps",
+            (total("meridian_think_ends_total", "reason"), "{{reason}}"),
+            text="The suffix _shadowed marks ends that a rule in shadow decided but that were not applied.",
+            stacked=True,
+        ),
+        panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
+        panel(
+            "Forced ends, decided and applied",
+            "reqps",
+            (total("meridian_decisions_total", "reason", where=FORCES), "{{reason}} decided"),
+            (total("meridian_outcomes_total", "reason", where=FORCES + ',outcome="applied"'), "{{reason}} applied"),
+        ),
+        panel(
+            "Tokens saved, against the cap",
+            TOKENS,
+            (total("meridian_tokens_saved_against_cap_total", "reason"), "{{reason}}"),
+            text="Thinking tokens between the end that a rule forced and the cap: an upper bound of the saving.",
+        ),
+        panel(
+            "Tokens that rules in shadow would save",
+            TOKENS,
+            (total("meridian_tokens_saved_shadow_estimate_total", "section", "reason"), "{{section}} {{reason}}"),
+            text="Thinking tokens that enforcing the rules would save. The reason any counts each request once, from "
+            "the first rule of the section that fired.",
+        ),
+        panel(
+            "Share of thinking that rules in shadow would save",
+            "percentunit",
+            (f"{SHADOWED} / {total('meridian_shadow_think_tokens_total', 'section')}", "{{section}}"),
+        ),
+    ],
+    "Control group": CONTROL_GROUP,
+    "Decisions and probes": [
+        panel("Decisions", "ops", (total("meridian_decisions_total", "kind"), "{{kind}}")),
+        panel("Outcomes of decisions", "ops", (total("meridian_outcomes_total", "outcome"), "{{outcome}}")),
+        panel(
+            "Age of decisions when applied",
+            "short",
+            *quantiles("meridian_decision_staleness_steps"),
+            text="Engine steps between the report that a decision was taken from and the report that it was applied.",
+        ),
+        panel("Probes", "ops", (total("meridian_outcomes_total", "outcome", where=PROBES), "{{outcome}}")),
+        panel("Tokens per probe", "short", (f"{total('meridian_agent_probe_tokens_total')} / {MEASURED}", "computed")),
+    ],
+    "The control plane": [
+        panel(
+            "Reports and tokens",
+            "ops",
+            (total("meridian_reports_total"), "reports"),
+            (total("meridian_token_events_total"), "tokens"),
+            (total("meridian_requests_total"), "requests"),
+        ),
+        panel("Ends of streams", "ops", (total("meridian_stream_ends_total", "reason"), "{{reason}}")),
+        panel(
+            "Calls",
+            "reqps",
+            (total("grpc_server_handled_total", "grpc_method", "grpc_code"), "{{grpc_method}} {{grpc_code}}"),
+        ),
+        panel(
+            "Messages",
+            "ops",
+            (total("grpc_server_msg_received_total"), "received"),
+            (total("grpc_server_msg_sent_total"), "sent"),
+        ),
+    ],
+}
 
 ONE = 'engine=~"$engine"'
 PER = "{{engine}}"
@@ -263,136 +403,141 @@ def rate(metric: str) -> tuple[str, str]:
 FAULTS = f"sum by (engine) (meridian_agent_faults_total{{{ONE}}})"
 NO_FAULTS = f"sum by (engine) (0 * meridian_engine_info{{{ONE}}})"
 
-ENGINE = [
-    panel("Engines by state", "short", (states(ONE + ","), "{{state}}"), stacked=True),
-    panel(
-        "Policy revision",
-        "none",
-        (gauge("meridian_engine_revision")[0], "{{engine}} applied"),
-        (gauge("meridian_engine_wanted_revision")[0], "{{engine}} wanted"),
-    ),
-    panel(
-        "Engines that refuse the newest policy or are frozen",
-        "short",
-        (gauge("meridian_engine_refused")[0], "{{engine}} refuses"),
-        (gauge("meridian_engine_frozen")[0], "{{engine}} frozen"),
-    ),
-    panel("Running", "short", gauge("meridian_engine_running_requests")),
-    panel("Waiting", "short", gauge("meridian_engine_waiting_requests")),
-    panel(
-        "Requests by phase",
-        "short",
-        (f"sum by (engine, phase) (meridian_engine_requests{{{ONE}}})", "{{engine}} {{phase}}"),
-    ),
-    panel("KV cache in use", "percentunit", gauge("meridian_engine_kv_used_ratio")),
-    panel("Step", "s", gauge("meridian_engine_step_seconds")),
-    panel("Round trip of a report", "s", gauge("meridian_agent_round_trip_seconds")),
-    panel("Thinking preempted", "ops", rate("meridian_agent_preempted_think_total")),
-    panel(
-        "Answers preempted",
-        "ops",
-        rate("meridian_agent_output_critical_total"),
-        text="The target is zero preempted answers.",
-    ),
-    panel("Thinking left out of steps", "ops", rate("meridian_agent_think_skips_total")),
-    panel("Tokens computed for probes", TOKENS, rate("meridian_agent_probe_tokens_total")),
-    panel(
-        "Blocks reclaimed, by tier",
-        "ops",
-        (total("meridian_agent_blocks_reclaimed_total", "engine", "tier", where=ONE), "{{engine}} {{tier}}"),
-    ),
-    panel("Reports dropped", "ops", rate("meridian_agent_reports_dropped_total")),
-    panel(
-        "Faults of the agent",
-        "short",
-        (f"{FAULTS} or {NO_FAULTS}", PER),
-        text="Number of faults since the engine started.",
-    ),
-    panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
-    panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
-    panel(
-        "Steps without a look of the agent",
-        "percentunit",
-        (
-            f"{total('meridian_agent_calm_steps_total', 'engine', where=ONE)} / "
-            f"({total('meridian_agent_calm_steps_total', 'engine', where=ONE)} + "
-            f"{total('meridian_agent_full_steps_total', 'engine', where=ONE)})",
-            PER,
+ENGINE = {
+    "State": [
+        panel("Engines by state", "short", (states(ONE + ","), "{{state}}"), stacked=True),
+        panel(
+            "Policy revision",
+            "none",
+            (gauge("meridian_engine_revision")[0], "{{engine}} applied"),
+            (gauge("meridian_engine_wanted_revision")[0], "{{engine}} wanted"),
         ),
-    ),
-    panel("Open decisions", "short", gauge("meridian_engine_open_decisions")),
-]
+        panel(
+            "Engines that refuse the newest policy or are frozen",
+            "short",
+            (gauge("meridian_engine_refused")[0], "{{engine}} refuses"),
+            (gauge("meridian_engine_frozen")[0], "{{engine}} frozen"),
+        ),
+        panel(
+            "Faults of the agent",
+            "short",
+            (f"{FAULTS} or {NO_FAULTS}", PER),
+            text="Number of faults since the engine started.",
+        ),
+        panel("Open decisions", "short", gauge("meridian_engine_open_decisions")),
+        panel("Reports dropped", "ops", rate("meridian_agent_reports_dropped_total")),
+    ],
+    "Load": [
+        panel("Running", "short", gauge("meridian_engine_running_requests")),
+        panel("Waiting", "short", gauge("meridian_engine_waiting_requests")),
+        panel(
+            "Requests by phase",
+            "short",
+            (f"sum by (engine, phase) (meridian_engine_requests{{{ONE}}})", "{{engine}} {{phase}}"),
+        ),
+        panel("KV cache in use", "percentunit", gauge("meridian_engine_kv_used_ratio")),
+        panel("Step", "s", gauge("meridian_engine_step_seconds")),
+        panel("Round trip of a report", "s", gauge("meridian_agent_round_trip_seconds")),
+    ],
+    "Order and cache": [
+        panel("Thinking preempted", "ops", rate("meridian_agent_preempted_think_total")),
+        panel(
+            "Answers preempted",
+            "ops",
+            rate("meridian_agent_output_critical_total"),
+            text="The target is zero preempted answers.",
+        ),
+        panel("Thinking left out of steps", "ops", rate("meridian_agent_think_skips_total")),
+        panel(
+            "Blocks reclaimed, by tier",
+            "ops",
+            (total("meridian_agent_blocks_reclaimed_total", "engine", "tier", where=ONE), "{{engine}} {{tier}}"),
+        ),
+    ],
+    "Cost of the agent": [
+        panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
+        panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
+        panel(
+            "Steps without a look of the agent",
+            "percentunit",
+            (
+                f"{total('meridian_agent_calm_steps_total', 'engine', where=ONE)} / "
+                f"({total('meridian_agent_calm_steps_total', 'engine', where=ONE)} + "
+                f"{total('meridian_agent_full_steps_total', 'engine', where=ONE)})",
+                PER,
+            ),
+        ),
+        panel("Tokens computed for probes", TOKENS, rate("meridian_agent_probe_tokens_total")),
+    ],
+}
 
 STAGED = "max by (state) (meridian_rollout_state) > 0"
 
-ROLLOUT = [
-    panel("State of the newest rollout", "none", (STAGED, "{{state}}"), stacked=True),
-    panel("Step", "none", ("max(meridian_rollout_step)", "in"), ("max(meridian_rollout_steps)", "of")),
-    panel(
-        "Guardrails, over their limits",
-        "percentunit",
-        ("max by (guardrail) (meridian_rollout_guardrail_ratio)", "{{guardrail}}"),
-        text="If a guardrail is above 100 % of its limit, the rollout is halted or rolled back.",
-        limit=1,
-    ),
-    panel(
-        "Engines with the candidate",
-        "short",
-        ("max by (policy) (meridian_rollout_engines)", "{{policy}}"),
-        stacked=True,
-    ),
-    panel(
-        "Engines by revision applied",
-        "short",
-        ('count_values("revision", max by (engine) (meridian_engine_revision))', "{{revision}}"),
-        stacked=True,
-    ),
-    panel(
-        "Engines by revision wanted",
-        "short",
-        ('count_values("revision", max by (engine) (meridian_engine_wanted_revision))', "{{revision}}"),
-        stacked=True,
-    ),
-    panel(
-        "Engines that are behind",
-        "short",
-        ("count(meridian_engine_wanted_revision != meridian_engine_revision) or vector(0)", "behind"),
-        ("sum(meridian_engine_refused)", "refuse the policy"),
-    ),
-    panel("Policies refused", "ops", (total("meridian_policy_nacks_total"), "refused")),
-    panel("Revision in force, by replica", "none", ("meridian_policy_revision", "{{instance}}")),
-    panel(
-        "Engines by version",
-        "short",
-        (
-            "count by (vllm_version, agent_version) (meridian_engine_info)",
-            "vLLM {{vllm_version}}, agent {{agent_version}}",
+ROLLOUT = {
+    "Rollout": [
+        panel("State of the newest rollout", "none", (STAGED, "{{state}}"), stacked=True),
+        panel("Step", "none", ("max(meridian_rollout_step)", "in"), ("max(meridian_rollout_steps)", "of")),
+        panel(
+            "Guardrails, over their limits",
+            "percentunit",
+            ("max by (guardrail) (meridian_rollout_guardrail_ratio)", "{{guardrail}}"),
+            text="If a guardrail is above 100 % of its limit, the rollout is halted or rolled back.",
+            limit=1,
         ),
-        stacked=True,
-    ),
-    panel("Time to output token", "s", *quantiles("meridian_ttot_seconds")),
-    panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
-    panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
-    panel("Ends of thinking", "reqps", (total("meridian_think_ends_total", "reason"), "{{reason}}"), stacked=True),
-    panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
-    panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
-]
-
-ENGINE_VARIABLE = {
-    "name": "engine",
-    "type": "query",
-    "label": "Engine",
-    "datasource": SOURCE,
-    "query": {"query": "label_values(meridian_engine_info, engine)", "refId": "engine"},
-    "refresh": 2,
-    "multi": True,
-    "includeAll": True,
-    "allValue": ".*",
-    "current": {"text": "All", "value": "$__all"},
+        panel(
+            "Engines with the candidate",
+            "short",
+            ("max by (policy) (meridian_rollout_engines)", "{{policy}}"),
+            stacked=True,
+        ),
+    ],
+    "Revisions": [
+        panel(
+            "Engines by revision applied",
+            "short",
+            ('count_values("revision", max by (engine) (meridian_engine_revision))', "{{revision}}"),
+            stacked=True,
+        ),
+        panel(
+            "Engines by revision wanted",
+            "short",
+            ('count_values("revision", max by (engine) (meridian_engine_wanted_revision))', "{{revision}}"),
+            stacked=True,
+        ),
+        panel(
+            "Engines that are behind",
+            "short",
+            ("count(meridian_engine_wanted_revision != meridian_engine_revision) or vector(0)", "behind"),
+            ("sum(meridian_engine_refused)", "refuse the policy"),
+        ),
+        panel("Policies refused", "ops", (total("meridian_policy_nacks_total"), "refused")),
+        panel("Revision in force, by replica", "none", ("meridian_policy_revision", "{{instance}}")),
+        panel(
+            "Engines by version",
+            "short",
+            (
+                "count by (vllm_version, agent_version) (meridian_engine_info)",
+                "vLLM {{vllm_version}}, agent {{agent_version}}",
+            ),
+            stacked=True,
+        ),
+    ],
+    "Effects": [
+        panel("Time to output token", "s", *quantiles("meridian_ttot_seconds")),
+        panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
+        panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
+        panel("Ends of thinking", "reqps", (total("meridian_think_ends_total", "reason"), "{{reason}}"), stacked=True),
+        panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
+        panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
+    ],
 }
 
+MODEL = variable("model", "Model", "label_values(meridian_engine_info, model)")
+TENANT = variable("tenant", "Tenant", "label_values(meridian_tenant_think_tokens_total, tenant)")
+ENGINES = variable("engine", "Engine", 'label_values(meridian_engine_info{model=~"$model"}, engine)')
+
 DASHBOARDS = {
-    "fleet": dashboard("meridian-fleet", "Meridian: fleet", FLEET),
-    "engine": dashboard("meridian-engine", "Meridian: engines", ENGINE, ENGINE_VARIABLE),
+    "fleet": dashboard("meridian-fleet", "Meridian: fleet", FLEET, TENANT, MODEL),
+    "engine": dashboard("meridian-engine", "Meridian: engines", ENGINE, MODEL, ENGINES),
     "rollout": dashboard("meridian-rollout", "Meridian: rollout", ROLLOUT),
 }

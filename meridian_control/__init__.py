@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meridian_control.common.errors import PolicyError
-    from meridian_control.policy.formats import load as load_config
+    from meridian_control.policy.formats import load_config
     from meridian_control.policy.model import Policy as MeridianConfig
 
 __version__ = "0.3.0"
@@ -23,9 +23,9 @@ def __getattr__(name: str) -> Any:
 
         return Policy
     if name == "load_config":
-        from meridian_control.policy.formats import load
+        from meridian_control.policy.formats import load_config
 
-        return load
+        return load_config
     if name == "PolicyError":
         from meridian_control.common.errors import PolicyError
 

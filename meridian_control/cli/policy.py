@@ -167,7 +167,7 @@ def policy_rollback(
 def policy_validate(file: File) -> None:
     """Check FILE against the policy schema without a control plane, and print each bad field."""
     with reported():
-        forms.load(file)
+        forms.load_config(file)
     say(f"{file}: valid")
 
 
@@ -277,7 +277,7 @@ def _readable(message: policy_pb2.Policy) -> schema.Policy:
 def _loaded(file: Path) -> schema.Policy:
     """Read a policy file. Raises PolicyError, also if the file sets no field, as after a pipe whose first program has
     failed."""
-    policy = forms.load(file)
+    policy = forms.load_config(file)
     if not policy.model_fields_set:
         hint = "a section's header alone, such as [scheduler], gives all fields their defaults"
         raise PolicyError([Violation(f"{file}:", f"has no fields; {hint}")])

@@ -77,7 +77,7 @@ class PolicyDirectory:
 
     async def read(self) -> None:
         """Put the file's policy in force, unless it is in force or the file has not changed. Raises MeridianError."""
-        wanted = forms.load(self.file)
+        wanted = forms.load_config(self.file)
         while wanted != self._done:
             try:
                 current = await self._store.current()

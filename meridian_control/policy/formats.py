@@ -1,7 +1,7 @@
 """Converts a policy between its forms: TOML text, file and protobuf message.
 
-The module knows no policy field. The module's functions may run on any thread and are pure, except that `load`,
-`load_as` and `find` use the file system.
+The module knows no policy field. The module's functions may run on any thread and are pure, except that
+`load_config`, `load_as`, `load_tables` and `find` read files.
 """
 
 import json
@@ -70,7 +70,7 @@ def _tables(text: str, source: str) -> dict[str, Any]:
         raise PolicyError([Violation(f"{source}:", syntax_message(error, text))]) from error
 
 
-def load(path: str | os.PathLike[str]) -> Policy:
+def load_config(path: str | os.PathLike[str]) -> Policy:
     """Read a policy file. Raises PolicyError, which lists every bad field, also if the file cannot be read."""
     return load_as(Policy, Path(path))
 

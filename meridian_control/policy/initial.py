@@ -23,7 +23,7 @@ logger = logging.getLogger("meridian_control")
 async def initial_policy(store: PolicyStore, path: Path | None, now: datetime) -> StoredRevision:
     """Return the policy in force; an empty store gets the policy of the file first, or the defaults without a file."""
     file = forms.find(path)
-    wanted = forms.load(file) if file is not None else Policy()
+    wanted = forms.load_config(file) if file is not None else Policy()
     source = str(file) if file is not None else "defaults"
     current = await store.current()
     while current is None:

@@ -249,3 +249,7 @@ class Policy(Section):
         """Whether a request has no effort, one of the API's levels, or an effort that a matching override names."""
         named = (override for override in self.override if override.effort)
         return not who.effort or who.effort in API_EFFORTS or any(override.matches(who) for override in named)
+
+    def __repr_name__(self) -> str:
+        """Return the name under which other programs import the class."""
+        return "MeridianConfig"

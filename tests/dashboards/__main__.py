@@ -25,7 +25,8 @@ STEP_S, RATE_S = 2, 15
 
 def asked(prometheus: str, expression: str, began: float, ended: float) -> list[dict[str, Any]]:
     """Return the series of a query with the parameters that Grafana would send. Raises HTTPError."""
-    for name, value in (("$__rate_interval", f"{RATE_S}s"), ("$engine", ".*")):
+    names = ("$engine", "$model", "$tenant")
+    for name, value in (("$__rate_interval", f"{RATE_S}s"), *((name, ".*") for name in names)):
         expression = expression.replace(name, value)
     query = urllib.parse.urlencode({"query": expression, "start": began, "end": ended, "step": STEP_S})
     with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{query}", timeout=30) as answer:
@@ -43,6 +44,7 @@ def panels(prometheus: str, began: float, ended: float) -> list[dict[str, Any]]:
         }
         for name, content in DASHBOARDS.items()
         for panel in content["panels"]
+        if panel["type"] != "row"
     ]
 
 

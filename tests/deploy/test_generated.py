@@ -28,7 +28,7 @@ PANELS = [
     pytest.param(target["expr"], id=f"{name}: {panel['title']} {target['refId']}")
     for name, content in DASHBOARDS.items()
     for panel in content["panels"]
-    for target in panel["targets"]
+    for target in panel.get("targets", ())
 ]
 
 
@@ -60,7 +60,7 @@ def metric(name: str | None) -> str:
 
 def check(expression: str) -> None:
     """Check that the expression's metrics exist and have the labels that it uses."""
-    for selector in selectors(expression.replace("$__rate_interval", "5m").replace("$engine", "e")):
+    for selector in selectors(re.sub(r"\$(engine|model|tenant)", "e", expression.replace("$__rate_interval", "5m"))):
         if selector.name not in PROMETHEUS_OWN:
             entry = catalogue(CAPABILITIES)[metric(selector.name)]
             asked = set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", str(selector.matchers)))
@@ -106,6 +106,37 @@ def test_the_alerts_in_promtool() -> None:
 def test_a_dashboard_has_ids_titles_and_places_of_its_own(name: str) -> None:
     content = json.loads((ADDONS / "dashboards" / f"{name}.json").read_text())
     panels = content["panels"]
+    rows = [panel for panel in panels if panel["type"] == "row"]
+    assert panels[0] is rows[0]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
-    assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}
+    shown = [panel for panel in panels if panel not in rows]
+    assert {panel["datasource"]["uid"] for panel in shown} == {"${datasource}"}
+    assert all(panel["description"] for panel in shown), "an operator must know what a panel says"
+    taken = [(x, y) for panel in panels for x, y in cells(panel["gridPos"])]
+    assert len(taken) == len(set(taken)), "panels overlap"
+    assert max(x for x, _ in taken) < 24
+
+
+def cells(place: dict[str, int]) -> list[tuple[int, int]]:
+    """Return the cells of Grafana's grid that a panel covers."""
+    return [(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])]
+
+
+@pytest.mark.parametrize("name", list(DASHBOARDS))
+def test_a_dashboard_marks_revisions_freezes_and_rollouts(name: str) -> None:
+    marks = {mark["name"]: mark["expr"] for mark in DASHBOARDS[name]["annotations"]["list"]}
+    assert set(marks) == {"Policy", "Freeze", "Rollout"}
+    for expression in marks.values():
+        check(expression)
+
+
+@pytest.mark.parametrize("name", list(DASHBOARDS))
+def test_a_dashboards_variables_are_labels_that_exist(name: str) -> None:
+    content = DASHBOARDS[name]
+    variables = {one["name"]: one for one in content["templating"]["list"] if one["type"] == "query"}
+    used = set(re.findall(r"\$(engine|model|tenant)\b", json.dumps(content["panels"])))
+    assert used <= set(variables)
+    for one in variables.values():
+        metric_name, labels = re.fullmatch(r"label_values\((\w+).*, (\w+)\)", one["query"]["query"]).groups()  # type: ignore[union-attr]
+        assert labels in catalogue(CAPABILITIES)[metric_name].labels

@@ -5,13 +5,20 @@ The guide's output and pictures come from one run.
 
 from __future__ import annotations
 
+import re
+import subprocess
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
 
+from meridian_control import __version__
 from tests.first_hour.__main__ import run, sections, shown
 from tests.first_hour.pictures import FOLDER, PICTURES, prompted
-from tests.processes import free_port
+from tests.processes import ROOT, free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # What each heading's commands print, in the order of the guide.
 PRINTS = (
@@ -37,6 +44,18 @@ def test_every_command_of_the_guide_runs() -> None:
     assert len(outputs) == len(PRINTS)
     for output, words in zip(outputs.values(), PRINTS, strict=True):
         assert words in "".join(output)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_readmes_installation_in_a_fresh_copy(tmp_path: Path) -> None:
+    (commands,) = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    copy = tmp_path / "meridian"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(copy)], check=True)
+    done = subprocess.run(["bash", "-ec", commands], cwd=copy, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"meridian-control {__version__}\n"), done.stderr
+    program = copy / "build" / "control" / "bin" / "meridianctl"
+    assert subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.endswith("\n")
 
 
 @pytest.mark.parametrize("name", PICTURES)

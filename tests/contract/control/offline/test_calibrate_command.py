@@ -44,7 +44,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "RPDI does not separate right from wrong stops on this model and is left out" in told
     assert told.startswith("Best: "), "the verdict comes first"
     assert "proxy" not in told
-    policy = forms.load(out)
+    policy = forms.load_config(out)
     assert (policy.entropy.shadow, policy.entropy.max_loss) == (False, 0.1)
     found = json.loads(report.read_text())
     assert found["policy"] == tomllib.loads(out.read_text())
@@ -96,7 +96,7 @@ def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) ->
     told = " ".join(result.stdout.split())
     assert "This is a proxy for accuracy" in told
     assert "Nothing is recommended" in told
-    assert forms.load(out).entropy.shadow
+    assert forms.load_config(out).entropy.shadow
 
 
 def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
     ]
     out, base = tmp_path / "policy.toml", tmp_path / "base.toml"
     assert run(*paths, *WIDE, "--out", out).exit_code == OK
-    assert forms.load(out).model["m"].eat_answer_prefix == "so "
+    assert forms.load_config(out).model["m"].eat_answer_prefix == "so "
     base.write_text("[fallback]\nlease_ms = 700\n")
     result = run(*paths, *WIDE, "--out", out, "--base", base)
-    assert forms.load(out).fallback.lease_ms == 700
+    assert forms.load_config(out).fallback.lease_ms == 700
     assert "recorded with the answer prefix 'so ' for m; the base policy has ''" in " ".join(result.stdout.split())
 
 

@@ -242,6 +242,6 @@ def test_the_command(tmp_path: Path) -> None:
     told = " ".join(result.stdout.split())
     assert "Nothing is recommended" in told
     assert "Second threshold, for thinking that will not converge: EAT >= " in told
-    entropy = forms.load(out).entropy
+    entropy = forms.load_config(out).entropy
     assert entropy.give_up_tokens > 0
     assert (entropy.shadow, entropy.give_up_shadow) == (False, False)

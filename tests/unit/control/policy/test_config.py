@@ -26,6 +26,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         assert isinstance(config, MeridianConfig)
         assert (config.entropy.ema_alpha, config.scheduler.max_think_tokens) == (0.1, 32_768)
     assert MeridianConfig is Policy
+    assert repr(MeridianConfig()).startswith("MeridianConfig(scheduler=")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from meridian_control.common.errors import PolicyError
 from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
-from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
+from meridian_control.policy.formats import find, from_proto, load_config, parse_toml, to_proto, to_toml
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
     EntropyPolicy,
@@ -79,7 +79,7 @@ def complaints(text: str, source: str = "f.toml") -> list[str]:
 
 @pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
 def test_accepts(path: Path) -> None:
-    policy = load(path)
+    policy = load_config(path)
     assert parse_toml(to_toml(policy)) == policy == from_proto(to_proto(policy))
 
 
@@ -347,15 +347,15 @@ def test_find_wants_an_explicit_file_to_exist(places: tuple[Path, Path]) -> None
 def test_load(tmp_path: Path) -> None:
     path = tmp_path / "meridian.toml"
     path.write_text("telemetry.report_interval_steps = 4")
-    assert load(path).telemetry.report_interval_steps == 4
+    assert load_config(path).telemetry.report_interval_steps == 4
     path.write_text("=")
     with pytest.raises(PolicyError, match=r"meridian\.toml: line 1, column 1: Invalid statement"):
-        load(path)
+        load_config(path)
     path.write_bytes(b"\xff")
     with pytest.raises(PolicyError, match=r"meridian\.toml: cannot be read: not UTF-8"):
-        load(path)
+        load_config(path)
     with pytest.raises(PolicyError, match=r"cannot be read: Is a directory"):
-        load(tmp_path)
+        load_config(tmp_path)
 
 
 def test_the_message_says_of_each_field_what_the_schema_says() -> None:
