@@ -90,7 +90,7 @@ class LiveRequest:
     # Cap and answer reserve (0 for none) from the settings; they apply until the first cap is decided for the request.
     default_cap: int | None = None
     default_reserve: int = 0
-    # Whether the request's tokens are measured while it thinks; see Tracker.measure.
+    # Whether the request's tokens are measured, and its sentences followed, while it thinks; see Tracker.measure.
     measured: bool = True
     cap: Cap | None = None
     ending: Ending | None = None

@@ -37,8 +37,9 @@ THINK = int(Phase.THINK)
 # A character that an id never has if the client has sent it in a header.
 SEPARATOR = "\0"
 
-# Number of steps of which nobody need read the sentence table's states.
-MAX_UNREAD_STEPS = 16
+# Number of steps of which nobody need read the sentence table's states. It is larger than the number that a report
+# merges by default, because the link's thread reads all steps of a report at once, which costs less than one by one.
+MAX_UNREAD_STEPS = 32
 # A token that ends a sentence: the number of thinking tokens up to it, and its sentence and paragraph flags.
 Passed: TypeAlias = tuple[int, int]
 # The flags of a token for which a probe waits; and the flag with which the newest token counts as the end of a
@@ -101,8 +102,9 @@ class TextRun:
         # Number of members, and whether the newest step had no other live requests.
         self.members = 0
         self.whole = False
-        # Whether a member thinks; and the member of each row, None for a row whose request is not a member.
-        self._thinks = False
+        # Whether a member thinks that is measured, so that its sentences are followed; and the member of each row, None
+        # for a row whose request is not a member.
+        self._follows = False
         self._by_row: list[LiveRequest | None] = []
         # With drafts, the newest counted steps, oldest first, None for one that brought each row one token; and by row
         # the counted tokens beyond one in each step.
@@ -235,7 +237,12 @@ class TextRun:
         for row in reversed(others):
             del rows[row], slots[row], phases[row]
         self.rows, self.slots, self.phases = rows, slots, phases
-        self._thinks = THINK in phases
+        self._follows = any(
+            live is not None and live.measured and phase == THINK
+            for live, phase in zip(self._by_row, self._phases, strict=True)
+        )
+        if not self._follows:
+            self._states = States(np.zeros(len(self._by_row), np.uint32))
         return others
 
     def _check_caps(self) -> None:
@@ -275,7 +282,7 @@ class TextRun:
 
     def _count_one_each(self, tokens: Sequence[int]) -> None:
         self.steps += 1
-        if self._thinks:
+        if self._follows:
             table = self.sentences
             self._add_states(States(None, self._states, lambda states: table.steps(states, table.classes_of(tokens))))
         if self.tokens_per_step > 1:
@@ -301,8 +308,8 @@ class TextRun:
         self._recent.append(several)
 
     def _add_states(self, states: States) -> None:
-        """Note the rows' states after a step. They are read while the workers compute the next step, or at last when
-        a few steps are unread."""
+        """Note the rows' states after a step. They are read when somebody asks, or at last when many steps are
+        unread."""
         self._states = states
         self._unread += 1
         if self._unread > MAX_UNREAD_STEPS:
@@ -316,7 +323,7 @@ class TextRun:
     def _read_several(self, several: Several, before: States) -> tuple[States, States]:
         """Return the states after each token of a step, and after the newest token of each row. before: the rows'
         states before the step."""
-        if not self._thinks:
+        if not self._follows:
             return States(np.zeros(len(several.tokens), np.uint32)), before
         table, most = self.sentences, self.tokens_per_step
 

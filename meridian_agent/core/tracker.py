@@ -107,13 +107,21 @@ class Tracker:
         """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`."""
         self.default_cap, self.default_reserve = (None, 0) if over else (cap, reserve)
 
-    def measure(self, share: float) -> None:
-        """Measure this share of new requests, a fraction; from 1 on, the live requests too."""
+    def measure(self, share: float) -> list[LiveRequest]:
+        """Measure this share of new requests, a fraction. From 1 on, return the live requests that are not measured
+        yet: `begin_to_measure` is to be called for each, once its tokens have been read."""
         self._measured_share = share
-        if share >= 1:
-            for live in self.by_id.values():
-                live.measured = True
-            self._unmeasured_ids = None
+        return [live for live in self.by_id.values() if not live.measured] if self.measures_all else []
+
+    @property
+    def measures_all(self) -> bool:
+        return self._measured_share >= 1
+
+    def begin_to_measure(self, live: LiveRequest, sentence: int) -> None:
+        """Measure a live request from its next token on. sentence: as in LiveRequest."""
+        self.run.leave(live)
+        live.measured, live.own_sentence = True, sentence
+        self._unmeasured_ids = None
 
     @property
     def is_full(self) -> bool:
@@ -335,7 +343,7 @@ class Tracker:
             if live.ending is not None and live.expected.get(offset) == token:
                 flags |= live.ending.advance()
             here = 0
-            if phase is Phase.THINK and not flags & FLAG_MARKER:
+            if phase is Phase.THINK and live.measured and not flags & FLAG_MARKER:
                 live.own_sentence = self.sentences.step(live.own_sentence, token)
                 here = self.sentences.flags[live.own_sentence]
             else:
@@ -368,8 +376,9 @@ class Tracker:
         state.text_run += 1
         if state.phase is Phase.THINK:
             state.think_tokens += 1
-            live.own_sentence = self.sentences.step(live.own_sentence, token)
-            flags = self.sentences.flags[live.own_sentence] & ROW_FLAGS
+            if live.measured:
+                live.own_sentence = self.sentences.step(live.own_sentence, token)
+                flags = self.sentences.flags[live.own_sentence] & ROW_FLAGS
             if state.think_tokens >= live.watch_from:
                 self.due[live] = None
         else:

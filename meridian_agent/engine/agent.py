@@ -115,7 +115,9 @@ class Agent:
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
-        self.tracker.measure(settings.measured_share if settings.HasField("measured_share") else 1.0)
+        share = settings.measured_share if settings.HasField("measured_share") else 1.0
+        unmeasured = self.tracker.measure(share if settings.observe_entropy else 0.0)
+        self._adoption.extend(live.ref for live in unmeasured)
         self.tracker.loops.obey(settings.find_loops, settings.merge_loops)
         self.facts.limits.obey(settings)
         if markers.known != was_known:
@@ -222,9 +224,12 @@ class Agent:
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 self.tracker.reread(live, state, self._sentence(request, state))
                 self.link.outbox.resync()
+            elif live is not None:
+                if self.tracker.measures_all and not live.measured:
+                    self.tracker.begin_to_measure(live, self._sentence(request, state))
             elif self.tracker.is_full:
                 without_slot.append(request)
-            elif request.sampling_params is not None and live is None and not request_api.waits_for_input(request):
+            elif request.sampling_params is not None and not request_api.waits_for_input(request):
                 info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
                 waits = request_api.waits_preempted(request)
                 sentence = self._sentence(request, state)
@@ -434,7 +439,6 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
-        self.tracker.run.read()
         self._outbox.ring.wake()
         drafted = output.scheduled_spec_decode_tokens
         if self.lease.attention:

@@ -11,6 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.phases import FLAG_END, FLAG_SENTENCE, Phase
+from meridian_agent.core.sentences import ROW_FLAGS
 from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import DENSE, NEUTRAL, SENTENCE_ENDS
@@ -106,7 +107,16 @@ def test_in_shadow_a_sample_is_measured_and_in_force_all_are(llm: Any, agent: An
     (told,) = rows(seen).values()
     signals = [bool(row[3]) for row in told]
     assert not any(signals[:20])
-    assert any(signals[20:])
+    begun = signals.index(True)
+    # From then on sentences end where they end for a request that is measured from the beginning.
+    table, state, expected = agent.tracker.sentences, 0, []
+    for token in run.tokens["r"]:
+        state = table.step(state, token)
+        expected.append(table.flags[state] & ROW_FLAGS)
+    flags = [row[1] & ROW_FLAGS for row in told]
+    assert flags[begun:] == expected[begun:]
+    assert any(flags[begun:])
+    assert not any(flags[:20])
     assert control.explain("r").events[0].detail == "signals not measured"
 
 

@@ -92,9 +92,12 @@ def test_a_share_of_requests_is_measured() -> None:
         unmeasured = {row[1].request_id for row in tracker.snapshot() if row[-1]}
         assert tracker.unmeasured_ids == unmeasured
         assert {row[1].request_id for row in tracker.record.opened if row[-1]} == unmeasured
-        tracker.measure(0.0)
+        assert tracker.measure(0.0) == []
         assert tracker.unmeasured_ids == unmeasured
-        tracker.measure(1.0)
+        later = tracker.measure(1.0)
+        assert {live.info.request_id for live in later} == unmeasured
+        for live in later:
+            tracker.begin_to_measure(live, 0)
         assert not tracker.unmeasured_ids
         return set(names) - unmeasured
 
