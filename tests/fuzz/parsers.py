@@ -96,7 +96,7 @@ def make_toml(rng: random.Random) -> bytes:
 def run_toml(content: bytes) -> None:
     """Parse as `--policy`, `--policy-dir` and `meridianctl policy apply` do."""
     try:
-        policy = _in_file(content, forms.load)
+        policy = _in_file(content, forms.load_config)
     except PolicyError as error:
         _names(error.violations())
         return
