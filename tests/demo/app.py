@@ -191,11 +191,11 @@ async def _measure(console: Console, options: Options, fleet: Fleet) -> report.F
             _announce(console, change, await meridianctl(fleet.server, "wait"))
             await sending
         engine = await fleet.settled(SETTLE_S)
+        ends = await fleet.ends(sample.completion_id for sample in load.samples if sample.completion_id)
     finally:
         following.cancel()
         sending.cancel()
         await asyncio.gather(following, sending, return_exceptions=True)
-    ends = report.ends_by_completion(load.samples, fleet.ends)
     return report.Findings(load.samples, ends, change, engine)
 
 
@@ -250,6 +250,8 @@ def _report(console: Console, options: Options, findings: report.Findings) -> in
     for error in sorted({sample.error for sample in findings.failed}):
         console.print(f"failed: {error}", style="red", highlight=False, markup=False)
     console.print(f"timeline: {picture}", highlight=False, markup=False)
+    for paragraph in report.verdict(findings):
+        console.print(f"\n{paragraph}", highlight=False, markup=False)
     line = report.json_line(findings)
     (options.output / "result.json").write_text(line + "\n")
     print(line, flush=True)

@@ -1,7 +1,6 @@
 """The demo's view of the control plane: FleetService and PolicyService over gRPC, and the operators' own client.
 
-The module owns the observed state of the engine and the observed end of each request's thinking. The module has one
-event loop.
+The module owns the observed state of the engine. The module has one event loop.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
-from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 from tests.demo.processes import DemoError
+from tests.demo.report import NATURAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ENGINE_ID = "demo-engine"
 CALL_TIMEOUT_S = 10.0
-# An answer lasts nine steps, and the end of its thinking is visible only while its request is live.
-WATCH_MS = 50
+WATCH_MS = 200
 ACK_POLL_S = 0.003
 ACK_TIMEOUT_S = 10.0
 
@@ -52,16 +51,11 @@ class PolicyChange:
 
 @dataclass(slots=True)
 class Fleet:
-    """A client of the control plane, with the newest state that it reported.
-
-    ends: how thinking ended, {request id: "eat", "hard_cap", "natural, eat shadowed", ...}; natural ends without a
-    decision are absent.
-    """
+    """A client of the control plane, with the newest state that it reported."""
 
     server: str
     engine: fleet_pb2.Engine = field(default_factory=fleet_pb2.Engine)
     live: list[fleet_pb2.LiveRequest] = field(default_factory=list)
-    ends: dict[str, str] = field(default_factory=dict)
     _channel: grpc.aio.Channel = field(init=False)
     _fleet: fleet_pb2_grpc.FleetServiceAsyncStub = field(init=False)
     _policy: policy_pb2_grpc.PolicyServiceAsyncStub = field(init=False)
@@ -94,25 +88,22 @@ class Fleet:
             raise DemoError(f"the agent is off, and the engine runs as stock vLLM: {self.engine.fault}")
 
     async def follow(self) -> None:
-        """Keep engine, live requests and ends up to date until cancelled."""
+        """Keep engine and live requests up to date until cancelled."""
         async for state in self._fleet.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=WATCH_MS)):
             self.engine, self.live = _demo_engine(state.engines), list(state.requests)
-            for live in self.live:
-                self._note_end(live)
 
-    def _note_end(self, live: fleet_pb2.LiveRequest) -> None:
-        last = live.last_decision
-        if last.kind == "force":
-            if last.outcome == agent_pb2.OUTCOME_APPLIED:
-                self.ends[live.request_id] = last.reason
-            elif last.outcome == agent_pb2.OUTCOME_SHADOWED:
-                self.ends[live.request_id] = f"natural, {last.reason} shadowed"
-        # A cap is exact to the token. A request that answers with more thinking than its cap ended its thinking before
-        # the cap was lowered.
-        elif 0 < live.max_think_tokens <= live.think_tokens and (
-            live.phase == agent_pb2.PHASE_THINK or live.think_tokens == live.max_think_tokens
-        ):
-            self.ends[live.request_id] = "hard_cap"
+    async def ends(self, completion_ids: Iterable[str]) -> dict[str, str]:
+        """Return how the thinking of finished requests ended, by completion id: "natural", "eat", "hard_cap",
+        "natural, eat shadowed", ...; without requests that did not think. The decision log has the life of each."""
+        found = {}
+        for completion_id in completion_ids:
+            asked = fleet_pb2.ExplainRequestRequest(request_id=completion_id)
+            life = (await self._fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)).life
+            forces = (event.decision for event in life.events if event.decision.kind == "force")
+            shadowed = next((f", {decision.reason} shadowed" for decision in forces if decision.shadow), "")
+            if how := next((event.detail for event in life.events if event.kind == "think_end"), ""):
+                found[completion_id] = how + (shadowed if how == NATURAL else "")
+        return found
 
     def phases(self) -> Mapping[str, int]:
         """Return the number of live requests by phase."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from tests.demo.load import ACROSS, AFTER, BEFORE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from meridian.v1 import fleet_pb2
 
@@ -31,7 +31,7 @@ NATURAL = "natural"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All measurements of the demo. ends: how thinking ended, by completion id, as in Fleet."""
+    """All measurements of the demo. ends: how thinking ended, as in Fleet.ends."""
 
     samples: Sequence[Sample]
     ends: Mapping[str, str]
@@ -47,13 +47,6 @@ class Findings:
     @property
     def failed(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.error]
-
-
-def ends_by_completion(samples: Iterable[Sample], ends: Mapping[str, str]) -> dict[str, str]:
-    """Return FleetService's ends by completion id; the engine's request id is the completion id with a suffix."""
-    ids = {sample.completion_id for sample in samples if sample.completion_id}
-    known = {request_id: request_id if request_id in ids else request_id.rpartition("-")[0] for request_id in ends}
-    return {known[request_id]: reason for request_id, reason in ends.items() if known[request_id] in ids}
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -126,6 +119,23 @@ def notes(findings: Findings) -> list[str]:
         f"preempted while answering: {engine.counters.output_critical}, "
         f"reports dropped: {engine.counters.reports_dropped}",
         f"thinking tokens are counted by {source}; TTOT: last piece of thinking to first piece of the answer",
+    ]
+
+
+def verdict(findings: Findings) -> list[str]:
+    """Return what the figures mean, and what the saving costs, one paragraph each."""
+    before, after = (findings.period(name) for name in (BEFORE, AFTER))
+    tokens = [mean(think_tokens(samples)) for samples in (before, after)]
+    right = [{sample.number for sample in samples if sample.correct} for samples in (before, after)]
+    ttot = [quantile([sample.ttot_ms for sample in samples], 0.95) for samples in (before, after)]
+    gaps = [quantile([g for sample in samples for g in sample.answer_gaps_ms], 0.99) for samples in (before, after)]
+    return [
+        f"Thinking fell from {tokens[0]:.0f} to {tokens[1]:.0f} tokens a request. Each question was asked under both "
+        f"policies: of {len(before)}, {len(right[0] - right[1])} were answered right only before and "
+        f"{len(right[1] - right[0])} only after. Sampling alone turns a few.",
+        f"The price: the answer begins {ttot[1]:.0f} instead of {ttot[0]:.0f} ms after the thinking (P95), because a "
+        "request waits for the decision where its answer is tried; the gaps between answer tokens are "
+        f"{gaps[1]:.0f} instead of {gaps[0]:.0f} ms (P99).",
     ]
 
 
