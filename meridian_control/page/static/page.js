@@ -175,10 +175,18 @@ function showRevisions(revisions) {
 
 let paused = false;
 let newest = null;
+let heard = null;
 
+// Numbers that nobody vouches for are worse than none, so the page hides them while the control plane is gone.
 function connected(is) {
   document.body.classList.toggle("live", is && !paused);
   setText("connection-text", paused ? "paused" : is ? "live" : "connection lost, trying again");
+  if (paused) return;
+  document.querySelector("main").hidden = !is;
+  if (is) return notice("gone", "");
+  const last = heard ? ` The page heard from it last at ${clock(heard)}.` : "";
+  setText("summary", "The control plane does not answer");
+  notice("gone", `The control plane does not answer, so nothing is shown.${last} Engines keep serving without it.`);
 }
 
 const events = new EventSource("events");
@@ -186,6 +194,7 @@ events.onopen = () => connected(true);
 events.onerror = () => connected(false);
 events.onmessage = (event) => {
   newest = JSON.parse(event.data);
+  heard = Date.now();
   if (!paused) show(newest);
 };
 events.addEventListener("trouble", (event) => notice("notice", JSON.parse(event.data)));

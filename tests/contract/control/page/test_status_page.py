@@ -268,6 +268,27 @@ async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
         assert not complaints
 
 
+async def test_no_number_is_shown_while_the_control_plane_is_gone(tmp_path: Path) -> None:
+    async with browsing() as (page, _), controlling(tmp_path / "meridian.db") as control:
+        await control.set_policy(policy())
+        whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
+        shown = StatusPage(whole, control.store, RolloutStore(control.store))
+        port = await shown.start("127.0.0.1", 0)
+        await page.goto(f"http://127.0.0.1:{port}")
+        await page.locator("#connection-text", has_text="live").wait_for()
+        assert await page.locator("main").is_visible()
+        await shown.stop()
+        await page.locator("#gone", has_text="The control plane does not answer, so nothing is shown.").wait_for()
+        assert await page.locator("#gone", has_text="heard from it last at").is_visible()
+        assert not await page.locator("main").is_visible()
+        again = StatusPage(whole, control.store, RolloutStore(control.store))
+        await again.start("127.0.0.1", port)
+        await page.locator("#connection-text", has_text="live").wait_for()
+        await page.locator("main").wait_for()
+        assert not await page.locator("#gone").is_visible()
+        await again.stop()
+
+
 async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path) -> None:
     async with browsing() as (page, complaints), served(tmp_path) as (control, address):
         with LinkedEngine([control.target]) as linked:
