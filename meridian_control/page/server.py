@@ -22,6 +22,7 @@ from meridian_control.common.plain_data import plain
 from meridian_control.common.plain_text import printable, printable_tree
 from meridian_control.fleet import decision_queries
 from meridian_control.page.contents import contents
+from meridian_control.page.history import PERIOD_S, History
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +44,7 @@ FILES = {
     "/rows.js": ("rows.js", "text/javascript"),
     "/rollout.js": ("rollout.js", "text/javascript"),
     "/life.js": ("life.js", "text/javascript"),
+    "/history.js": ("history.js", "text/javascript"),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -72,23 +74,29 @@ class StatusPage:
         self._access = access
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._history = History()
+        self._noting: asyncio.Task[None] | None = None
         app = web.Application()
         for path in FILES:
             app.router.add_get(path, self._file)
         app.router.add_get("/events", self._events)
         app.router.add_get("/request", self._request)
+        app.router.add_get("/history", self._last_hour)
         self._http = HttpListener(app, hosts)
 
     async def start(self, host: str, port: int) -> int:
         """Bind the address and return the port. Raises OSError if the address cannot be bound."""
-        return await self._http.start(host, port)
+        bound = await self._http.start(host, port)
+        self._noting = asyncio.create_task(self._note())
+        return bound
 
     async def stop(self) -> None:
         for viewer in self._viewers:
             _offer(viewer, None)
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        tasks = [task for task in (self._looking, self._noting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.stop()
 
     async def _file(self, request: web.Request) -> web.Response:
@@ -109,6 +117,20 @@ class StatusPage:
             return web.json_response({"error": printable(str(error))}, status=404, headers=HEADERS)
         except MeridianError as error:
             return web.json_response({"error": printable(str(error))}, status=400, headers=HEADERS)
+
+    async def _last_hour(self, _: web.Request) -> web.Response:
+        """Return the points of the last hour as JSON."""
+        return web.json_response(list(self._history.points), headers=HEADERS)
+
+    async def _note(self) -> None:
+        """Add a point to the history at every period."""
+        while True:
+            try:
+                engines, _ = await self._whole.engines()
+                self._history.note(engines, self._whole.fleet.revision, self._whole.fleet.clock())
+            except Exception:
+                logger.exception("cannot add to the status page's history")
+            await asyncio.sleep(PERIOD_S)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send the fleet's state now and at every interval, as server-sent events, until the viewer leaves."""

@@ -1,5 +1,6 @@
 // Shows the page's contents, which `contents.py` collects and /events sends once a second.
 
+import { keepHistory } from "./history.js";
 import { follow, lookAgain } from "./life.js";
 import { isActive, showRollouts } from "./rollout.js";
 import {
@@ -213,3 +214,4 @@ $("lookup").addEventListener("submit", (event) => {
   else location.hash = hash;
 });
 follow();
+keepHistory();

@@ -268,6 +268,39 @@ async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
         assert not complaints
 
 
+async def test_the_last_hour_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests, tokens, delays and the agent's share are lines, and a revision is a mark, also of a time before the
+    page was opened."""
+    monkeypatch.setattr(server, "PERIOD_S", 0.05)
+    async with served(tmp_path) as (control, address), browsing() as (page, complaints):
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+            async with aiohttp.ClientSession() as session:
+
+                async def points() -> list[dict[str, Any]]:
+                    async with session.get(f"{address}/history") as answer:
+                        return list(await answer.json())
+
+                while (await points())[-1]["revision"] != control.fleet.revision:
+                    await asyncio.sleep(0.02)
+                await control.set_policy(policy(scheduler={"max_think_tokens": 7}))
+                while (await points())[-1]["revision"] != control.fleet.revision:
+                    await asyncio.sleep(0.02)
+                assert any(p["tokens_per_s"] for p in await points())
+            await page.goto(address)
+            charts = page.locator("#history svg")
+            await charts.nth(3).wait_for()
+            told = [await charts.nth(number).get_attribute("aria-label") for number in range(4)]
+            assert [(text or "").partition(" in the last hour")[0] for text in told] == [
+                *("Live requests", "Tokens per second", "Delays of answers, P99"),
+                "Agent, of a thread",
+            ]
+            assert await page.locator("#history svg line.revision title", has_text="policy revision").count() >= 1
+            assert await page.locator("#history polyline.think").count() >= 1
+            assert await page.locator("#history-ends", has_text="hard cap 1").is_visible()
+        assert not complaints
+
+
 async def test_no_number_is_shown_while_the_control_plane_is_gone(tmp_path: Path) -> None:
     async with browsing() as (page, _), controlling(tmp_path / "meridian.db") as control:
         await control.set_policy(policy())
