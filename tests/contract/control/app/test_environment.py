@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(meridian_control.__file__).parent
 # Variables that the agent reads, which the control plane's code names in its texts.
-OF_THE_AGENT = {"MERIDIAN_ENGINE_ID", "MERIDIAN_URL", "MERIDIAN_FREEZE"}
+OF_THE_AGENT = {"MERIDIAN_CONTROL", "MERIDIAN_ENGINE_ID", "MERIDIAN_URL", "MERIDIAN_FREEZE"}
 SERVER = ("MERIDIAN_STORE", "MERIDIAN_LOG_FORMAT")
 CLIENT = (
     "MERIDIAN_SERVER",
@@ -110,8 +110,8 @@ def test_empty_variables_are_unset(tmp_path: Path) -> None:
     ("name", "value", "complaint"),
     [
         ("MERIDIAN_SERVER", "\udcff:1", r"MERIDIAN_SERVER must be UTF-8; got '\udcff:1'"),
-        ("MERIDIAN_SERVER", "control", "MERIDIAN_SERVER must be an address host:port; got 'control'"),
-        ("MERIDIAN_SERVER", "http://c:1", "MERIDIAN_SERVER must be an address host:port; got 'http://c:1'"),
+        ("MERIDIAN_SERVER", "control:0", "MERIDIAN_SERVER must be an address host:port; got 'control:0'"),
+        ("MERIDIAN_SERVER", "http://c:1", "MERIDIAN_SERVER must be an address host:port; write c:1; got 'http://c:1'"),
         ("MERIDIAN_PROXY", "proxy:3128", "MERIDIAN_PROXY must be a URL http://host:port; got 'proxy:3128'"),
         ("MERIDIAN_CONTEXT", "gone", 'has no context "gone"; known contexts: none'),
         ("MERIDIAN_CONTEXTS", "/", "/: cannot be read: Is a directory"),
@@ -159,8 +159,8 @@ def test_a_value_that_the_server_cannot_use(
 
 
 def test_a_server_address_in_a_flag_is_checked_too(tmp_path: Path) -> None:
-    ended = ctl(unset() | {"HOME": str(tmp_path)}, "--server", "control", "engines")
-    assert (ended.returncode, ended.stderr) == (2, "--server must be an address host:port; got 'control'\n")
+    ended = ctl(unset() | {"HOME": str(tmp_path)}, "--server", "control:0", "engines")
+    assert (ended.returncode, ended.stderr) == (2, "--server must be an address host:port; got 'control:0'\n")
 
 
 def test_a_proxy_for_other_programs_is_not_used(tmp_path: Path) -> None:

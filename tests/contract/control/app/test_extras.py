@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Packages of the extra, as Python imports them.
 PACKAGES = {
     "aiohttp", "aiosqlite", "asyncpg", "cryptography", "grpc_health", "grpc_reflection", "grpc_status",
-    "prometheus_client", "pydantic", "jwt", "rich", "sqlalchemy", "tomli_w", "typer", "watchfiles",
+    "prometheus_client", "pydantic", "jwt", "rich", "sqlalchemy", "tomli_w", "typer", "watchfiles", "yaml",
 }  # fmt: skip
 
 

@@ -298,7 +298,7 @@ async def test_a_bad_policy_file(own: Process) -> None:
     path = own.folder / "policy.toml"
     path.write_text("[entropy]\nema_alpha = 1.5\n")
     own.options = ("--policy", str(path))
-    assert await complaint_of(own) == "meridian-control: entropy.ema_alpha must be in (0, 1]; got 1.5"
+    assert await complaint_of(own) == f"meridian-control: {path}:2: entropy.ema_alpha must be in (0, 1]; got 1.5"
 
 
 async def test_a_policy_file_that_is_not_there(own: Process) -> None:

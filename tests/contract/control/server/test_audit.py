@@ -349,6 +349,7 @@ async def test_meridianctl(tmp_path: Path) -> None:
         file.write_text("fallback.lease_ms = 500\n")
         applied = await ctl(secured, "operator", "policy", "apply", "-f", str(file), "--reason", "why", "--author", "x")
         assert applied.exit_code == 0, applied.output
+        file.write_text("fallback.lease_ms = 600\n")
         refused = await ctl(secured, "viewer", "policy", "apply", "-f", str(file))
         assert refused.exit_code == 4
         assert refused.stderr.startswith('PERMISSION_DENIED: "viewer" is viewer; ')
