@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-SEEDS = range(25)
+SEEDS = range(100)
 ALLOWED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
 
 
