@@ -113,9 +113,10 @@ def calibrate(
         left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
         fail(FAILED, str(error), *left_out)
     terminal = console()
-    terminal.say("\n\n".join(calibration_report.sentences(result, replay, goal)))
-    if table:
+    for sentence in calibration_report.sentences(result, replay, goal):
+        terminal.say(sentence)
         terminal.say()
+    if table:
         terminal.print(calibration_report.table(result, goal))
     figures = json.dumps(calibration_report.report(result, replay, goal), indent=2) + "\n"
     _write(out, lambda path: path.write_text(forms.to_toml(result.policy), encoding="utf-8"))

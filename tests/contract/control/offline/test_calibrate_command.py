@@ -43,6 +43,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "fixed cap" in told
     assert "RPDI does not separate right from wrong stops on this model and is left out" in told
     assert told.startswith("Best: "), "the verdict comes first"
+    assert "\\n" not in told, "each finding is a paragraph"
     assert "proxy" not in told
     policy = forms.load_config(out)
     assert (policy.entropy.shadow, policy.entropy.max_loss) == (False, 0.1)
