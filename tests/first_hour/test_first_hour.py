@@ -53,7 +53,7 @@ def test_the_readmes_installation_in_a_fresh_copy(tmp_path: Path) -> None:
     copy = tmp_path / "meridian"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(copy)], check=True)
     done = subprocess.run(["bash", "-ec", commands], cwd=copy, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"meridian-control {__version__}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{__version__}\n"), done.stderr
     program = copy / "build" / "control" / "bin" / "meridianctl"
     assert subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.endswith("\n")
 
