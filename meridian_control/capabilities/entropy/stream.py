@@ -13,6 +13,8 @@ from meridian_control.engine.part import Part
 from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, is_gated, measured_share
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from numpy.typing import NDArray
 
     from meridian_control.common.slices import Sliced
@@ -39,10 +41,15 @@ class EntropyRules(Part):
     def __init__(self, stream: Stream) -> None:
         self._stream, self._table, self._ends = stream, stream.table, stream.ends_thinking
         self._revises = False
+        # Whether the policy lets the engine measure a sample of the requests only.
+        self._samples = False
 
     @classmethod
     def of(cls, stream: Stream) -> EntropyRules | None:
         return cls(stream) if stream.ends_thinking or stream.may_probe else None
+
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
+        self._samples = measured_share(policy) < 1
 
     def revise(self) -> None:
         self._revises = True
@@ -75,9 +82,13 @@ class EntropyRules(Part):
     def decide(self, turn: Turn) -> None:
         if not self._stream.may_probe:
             return
-        measured = ~self._table.unmeasured if measured_share(turn.policy) < 1 else None
+        if not self._samples:
+            for own, among in turn.groups:
+                self._probe(turn, own, among)
+            return
+        measured = ~self._table.unmeasured
         for own, among in turn.groups:
-            self._probe(turn, own, measured if among is None else among if measured is None else among & measured)
+            self._probe(turn, own, measured if among is None else among & measured)
 
     def _probe(self, turn: Turn, policy: Policy, among: Among) -> None:
         table, entropy = self._table, policy.entropy
