@@ -160,9 +160,13 @@ def thaw(
 def freezes(context: typer.Context, output: OutputOption = Output.table) -> None:
     """List the freezes in force, newest first."""
     with connect(context) as client:
-        request = freeze_pb2.ListFreezesRequest()
-        entries = [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
+        entries = in_force(client)
     show(entries, output, _table(entries), "no freeze is in force")
+
+
+def in_force(client: Client) -> list[freeze_pb2.StoredFreeze]:
+    request = freeze_pb2.ListFreezesRequest()
+    return [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
 
 
 def _table(rows: Sequence[freeze_pb2.StoredFreeze]) -> Table:

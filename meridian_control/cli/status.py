@@ -8,7 +8,7 @@ from functools import partial
 
 import grpc
 import typer
-from meridian.v1 import fleet_pb2, freeze_pb2, rollout_pb2
+from meridian.v1 import fleet_pb2, rollout_pb2
 
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.cli.console import (
@@ -20,11 +20,11 @@ from meridian_control.cli.console import (
     console,
     first,
     new_table,
-    pages,
     warn_unreachable,
     watched,
 )
 from meridian_control.cli.expected import all_engines, connected, same_names
+from meridian_control.cli.freeze import in_force
 from meridian_control.cli.policy import current
 from meridian_control.cli.rollout import short_text
 from meridian_control.cli.tables import harm_text, saved_text
@@ -41,6 +41,8 @@ def status(context: typer.Context, watch: WatchOption = False) -> None:
 
 def _show(context: typer.Context) -> None:
     with connect(context) as client:
+        # The command line, the environment or a context may name the address.
+        server, _ = context.obj.resolve()
         engines, unreachable = all_engines(client)
         lines = [
             ("policy", _policy(client)),
@@ -52,8 +54,6 @@ def _show(context: typer.Context) -> None:
             ("budgets", _budgets(client)),
             ("pressure", _pressure(connected(engines))),
         ]
-    # The address comes last in time, because a context or the environment may name it.
-    server, _ = context.obj.resolve()
     shown = new_table("control plane", server)
     for name, text in lines:
         add(shown, name, text)
@@ -104,8 +104,7 @@ def _rollout(client: Client) -> str:
 
 
 def _freezes(client: Client) -> str:
-    request = freeze_pb2.ListFreezesRequest()
-    entries = [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
+    entries = in_force(client)
     texts = [f"{e.freeze_id} until {e.end_time.ToDatetime():%H:%M:%S UTC}: {e.reason}" for e in entries[:SHOWN]]
     return ", ".join((*texts, *(["…"] if len(entries) > SHOWN else []))) or "none"
 

@@ -105,17 +105,22 @@ async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
 def totals(engines: Iterable[fleet_pb2.Engine], requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, Any]:
     """Return numbers over the whole fleet; counters are summed over the given engines."""
     up = [engine for engine in engines if engine.state == CONNECTED]
-    ended: Counter[str] = Counter()
-    for engine in engines:
-        ended.update({reason: count for reason, count in engine.ends.items() if not reason.endswith("_shadowed")})
     return {
         "engines": len(up),
         "gone": sum(engine.state != CONNECTED for engine in engines),
         "phases": phases(requests),
         "waiting": sum(engine.waiting for engine in up),
-        "ended": dict(ended),
+        "ended": dict(ended(engines)),
         "output_critical": sum(engine.counters.output_critical for engine in up),
     }
+
+
+def ended(engines: Iterable[fleet_pb2.Engine]) -> Counter[str]:
+    """Count the real ends of thinking over all engines, by reason."""
+    counts: Counter[str] = Counter()
+    for engine in engines:
+        counts.update({reason: count for reason, count in engine.ends.items() if not reason.endswith("_shadowed")})
+    return counts
 
 
 def phases(requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, dict[str, int]]:

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import Histogram
+from meridian_control.page.contents import CONNECTED, ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import datetime
 
+    from meridian.v1 import fleet_pb2
     from numpy.typing import NDArray
 
 PERIOD_S = 15.0
 # Points of one hour.
 POINTS = 241
-CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 
 
 @dataclass
@@ -42,7 +42,6 @@ class _Sums:
     def add(self, engine: fleet_pb2.Engine) -> None:
         self.tokens += engine.token_events
         self.agent_s += engine.counters.agent_seconds
-        self.ends.update({reason: n for reason, n in engine.ends.items() if not reason.endswith("_shadowed")})
         for name in ("ttot", "output_itl"):
             told = getattr(engine, name)
             if told.counts:
@@ -73,7 +72,7 @@ class History:
         """Add a point. revision: the policy revision in force."""
         listed = list(engines)
         up = [engine for engine in listed if engine.state == CONNECTED]
-        sums, before = _Sums(now.timestamp()), self._before
+        sums, before = _Sums(now.timestamp(), ends=ended(listed)), self._before
         for engine in listed:
             sums.add(engine)
         self._before = sums
