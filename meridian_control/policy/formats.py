@@ -9,6 +9,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,18 +102,20 @@ def parse_fields(fields: Iterable[str]) -> dict[str, Any]:
     string. Raises PolicyError."""
     values: dict[str, Any] = {}
     for field in fields:
-        name, equals, value = field.partition("=")
-        try:
-            section = tomllib.loads(f"{name} = {value}") if equals and value else {}
-        except ValueError:
-            try:
-                section = tomllib.loads(f"{name} = {json.dumps(value)}")
-            except ValueError:
-                section = {}
-        if "." not in name or not section:
+        name, _, value = field.partition("=")
+        section = _section(name, value) if "." in name and value else None
+        if section is None:
             raise PolicyError([Violation(field, "must be FIELD=VALUE, for example scheduler.max_think_tokens=4000")])
         values = merged(values, section)
     return values
+
+
+def _section(name: str, value: str) -> dict[str, Any] | None:
+    """Return a field with its value by section; None if the name is no TOML."""
+    for written in (value, json.dumps(value)):
+        with suppress(ValueError):
+            return tomllib.loads(f"{name} = {written}")
+    return None
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

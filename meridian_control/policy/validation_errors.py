@@ -114,19 +114,17 @@ def rendered(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
 
 
-_NOWHERE: Place = ()
-
-
 def line_of(text: str, loc: Place) -> int | None:
     """Return the number of the line of TOML text that holds a value, or the innermost table around it; None if no line
     does."""
     here: Place = ()
+    place: Place
     seen, best, depth = dict[Place, int](), None, 0
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*(\[\[?)([^\[\]]+)\]", line)
         named = re.match(r"\s*([^=\[\]#]+)=", line)
         if header:
-            place = _NOWHERE
+            place = ()
             for key in _keys(header[2]):
                 # A key of an earlier array of tables stands for the array's newest table.
                 place = (*place, seen[place], key) if place in seen else (*place, key)

@@ -203,8 +203,9 @@ events.addEventListener("trouble", (event) => notice("notice", JSON.parse(event.
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
-  connected(events.readyState === EventSource.OPEN);
-  if (!paused && newest) show(newest);
+  const open = events.readyState === EventSource.OPEN;
+  connected(open);
+  if (!paused && open && newest) show(newest);
 });
 window.addEventListener("hashchange", follow);
 $("lookup").addEventListener("submit", (event) => {
