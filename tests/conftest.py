@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import gc
@@ -12,6 +13,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -21,7 +23,7 @@ from tests.preloaded import TEST_PROCESS, Servers
 from tests.processes import ENGINE_ENV, Process, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
 # A busy machine would exceed Hypothesis's own time limits. Each run tries other examples, so a few in each suffice.
@@ -93,6 +95,30 @@ def all_log_lines() -> None:
     for one in logging.getLogger("vllm.meridian").filters:
         if isinstance(one, PlainLog):
             one._kinds.clear()
+
+
+# gRPC servers of failed tests, which no test stops any more.
+_UNSTOPPED: list[grpc.aio.Server] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep the gRPC servers that run while a test fails until the process ends.
+
+    A traceback holds them beyond the end of their event loop. The destructor of a running server fails then, in the
+    middle of another test; and the destructor of the last gRPC object waits for its calls for ever, which the reference
+    that `init_grpc_aio` takes prevents.
+    """
+    if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(_hold_grpc())
+        loop.close()
+        _UNSTOPPED.extend(one for one in gc.get_objects() if isinstance(one, grpc.aio.Server))
+    return (yield)
+
+
+async def _hold_grpc() -> None:
+    grpc.aio.init_grpc_aio()
 
 
 def pytest_configure(config: pytest.Config) -> None:
