@@ -75,7 +75,7 @@ def each(count: int, apart: int, token: int) -> list[int]:
     return [token if at % apart == 0 else 100 + at % 7 for at in range(count)]
 
 
-@pytest.mark.parametrize("apart", [1, 2, 3, 63, 64, 65, 255, 256, 257, 1000, LONG])
+@pytest.mark.parametrize("apart", [1, 3, 64, 65, 256, LONG])
 @pytest.mark.parametrize(
     ("markers", "token", "in_prompt"),
     [
