@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core import plain_log
 from meridian_agent.link.identity import targets
-from meridian_agent.vllm_adapter import chat_rendering, client_effort, front_end_aborts, kv_connectors, server_metrics
+from meridian_agent.link.sender_settings import request_sources
+from meridian_agent.vllm_adapter import (
+    chat_rendering,
+    client_effort,
+    front_end_aborts,
+    gateway,
+    kv_connectors,
+    server_metrics,
+)
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ OPTIONAL = (
         "how clients' chats are rendered, so that their finished thinking stays in the prefix cache",
         chat_rendering.install,
     ),
+    ("tenants and SLO classes that a gateway names", lambda: gateway.install(request_sources())),
     ("phases in vLLM's own metrics", server_metrics.install),
     ("the difference between a stop string and a client that has gone", front_end_aborts.install),
 )

@@ -12,6 +12,7 @@ from meridian_control.policy.diff import spelled
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
+from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import IN_OVERRIDES
 from meridian_control.policy.schema import (
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type[Section]] = {
     "loop": LoopPolicy,
     "disagg": DisaggPolicy,
     "engine": EnginePolicy,
+    "gateway": GatewayPolicy,
     "kv_memory": KvMemoryPolicy,
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import TokenEvent
@@ -30,6 +31,9 @@ MAX_TOKENS = 2**31 - 1
 # Names in the vllm_xargs: of a request that a relay can continue on another engine, with the value 1, and of a request
 # that continues another engine's, with the reference of the decision.
 CANDIDATE, HAND_OVER = "meridian_handover_candidate", "meridian_handover"
+# Names of the tenant and of the SLO class in vllm_xargs; and if a gateway names both, of the SLO class that the client
+# asks for itself.
+TENANT, SLO_CLASS, ASKED_SLO_CLASS = "meridian_tenant", "meridian_slo_class", "meridian_asked_slo_class"
 # Name of the effort in vllm_xargs, and of the settings with which the model's own chat template rendered the request, a
 # JSON text of at most MAX_TEMPLATE characters in which TOOLS stands for the list of tools. The value UNKNOWN_TEMPLATE
 # says that these settings do not tell how later turns are rendered; so does a missing value.
@@ -72,6 +76,8 @@ class RequestInfo:
     # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
     # request continues another engine's, whose thinking is a part of the prompt.
     repeated_tokens: int = NEVER
+    # SLO class that the client asked for and may not choose; empty if there is none.
+    refused_slo_class: str = ""
 
     @property
     def most_tokens(self) -> int:
@@ -87,7 +93,8 @@ class RequestInfo:
 class Overrides(NamedTuple):
     """The values that a request sets for itself. min_think_tokens, max_think_tokens: the request's own floor and cap,
     None if it has none. repeated_tokens: number of the prompt's tokens before the thinking that another engine has
-    generated. complaint: the ignored fields and their values."""
+    generated. complaint: the ignored fields and their values. asked_slo_class: the SLO class that the client asks for
+    although a gateway names one."""
 
     tenant: str
     slo_class: str
@@ -96,15 +103,22 @@ class Overrides(NamedTuple):
     max_think_tokens: int | None
     repeated_tokens: int
     complaint: str
+    asked_slo_class: str = ""
 
 
 NOTHING_SET = Overrides("", "", "", None, None, MAX_TOKENS, "")
 
 
-def info_of(request: Request, model: str, markers: Markers, scheduler: Scheduler) -> RequestInfo:
+def info_of(
+    request: Request, model: str, markers: Markers, scheduler: Scheduler, client_slo_classes: Sequence[str] = ()
+) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
-    adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector."""
+    adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector.
+    client_slo_classes: globs of the SLO classes that clients may choose although a gateway names one."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
+    asked = own.asked_slo_class
+    may_choose = asked != "" and any(fnmatchcase(asked, glob) for glob in client_slo_classes)
+    slo_class = asked if may_choose else own.slo_class
     caps = own.max_think_tokens, budget_of(request.sampling_params, request.prompt_token_ids or (), markers)
     ref = handed_over_ref(request)
     if own.complaint:
@@ -113,7 +127,8 @@ def info_of(request: Request, model: str, markers: Markers, scheduler: Scheduler
         request_id=request.request_id,
         model=clean(lora.lora_name) if lora is not None else model,
         tenant=own.tenant,
-        slo_class=own.slo_class,
+        slo_class=slo_class,
+        refused_slo_class=asked if asked != slo_class else "",
         effort=own.effort,
         prompt_tokens=request.num_prompt_tokens,
         max_tokens=min(request.max_tokens, MAX_TOKENS),
@@ -158,13 +173,13 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
         return NOTHING_SET
     extra = extra_args
     complaints: list[str] = []
-    names = "meridian_tenant", "meridian_slo_class", EFFORT
-    tenant, slo_class, effort = (_text(extra, name, complaints) for name in names)
+    names = TENANT, SLO_CLASS, EFFORT, ASKED_SLO_CLASS
+    tenant, slo_class, effort, asked = (_text(extra, name, complaints) for name in names)
     floor = _tokens(extra, "meridian_min_think_tokens", complaints)
     cap = _tokens(extra, "meridian_max_think_tokens", complaints)
     prompt = _tokens(extra, "meridian_prompt_tokens", complaints)
     repeated = MAX_TOKENS if prompt is None else prompt
-    return Overrides(tenant, slo_class, effort, floor, cap, repeated, "; ".join(complaints))
+    return Overrides(tenant, slo_class, effort, floor, cap, repeated, "; ".join(complaints), asked)
 
 
 def budget_of(params: SamplingParams, prompt: Sequence[int], markers: Markers) -> int | None:

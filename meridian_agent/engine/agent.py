@@ -95,6 +95,8 @@ class Agent:
         # Cap and answer reserve of new requests; parts of the directives whose lease has run out.
         self.default_cap: int | None = None
         self.default_reserve = self._lapsed = 0
+        # Globs of the SLO classes that clients may choose although a gateway names one.
+        self._client_slo_classes: tuple[str, ...] = ()
         self.frozen = False
         # A freeze was confirmed while the engine made no step, and no step has looked at it yet.
         self._freeze_confirmed = False
@@ -112,6 +114,7 @@ class Agent:
         self.tracker.use(markers, settings.supports_think_disable, settings.merge_openings, settings.merge_answers)
         self.default_cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
         self.default_reserve = settings.answer_reserve_tokens
+        self._client_slo_classes = tuple(settings.client_slo_classes)
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
@@ -199,7 +202,7 @@ class Agent:
             # No step is under way, so settings that have arrived apply to this request already.
             self.mailbox.begin()
             self.take_arrived(scheduler)
-        info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
+        info = self._info_of(request, scheduler)
         self.hand_over.opened(info)
         self.facts.later_turns.arrived(info, request.block_hashes)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
@@ -207,6 +210,10 @@ class Agent:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
             return
         self._adoption.extend([request])
+
+    def _info_of(self, request: Request, scheduler: Scheduler) -> request_info.RequestInfo:
+        classes = self._client_slo_classes
+        return request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler, classes)
 
     def adopt(self, requests: Iterable[Request], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
@@ -230,7 +237,7 @@ class Agent:
             elif self.tracker.is_full:
                 without_slot.append(request)
             elif request.sampling_params is not None and not request_api.waits_for_input(request):
-                info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
+                info = self._info_of(request, scheduler)
                 waits = request_api.waits_preempted(request)
                 sentence = self._sentence(request, state)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits, sentence=sentence)

@@ -11,6 +11,7 @@ from meridian_agent import __version__
 from meridian_agent.core.plain_log import UNPRINTABLE
 from meridian_agent.core.request_info import MAX_TEXT, clean
 from meridian_agent.link.environment import complain, read
+from meridian_agent.link.sender_settings import request_sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,6 +82,7 @@ def identity_of_engine(vllm_version: str, name: str) -> dict[str, Any]:
         "vllm_version": vllm_version,
         "labels": _labels(),
         "url": _url(),
+        "request_sources": str(request_sources()),
     }
 
 

@@ -170,7 +170,8 @@ def _tokens(record: StepRecord) -> int:
 
 def _opened_bytes(row: tuple[Any, ...]) -> int:
     info = row[1]
-    texts = info.model, info.tenant, info.slo_class, info.effort, info.traceparent, info.handed_over_ref
+    names = info.model, info.tenant, info.slo_class, info.refused_slo_class, info.effort
+    texts = (*names, info.traceparent, info.handed_over_ref)
     # The id is cleaned only when its message is made.
     plain = info.request_id.isascii() and info.request_id.isprintable()
     return OPENED_BYTES + (len(info.request_id[:MAX_ID]) if plain else 4 * MAX_ID) + sum([_bytes(t) for t in texts])

@@ -41,6 +41,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         model=info.model,
         tenant=info.tenant,
         slo_class=info.slo_class,
+        refused_slo_class=info.refused_slo_class,
         effort=info.effort,
         prompt_tokens=info.prompt_tokens,
         max_tokens=info.max_tokens,

@@ -180,6 +180,18 @@ RENDERER: Table = {
 }
 INPUTS: Table = {"vllm.v1.engine.input_processor:InputProcessor": ("process_inputs(_, _, **_)",)}
 
+# The class of vLLM's HTTP servers, which gets the headers of requests, and the classes of requests with the field
+# `user`. Without one of them requests lack the tenant and the SLO class that a gateway names there.
+HTTP: Table = {"fastapi.applications:FastAPI": ("__call__(_, _, _)",)}
+WITH_USER: Table = {
+    f"vllm.entrypoints.openai.{module}.protocol:{name}": ("to_sampling_params(**_)", "user")
+    for module, name in (
+        ("chat_completion", "ChatCompletionRequest"),
+        ("completion", "CompletionRequest"),
+        ("responses", "ResponsesRequest"),
+    )
+}
+
 # The field with vLLM's own budget of thinking tokens; without it requests have no cap but those that Meridian knows.
 BUDGET: Table = {"vllm.sampling_params:SamplingParams": ("thinking_token_budget",)}
 

@@ -8,6 +8,8 @@ from meridian_control.capabilities.control_group import metrics as control_group
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.entropy.stream import EntropyRules
+from meridian_control.capabilities.gateway import metrics as gateway_metrics
+from meridian_control.capabilities.gateway.stream import RefusedClasses
 from meridian_control.capabilities.handover import metrics as handover_metrics
 from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
@@ -28,6 +30,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("control_group", ControlGroup, Comparisons, metrics=control_group_metrics.ENTRIES),
     Capability("order", Order),
     Capability("tiers", Tiers),
+    Capability("gateway", RefusedClasses.of, metrics=gateway_metrics.ENTRIES),
     Capability("handover", EngineHandovers, FleetHandovers, metrics=handover_metrics.ENTRIES),
 )
 # The parts of these capabilities in an engine's stream that share nothing with other streams, as in replays.

@@ -174,6 +174,7 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     life = answer.life
     of = (("model", life.model), ("tenant", life.tenant), ("SLO class", life.slo_class), ("effort", life.effort))
     about = "".join(f", {name} {value}" for name, value in of if value)
+    about += f", asked in vain for SLO class {life.refused_slo_class}" * bool(life.refused_slo_class)
     yield f"request {life.request_id} on {life.engine_id} ({life.incarnation}){about}"
     own = [f"at least {life.min_think_tokens}"] if life.HasField("min_think_tokens") else []
     own += [f"at most {life.max_think_tokens}"] if life.HasField("max_think_tokens") else []

@@ -189,6 +189,9 @@ def _say_notes(listed: Sequence[fleet_pb2.Engine]) -> None:
         say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
     for blind in (engine for engine in listed if engine.unknown_markers):
         say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
+    for sources in dict.fromkeys(engine.request_sources for engine in listed if engine.request_sources):
+        names = ", ".join(engine.engine_id for engine in listed if engine.request_sources == sources)
+        say(f"{names}: a gateway names {sources}")
     for name in same_names(listed):
         say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
     for lacking in listed:

@@ -33,7 +33,7 @@ class OpenedRequest:
     __slots__ = (
         *("slot", "request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref"),
         *("prompt_tokens", "max_tokens", "phase", "think_tokens", "output_tokens", "unreported_think_tokens"),
-        *("min_think_tokens", "max_think_tokens", "remote_decode", "unmeasured", "held_bytes"),
+        *("min_think_tokens", "max_think_tokens", "remote_decode", "unmeasured", "refused_slo_class", "held_bytes"),
     )
 
     def __init__(self, message: agent_pb2.RequestOpened) -> None:
@@ -50,19 +50,21 @@ class OpenedRequest:
             message.traceparent,
             message.handed_over_ref,
         )
+        refused = message.refused_slo_class
         if slot >= MAX_SLOTS:
             raise BadReport(f"slot must be below {MAX_SLOTS}; got {slot}")
         if prompt_tokens > MAX_COUNT or think_tokens > MAX_COUNT or output_tokens > MAX_COUNT:
             _refuse_count(message)
         size = len(request_id) + len(model) + len(tenant) + len(slo_class) + len(effort) + len(traceparent) + len(ref)
+        size += len(refused)
         if size > SHORT_TEXT:
-            given = request_id, model, tenant, slo_class, effort, traceparent, ref
+            given = request_id, model, tenant, slo_class, effort, traceparent, ref, refused
             kept = [_bounded(name, text) for name, text in zip(TEXTS, given, strict=True)]
-            request_id, model, tenant, slo_class, effort, traceparent, ref = kept
+            request_id, model, tenant, slo_class, effort, traceparent, ref, refused = kept
             size = sum(len(text.encode()) for text in kept)
         self.request_id, self.traceparent, self.handed_over_ref = request_id, traceparent, ref
         self.model, self.tenant = intern(model), intern(tenant)
-        self.slo_class, self.effort = intern(slo_class), intern(effort)
+        self.slo_class, self.effort, self.refused_slo_class = intern(slo_class), intern(effort), intern(refused)
         self.max_tokens, self.phase, self.remote_decode = message.max_tokens, message.phase, message.remote_decode
         self.unreported_think_tokens = message.unreported_think_tokens
         self.min_think_tokens, self.unmeasured = message.min_think_tokens, message.unmeasured
@@ -77,7 +79,7 @@ class OpenedRequest:
     __hash__ = object.__hash__
 
 
-TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref")
+TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref", "refused_slo_class")
 
 
 def _bounded(name: str, text: str) -> str:

@@ -145,6 +145,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         merge_openings=merge_openings(policy),
         merge_answers=merge_answers(policy),
         merge_loops=not effects.loops_in_force(policy),
+        client_slo_classes=policy.gateway.client_slo_classes,
     )
     if observe_entropy and (share := effects.measured_share(policy)) < 1:
         message.measured_share = share

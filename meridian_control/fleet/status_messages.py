@@ -46,6 +46,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         entropy_backend=hello.entropy_backend,
         entropy_note=hello.entropy_note,
         missing_facts=hello.missing_facts,
+        request_sources=hello.request_sources,
         kv_connector=hello.kv_connector,
         kv_role=hello.kv_role,
         thinking=int((running & (table.phase == THINK)).sum()),

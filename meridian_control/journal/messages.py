@@ -140,6 +140,7 @@ def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
         model=opened.model,
         tenant=opened.tenant,
         slo_class=opened.slo_class,
+        refused_slo_class=opened.refused_slo_class,
         effort=opened.effort,
         prompt_tokens=opened.prompt_tokens,
         max_tokens=opened.max_tokens,

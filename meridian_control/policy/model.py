@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
+from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
@@ -92,7 +93,7 @@ PER_REQUEST = {
 IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
 # Sections that one of the two previous versions, 0.1.0 and 0.2.0, does not know; and by name, the new fields of the
 # others and of entries.
-NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension")
+NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension", "gateway")
 NEW_FIELDS = {
     "scheduler": _new_fields(SchedulerPolicy),
     "entropy": _new_fields(EntropyPolicy),
@@ -170,6 +171,7 @@ class Policy(Section):
     loop: LoopPolicy = LoopPolicy()
     disagg: DisaggPolicy = DisaggPolicy()
     engine: EnginePolicy = EnginePolicy()
+    gateway: GatewayPolicy = GatewayPolicy()
     model: Mapping[str, ModelPolicy] = Field(
         {}, max_length=256, description="Facts about models, by the name under which the engine serves the model."
     )

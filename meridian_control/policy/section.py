@@ -53,6 +53,6 @@ Amount = Annotated[float, Field(ge=0)]
 Glob = Annotated[str, Field(max_length=256)]
 # The globs by which a part of a policy selects requests.
 ModelGlob = Annotated[Glob, Field(description="Glob over the model or LoRA adapter name; empty matches all.")]
-TenantGlob = Annotated[Glob, Field(description="Glob over the request's meridian_tenant; empty matches all.")]
-SloClassGlob = Annotated[Glob, Field(description="Glob over the request's meridian_slo_class; empty matches all.")]
+TenantGlob = Annotated[Glob, Field(description="Glob over the request's tenant; empty matches all.")]
+SloClassGlob = Annotated[Glob, Field(description="Glob over the request's SLO class; empty matches all.")]
 EffortGlob = Annotated[Glob, Field(description="Glob over the request's effort; empty matches all.")]

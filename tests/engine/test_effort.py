@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,7 +22,7 @@ from tests.engine.served import APART, governed, phase_metrics
 from tests.processes import MARKED, RPC_S, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from meridian.v1 import fleet_pb2
@@ -48,12 +49,14 @@ class Client:
         self.control, self._port = control, served.port
         self.process, self.open = served.process, served.client
 
-    def post(self, path: str, body: dict[str, Any], name: str = "") -> dict[str, Any]:
+    def post(
+        self, path: str, body: dict[str, Any], name: str = "", headers: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """Send a request whose id contains `name`, and return the answer."""
         sent = {"model": "maze", "temperature": 0.0, **body}
-        headers = {"X-Request-Id": name} if name else {}
+        sent_headers = {**headers, **({"X-Request-Id": name} if name else {})}
         answer = httpx.post(
-            f"http://127.0.0.1:{self._port}/v1{path}", json=sent, headers=headers, timeout=RPC_S * 5, verify=False
+            f"http://127.0.0.1:{self._port}/v1{path}", json=sent, headers=sent_headers, timeout=RPC_S * 5, verify=False
         )
         assert answer.status_code == 200, answer.text
         return dict(answer.json())

@@ -52,7 +52,7 @@ ENTRIES = (
         ("tenant", "model"),
         "Thinking tokens that this replica has counted for the tenant; the sum over replicas is that of the fleet. A "
         "replica counts all pairs after the first 1000 under `(other)`.",
-        "Bill by it. `(other)` grows: let the gateway, not clients, set `meridian_tenant`.",
+        "Bill by it. `(other)` grows: let a gateway name the tenants (`MERIDIAN_TENANT_FROM`).",
     ),
 )
 

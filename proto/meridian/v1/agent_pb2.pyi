@@ -707,6 +707,7 @@ class Hello(_message.Message):
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
     MISSING_FACTS_FIELD_NUMBER: _builtins.int
+    REQUEST_SOURCES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -764,6 +765,10 @@ class Hello(_message.Message):
     reclaim_note: _builtins.str
     """Reason why the engine keeps the KV blocks of some finished requests although their chat template strips thinking:
     later prompts have repeated it. Empty if it keeps none for this reason.
+    """
+    request_sources: _builtins.str
+    """What names the tenant and the SLO class of the engine's requests in place of the client, as MERIDIAN_TENANT_FROM and
+    MERIDIAN_SLO_CLASS_FROM in the engine's environment say; empty if neither is set.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -832,10 +837,11 @@ class Hello(_message.Message):
         engine_limits: Global___EngineLimits | None = ...,
         reclaim_note: _builtins.str = ...,
         missing_facts: _abc.Iterable[_builtins.str] | None = ...,
+        request_sources: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "engine_limits", b"engine_limits", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "request_sources", b"request_sources", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015
@@ -1092,6 +1098,7 @@ class RequestOpened(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     UNREPORTED_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     UNMEASURED_FIELD_NUMBER: _builtins.int
+    REFUSED_SLO_CLASS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -1099,9 +1106,13 @@ class RequestOpened(_message.Message):
     model: _builtins.str
     """Name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """Value of meridian_tenant in the request's vllm_xargs; empty if it is not set."""
+    """Tenant that the engine's gateway names if Hello.request_sources is set, and otherwise meridian_tenant in the
+    request's vllm_xargs; empty if there is none.
+    """
     slo_class: _builtins.str
-    """Value of meridian_slo_class in the request's vllm_xargs; empty if it is not set."""
+    """SLO class that the engine's gateway names if Hello.request_sources is set, unless the client has chosen another that
+    it may choose; otherwise meridian_slo_class in the request's vllm_xargs. Empty if there is none.
+    """
     prompt_tokens: _builtins.int
     """Number of tokens in the prompt."""
     max_tokens: _builtins.int
@@ -1152,6 +1163,10 @@ class RequestOpened(_message.Message):
     """
     unmeasured: _builtins.bool
     """Whether the engine leaves the request unmeasured, because Settings.measured_share leaves it out."""
+    refused_slo_class: _builtins.str
+    """SLO class that the client asked for and may not choose, because the engine's gateway names another; empty if there
+    is none.
+    """
     def __init__(
         self,
         *,
@@ -1177,10 +1192,11 @@ class RequestOpened(_message.Message):
         queued: _builtins.bool = ...,
         unreported_think_tokens: _builtins.int = ...,
         unmeasured: _builtins.bool = ...,
+        refused_slo_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -1964,6 +1980,7 @@ class Settings(_message.Message):
     MERGE_LOOPS_FIELD_NUMBER: _builtins.int
     ONLY_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     MEASURED_SHARE_FIELD_NUMBER: _builtins.int
+    CLIENT_SLO_CLASSES_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -2040,6 +2057,10 @@ class Settings(_message.Message):
     def engine_limits(self) -> Global___EngineLimitValues:
         """Limits of vLLM's scheduler, before the engine bounds them; 0 stands for the start-up value. No lease ends them."""
 
+    @_builtins.property
+    def client_slo_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Globs of the SLO classes that a client may choose for its request although a gateway names one; as in GatewayPolicy."""
+
     def __init__(
         self,
         *,
@@ -2066,10 +2087,11 @@ class Settings(_message.Message):
         merge_loops: _builtins.bool = ...,
         only_sentence_ends: _builtins.bool = ...,
         measured_share: _builtins.float | None = ...,
+        client_slo_classes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -409,6 +409,7 @@ class Engine(_message.Message):
     RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
     UNREAD_PROMPTS_FIELD_NUMBER: _builtins.int
     MISSING_FACTS_FIELD_NUMBER: _builtins.int
+    REQUEST_SOURCES_FIELD_NUMBER: _builtins.int
     CONTROL_GROUP_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
@@ -492,6 +493,8 @@ class Engine(_message.Message):
     """Number of requests of the engine's present stream whose prompts came as embeddings. Their thinking is neither known
     nor limited before the model writes a marker.
     """
+    request_sources: _builtins.str
+    """What names the tenant and the SLO class of the engine's requests in place of the client, as in Hello."""
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the engine's stream began."""
@@ -661,11 +664,12 @@ class Engine(_message.Message):
         reclaim_note: _builtins.str = ...,
         unread_prompts: _builtins.int = ...,
         missing_facts: _abc.Iterable[_builtins.str] | None = ...,
+        request_sources: _builtins.str = ...,
         control_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1259,9 +1263,9 @@ class LiveRequest(_message.Message):
     model: _builtins.str
     """Name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """Value of meridian_tenant, as in RequestOpened."""
+    """Tenant of the request, as in RequestOpened."""
     slo_class: _builtins.str
-    """Value of meridian_slo_class, as in RequestOpened."""
+    """SLO class of the request, as in RequestOpened."""
     phase: _agent_pb2.Phase.ValueType
     """Phase that the request is in."""
     prompt_tokens: _builtins.int
@@ -2063,6 +2067,7 @@ class RequestLife(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     EVENTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     HANDED_OVER_REF_FIELD_NUMBER: _builtins.int
+    REFUSED_SLO_CLASS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine that ran the request."""
     incarnation: _builtins.str
@@ -2072,9 +2077,9 @@ class RequestLife(_message.Message):
     model: _builtins.str
     """Name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """Value of meridian_tenant, as in RequestOpened."""
+    """Tenant of the request, as in RequestOpened."""
     slo_class: _builtins.str
-    """Value of meridian_slo_class, as in RequestOpened."""
+    """SLO class of the request, as in RequestOpened."""
     effort: _builtins.str
     """Effort level of the request, as in RequestOpened."""
     prompt_tokens: _builtins.int
@@ -2095,6 +2100,8 @@ class RequestLife(_message.Message):
     """Number of events that are missing because there was no room for them: the oldest probes, or the oldest others."""
     handed_over_ref: _builtins.str
     """Reference of the handover that the request continues, as in RequestOpened; empty for every other request."""
+    refused_slo_class: _builtins.str
+    """SLO class that the client asked for and may not choose, as in RequestOpened; empty if there is none."""
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the control plane first received the request."""
@@ -2129,10 +2136,11 @@ class RequestLife(_message.Message):
         events: _abc.Iterable[Global___RequestEvent] | None = ...,
         events_left_out: _builtins.int = ...,
         handed_over_ref: _builtins.str = ...,
+        refused_slo_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "handed_over_ref", b"handed_over_ref", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "handed_over_ref", b"handed_over_ref", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused_slo_class", b"refused_slo_class", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

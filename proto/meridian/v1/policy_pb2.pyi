@@ -83,6 +83,7 @@ class Policy(_message.Message):
     PRESSURE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     EXTENSION_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -135,6 +136,10 @@ class Policy(_message.Message):
     def extension(self) -> _containers.MessageMap[_builtins.str, _struct_pb2.Struct]:
         """Sections of capabilities that this file does not know, by the capability's name. A whole number is an integer."""
 
+    @_builtins.property
+    def gateway(self) -> Global___GatewayPolicy:
+        """Requests whose tenant and SLO class a gateway names."""
+
     def __init__(
         self,
         *,
@@ -151,14 +156,39 @@ class Policy(_message.Message):
         pressure: _abc.Iterable[Global___PressurePolicy] | None = ...,
         engine: Global___EnginePolicy | None = ...,
         extension: _abc.Mapping[_builtins.str, _struct_pb2.Struct] | None = ...,
+        gateway: Global___GatewayPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "gateway", b"gateway", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "extension", b"extension", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "extension", b"extension", "fallback", b"fallback", "gateway", b"gateway", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class GatewayPolicy(_message.Message):
+    """What a client may choose on engines whose gateway names the tenant and the SLO class of requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_SLO_CLASSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def client_slo_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Globs of the SLO classes that a client may choose for its request, by meridian_slo_class, in place of the gateway's."""
+
+    def __init__(
+        self,
+        *,
+        client_slo_classes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_slo_classes", b"client_slo_classes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayPolicy: _TypeAlias = GatewayPolicy  # noqa: Y015
 
 @_typing.final
 class Override(_message.Message):
@@ -200,9 +230,9 @@ class Override(_message.Message):
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """Glob over the request's meridian_tenant."""
+    """Glob over the request's tenant."""
     slo_class: _builtins.str
-    """Glob over the request's meridian_slo_class."""
+    """Glob over the request's SLO class."""
     effort: _builtins.str
     """Glob over the request's effort."""
     @_builtins.property
@@ -1259,9 +1289,9 @@ class BudgetPolicy(_message.Message):
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """Glob over the request's meridian_tenant."""
+    """Glob over the request's tenant."""
     slo_class: _builtins.str
-    """Glob over the request's meridian_slo_class."""
+    """Glob over the request's SLO class."""
     effort: _builtins.str
     """Glob over the request's effort."""
     tokens_per_minute: _builtins.int
@@ -1379,9 +1409,9 @@ class PressurePolicy(_message.Message):
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """Glob over the request's meridian_tenant."""
+    """Glob over the request's tenant."""
     slo_class: _builtins.str
-    """Glob over the request's meridian_slo_class."""
+    """Glob over the request's SLO class."""
     effort: _builtins.str
     """Glob over the request's effort."""
     output_itl_p99_ms: _builtins.float
@@ -2179,9 +2209,9 @@ class ExplainPolicyRequest(_message.Message):
     model: _builtins.str
     """Name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """The request's meridian_tenant."""
+    """Tenant of the request."""
     slo_class: _builtins.str
-    """The request's meridian_slo_class."""
+    """SLO class of the request."""
     effort: _builtins.str
     """The request's effort."""
     engine_id: _builtins.str

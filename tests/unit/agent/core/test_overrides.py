@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import NO_MARKERS, Markers
-from meridian_agent.core.request_info import CANDIDATE, MAX_TEXT, MAX_TOKENS, OPEN_TAIL_TOKENS, budget_of, info_of, read
+from meridian_agent.core.request_info import (
+    ASKED_SLO_CLASS,
+    CANDIDATE,
+    MAX_TEXT,
+    MAX_TOKENS,
+    OPEN_TAIL_TOKENS,
+    SLO_CLASS,
+    TENANT,
+    budget_of,
+    info_of,
+    read,
+)
 from meridian_agent.link.messages import opened_message
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian_agent.core.request_info import RequestInfo
 
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
@@ -51,7 +64,7 @@ def test_a_name_that_is_no_text_is_ignored(value: object, kind: str) -> None:
 
 @pytest.mark.parametrize("extra", [None, {}, {"meridian_tenant": None}])
 def test_nothing_said(extra: dict[str, object] | None) -> None:
-    assert read(extra) == ("", "", "", None, None, MAX_TOKENS, "")
+    assert read(extra) == ("", "", "", None, None, MAX_TOKENS, "", "")
 
 
 # ------------------------------------------------------------------------------------------------- vLLM's own budget
@@ -92,7 +105,7 @@ def test_a_budget_without_known_markers_or_without_the_field() -> None:
     assert budget_of(SimpleNamespace(extra_args=None), [START, TEXT], MARKERS) is None
 
 
-def told(sampling_params: Any, connector: Any = None, transfer: Any = None) -> RequestInfo:
+def told(sampling_params: Any, connector: Any = None, transfer: Any = None, classes: Sequence[str] = ()) -> RequestInfo:
     """Return what the agent reports of a request with these sampling parameters and kv_transfer_params."""
     request = SimpleNamespace(
         request_id="r",
@@ -104,7 +117,7 @@ def told(sampling_params: Any, connector: Any = None, transfer: Any = None) -> R
         trace_headers=None,
         kv_transfer_params=transfer,
     )
-    return info_of(request, "m", MARKERS, SimpleNamespace(max_model_len=4096, connector=connector))
+    return info_of(request, "m", MARKERS, SimpleNamespace(max_model_len=4096, connector=connector), classes)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +149,35 @@ def test_a_relay_marks_the_requests_that_it_can_continue(mark: object, candidate
     assert told(params(None, **own)).hand_over_candidate is candidate
 
 
+@pytest.mark.parametrize(
+    ("named", "asked", "classes", "slo_class", "refused"),
+    [
+        ("standard", None, ["*"], "standard", ""),
+        ("standard", "gold", [], "standard", "gold"),
+        ("standard", "gold", ["batch", "b*"], "standard", "gold"),
+        ("standard", "bulk-2", ["batch", "bulk-*"], "bulk-2", ""),
+        ("standard", "gold", ["*"], "gold", ""),
+        ("standard", "standard", [], "standard", ""),
+        # The gateway names no class, and the client's own counts no more than elsewhere.
+        (None, "gold", [], "", "gold"),
+        # A glob never matches an empty wish, so a client cannot shed the gateway's class.
+        ("standard", "", ["*"], "standard", ""),
+    ],
+)
+def test_a_client_chooses_only_classes_that_the_policy_lets_it_choose(
+    named: str | None, asked: str | None, classes: list[str], slo_class: str, refused: str
+) -> None:
+    said = {name: value for name, value in ((SLO_CLASS, named), (ASKED_SLO_CLASS, asked)) if value is not None}
+    info = told(params(None, **said), classes=classes)
+    assert (info.slo_class, info.refused_slo_class) == (slo_class, refused)
+
+
 # -------------------------------------------------------------------------------------------------------- on the wire
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([CAP, "meridian_tenant", "meridian_slo_class", "meridian_effort", FLOOR]),
+        st.sampled_from([CAP, TENANT, SLO_CLASS, ASKED_SLO_CLASS, "meridian_effort", FLOOR]),
         st.one_of(
             st.text(),
             st.text(alphabet="\ud800a"),
@@ -153,7 +189,7 @@ def test_a_relay_marks_the_requests_that_it_can_continue(mark: object, candidate
     )
 )
 def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
-    tenant, slo_class, effort, floor, cap, repeated, _ = read(extra)
+    tenant, slo_class, effort, floor, cap, repeated, _, asked = read(extra)
     info = SimpleNamespace(
         request_id="r",
         model="m",
@@ -168,8 +204,9 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         remote_decode=False,
         hand_over_candidate=False,
         handed_over_ref=tenant,
+        refused_slo_class=asked,
     )
     assert 0 <= repeated <= MAX_TOKENS
     message = opened_message((0, info, 1, 0, 0, 0, False, False, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
-    assert max(len(tenant), len(slo_class), len(effort)) <= MAX_TEXT
+    assert max(len(tenant), len(slo_class), len(asked), len(effort)) <= MAX_TEXT

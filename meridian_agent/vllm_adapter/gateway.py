@@ -1,0 +1,100 @@
+"""Lets a gateway, and not the client, name the tenant and the SLO class of the requests to vLLM's API servers.
+
+The process that serves HTTP reads both from the headers, or from `user` in the request's body, and writes them into the
+sampling parameters of the engine core's request, in place of what the client has written there. A request that came
+without HTTP, such as one of a program that calls vLLM itself, then has neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.core.request_info import ASKED_SLO_CLASS, SLO_CLASS, TENANT, clean
+from meridian_agent.core.request_sources import USER, RequestSources, Sender
+from meridian_agent.vllm_adapter import after_import, required_api
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("vllm.meridian")
+
+# Name of `user` in the sampling parameters on their way through vLLM's front end.
+GIVEN_USER = "meridian_user"
+WITHOUT = "requests have no tenant and no SLO class"
+# The sender of the HTTP request that a task serves, without keys and tokens: tasks that live on, such as the one that
+# reads the engine's outputs, keep the context of the request that began them.
+SENDER: ContextVar[Sender] = ContextVar("meridian_sender", default=Sender())  # noqa: B039
+
+
+def install(sources: RequestSources) -> None:
+    """Wrap FastAPI's applications, the class that makes the engine core's requests, and for `user` the request classes,
+    now or when this process imports them. Does nothing if no source is set."""
+    if sources == RequestSources():
+        return
+    after_import.wrap(required_api.HTTP, functools.partial(_wrap_application, sources), WITHOUT)
+    after_import.wrap(required_api.INPUTS, functools.partial(_wrap_inputs, sources), WITHOUT)
+    if sources.tenant is not None and sources.tenant.kind == USER:
+        after_import.wrap(required_api.WITH_USER, _wrap_request, WITHOUT)
+
+
+def _wrap_application(sources: RequestSources, application_class: Any) -> None:
+    call = application_class.__call__
+
+    @functools.wraps(call)
+    async def answer(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        sender = Sender()
+        try:
+            if scope["type"] in {"http", "websocket"}:
+                sender = sources.read(scope["headers"])
+        except Exception:
+            # The traceback would not show the headers, but a client may be able to cause it as often as it likes.
+            logger.debug("meridian: the sender of a request could not be read", exc_info=True)
+        token = SENDER.set(sender)
+        try:
+            await call(self, scope, receive, send)
+        finally:
+            SENDER.reset(token)
+
+    application_class.__call__ = answer
+
+
+def _wrap_request(request_class: Any) -> None:
+    convert = request_class.to_sampling_params
+
+    @functools.wraps(convert)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = convert(self, *args, **kwargs)
+        user = getattr(self, "user", None)
+        # vLLM may use the client's own vllm_xargs as extra_args, and the client's request must stay as it is.
+        params.extra_args = {**(params.extra_args or {}), GIVEN_USER: user if isinstance(user, str) else ""}
+        return params
+
+    request_class.to_sampling_params = to_sampling_params
+
+
+def _wrap_inputs(sources: RequestSources, inputs_class: Any) -> None:
+    process: Callable[..., Any] = inputs_class.process_inputs
+
+    @functools.wraps(process)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process(self, *args, **kwargs)
+        if (params := request.sampling_params) is not None:
+            # The dictionary belongs to the caller's parameters, too.
+            params.extra_args = named(sources, SENDER.get(), params.extra_args or {})
+        return request
+
+    inputs_class.process_inputs = process_inputs
+
+
+def named(sources: RequestSources, sender: Sender, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return a request's own values with the sender's tenant and SLO class in place of the client's. The SLO class that
+    the client has written becomes a wish, which the policy may let it have."""
+    own = {TENANT, SLO_CLASS, ASKED_SLO_CLASS, GIVEN_USER}
+    kept = {name: value for name, value in extra.items() if name not in own}
+    by_user = sources.tenant is not None and sources.tenant.kind == USER
+    tenant = clean(extra.get(GIVEN_USER, "")) if by_user else sender.tenant
+    said = {TENANT: tenant, SLO_CLASS: sender.slo_class, ASKED_SLO_CLASS: extra.get(SLO_CLASS)}
+    return kept | {name: value for name, value in said.items() if value}

@@ -1,0 +1,31 @@
+"""Counts the requests of one engine whose client asked for an SLO class that it may not choose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.capabilities.gateway.metrics import REFUSED_TOTAL
+from meridian_control.engine.part import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_control.engine.part import Stream
+
+
+class RefusedClasses(Part):
+    """The requests of an engine whose gateway names tenants or SLO classes."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    @classmethod
+    def of(cls, stream: Stream) -> RefusedClasses | None:
+        return cls(stream) if stream.hello.request_sources else None
+
+    def opened(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            info = self._stream.table.info[slot]
+            # A request that already has tokens was counted before.
+            if info is not None and info.refused_slo_class and not (info.think_tokens or info.output_tokens):
+                self._stream.count(REFUSED_TOTAL)
