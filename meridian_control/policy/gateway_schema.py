@@ -7,18 +7,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meridian_control.policy.section import Section, field
+from meridian_control.policy.section import Glob, Section, field
 
-# Most globs, and most characters of each; the agent compares a client's wish with each of them.
-MAX_CLASSES, MAX_CLASS = 64, 128
-SloClass = Annotated[str, Field(min_length=1, max_length=MAX_CLASS)]
+# Most globs; the agent compares a client's wish with each of them.
+MAX_CLASSES = 64
 
 
 class GatewayPolicy(Section):
     """Says what a client may choose on engines whose gateway names the tenant and the SLO class of requests
     ([how](../capabilities/gateway/README.md)). On all other engines clients name both."""
 
-    client_slo_classes: Annotated[tuple[SloClass, ...], Field(max_length=MAX_CLASSES)] = field(
+    client_slo_classes: Annotated[tuple[Glob, ...], Field(max_length=MAX_CLASSES)] = field(
         (),
         strict=False,
         description="Globs of the SLO classes that a client may choose for its request, by `meridian_slo_class`, in "

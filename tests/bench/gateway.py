@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import sys
 import tempfile
 import time
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
-import psutil
 
 from meridian_agent.core.request_sources import OF_TENANT, RequestSources, source_of
 from meridian_agent.vllm_adapter.gateway import SENDER, named
+from tests.bench.machine import ticks_of
 from tests.engine.served import APART, PROMPTS, Served
 from tests.processes import RPC_S, wait_for
 
@@ -43,14 +44,13 @@ async def stock_us(requests: int) -> float:
             wait_for(served.ready, 300, "vLLM to serve")
             body = {"model": "maze", "max_tokens": 1, "messages": [{"role": "user", "content": PROMPTS[0]}]}
             url = f"http://127.0.0.1:{served.port}/v1/chat/completions"
-            process = psutil.Process(served.process.popen.pid)
+            pid = served.process.popen.pid
             async with httpx.AsyncClient(verify=False, timeout=RPC_S) as client:
                 for count in (requests // 10, requests):
-                    before = process.cpu_times()
+                    before = ticks_of(pid)
                     for _ in range(count):
                         (await client.post(url, json=body)).raise_for_status()
-                    after = process.cpu_times()
-            return (after.user + after.system - before.user - before.system) / requests * 1e6
+            return (ticks_of(pid) - before) / os.sysconf("SC_CLK_TCK") / requests * 1e6
         finally:
             served.process.stop()
 
@@ -72,7 +72,9 @@ def main() -> None:
     stock = asyncio.run(stock_us(int(sys.argv[1]) if len(sys.argv) > 1 else 300))
     agent = dict(agent_us())
     shares = {said: round(us / stock, 5) for said, us in agent.items()}
-    print(json.dumps({"stock_us": round(stock), "agent_us": {k: round(v, 1) for k, v in agent.items()}, "share": shares}))
+    print(
+        json.dumps({"stock_us": round(stock), "agent_us": {k: round(v, 1) for k, v in agent.items()}, "share": shares})
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.formats import find, from_proto, load_config, parse_toml, to_proto, to_toml
+from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
     EntropyPolicy,
@@ -201,6 +202,8 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
     if models := models_in(field.annotation):
         is_list = get_origin(field.annotation) is tuple
         return st.lists(tables(models[0]), max_size=3) if is_list else tables(models[0])
+    if field.annotation == GatewayPolicy.model_fields["client_slo_classes"].annotation:
+        return st.lists(st.text(max_size=50), max_size=3)
     if field.annotation == RankCondition.model_fields["max_ranks"].annotation:
         return st.lists(st.integers(1, INT32_MAX), min_size=1, max_size=8)
     return st.lists(st.integers(0, INT32_MAX), max_size=3)
