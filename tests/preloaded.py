@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Modules that each server imports before it forks.
 IMPORTS = {
-    "control": ("meridian_control.app.main",),
+    "control": ("meridian_control.app.main", "meridian_control.cli.main"),
     "vllm": (
         "vllm.entrypoints.openai.api_server",
         "vllm.entrypoints.llm",
@@ -59,6 +59,7 @@ PROGRAMS = {
     "tests.engine.matrix.child": "vllm",
     "tests.engine.misfit": "vllm",
     "tests.engine.stock": "vllm",
+    "tests.meridianctl": "control",
     "tests.patient": "control",
     "tests.primes": "control",
     "tests.soak.stock": "vllm",
@@ -98,8 +99,8 @@ class Servers:
         self._folder.cleanup()
 
 
-def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], stdin: str) -> Forked | None:
-    """Start a program in a session of its own, with its output appended to `log` and its input from the file `stdin`.
+def fork(command: Sequence[str], cwd: Path, env: Mapping[str, str], files: Sequence[int]) -> Forked | None:
+    """Start a program in a session of its own. files: its standard input, output and error.
 
     Returns None if no server can fork that command.
     """
@@ -110,12 +111,7 @@ def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], s
     # Python reads the first variable at its start, and Triton the second when it is imported.
     if any(env.get(name) != os.environ.get(name) for name in ("PYTHONHASHSEED", "TRITON_INTERPRET")):
         return None
-    files = [os.open(stdin, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)]
-    try:
-        return Forked(PROGRAMS[program[0]], (list(program), str(cwd), dict(env), namespaces), [*files, files[1]])
-    finally:
-        for number in files:
-            os.close(number)
+    return Forked(PROGRAMS[program[0]], (list(program), str(cwd), dict(env), namespaces), files)
 
 
 def _divided(command: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -47,17 +47,7 @@ ENGINE_ENV = {
 }
 
 
-# A shell makes background programs ignore interrupts, and their children inherit that, so this program restores the
-# handler. A `preexec_fn` could do so, too, but it forks, and gRPC's threads, which a fork restarts, write errors while
-# their files are closed for the program.
-MERIDIANCTL = [
-    sys.executable,
-    "-c",
-    "import signal\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from meridian_control.cli.main import main\n"
-    "main()",
-]
+MERIDIANCTL = [sys.executable, "-m", "tests.meridianctl"]
 
 
 # Ports below those of outgoing connections, none of which is given twice, so that a server that starts later finds its
@@ -102,12 +92,29 @@ def start(
 ) -> subprocess.Popen[bytes] | Forked:
     """Start a program in a session of its own, with its output appended to `log` and its input from the file
     `stdin`."""
-    if forked := fork(command, ROOT, log, env, stdin):
-        return forked
     with log.open("ab") as out, open(stdin, "rb") as given:
+        if forked := fork(command, ROOT, env, [given.fileno(), out.fileno(), out.fileno()]):
+            return forked
         return subprocess.Popen(
             command, cwd=ROOT, stdin=given, stdout=out, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
         )
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of the product to its end, and return its exit status and its output. env: None for this process's
+    own."""
+    env = os.environ if env is None else env
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, open(os.devnull, "rb") as given:
+        files = [given.fileno(), out.fileno(), errors.fileno()]
+        process = fork(command, cwd or ROOT, env, files) or subprocess.Popen(
+            command, cwd=cwd or ROOT, stdin=given, stdout=out, stderr=errors, env=dict(env)
+        )
+        code = process.wait()
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read().decode(), errors.read().decode())
 
 
 class Process:

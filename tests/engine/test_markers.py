@@ -6,7 +6,6 @@ soon as a policy names the markers.
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
 from tests.engine.test_decisions import ENDLESS, opened
 from tests.engine.test_fail_static import confirmed, rebuild
-from tests.processes import MERIDIANCTL, wait_for
+from tests.processes import MERIDIANCTL, run, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,5 +92,4 @@ def sampling(params: dict[str, Any], **more: Any) -> Any:
 
 def engines_of(control: Control) -> str:
     """Return the output of `meridianctl engines`, on one line."""
-    command = [*MERIDIANCTL, "--server", control.target, "engines"]
-    return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    return " ".join(run([*MERIDIANCTL, "--server", control.target, "engines"]).stdout.split())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
 from tests.engine.served import APART, Served
-from tests.processes import MERIDIANCTL, Control, wait_for
+from tests.processes import MERIDIANCTL, Control, run, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,8 +45,7 @@ def test_two_servers_of_one_host(tmp_path: Path) -> None:
         lost = f"engine {names['2']} ("
         wait_for(lambda: any(lost in line for line in warnings(control)), 60, "the warning")
         assert not [line for line in warnings(control) if f"engine {names['1']} (" in line]
-        command = [*MERIDIANCTL, "--server", control.target, "wait", "--timeout", "0"]
-        waited = subprocess.run(command, capture_output=True, text=True, check=False)
+        waited = run([*MERIDIANCTL, "--server", control.target, "wait", "--timeout", "0"])
         assert waited.returncode == 1
         assert f"{names['2']} is lost: its stream broke off, and it has not come back\n" in waited.stderr
         assert f"{names['1']} has left\n" in waited.stderr

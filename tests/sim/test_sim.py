@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = 40
 # One line in this many is tested.
-SAMPLED = 37
+SAMPLED = 73
 CAP = "meridian_max_think_tokens"
 
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-# More bytes than gRPC lets through as one message: 18,000 requests with long ids of characters of four bytes.
-MANY, LONG, WIDE = 18_000, 250, "\U0001f4a5"
+# More bytes than gRPC lets through as one message: 9,000 requests with long texts of characters of four bytes.
+MANY, LONG, WIDE = 9_000, 250, "\U0001f4a5"
+TEXT = WIDE * 128
 BIG_MESSAGE = 16 << 20
 # Seconds within which a control plane on a busy machine takes in as many requests.
 PATIENT_S = 120.0
@@ -35,7 +36,7 @@ def name_of(number: int) -> str:
 def wait_in_queue(engine: LinkedEngine, number: int, begin: int = 0) -> None:
     """Let requests arrive at an engine that runs none of them."""
     for index in range(begin, begin + number):
-        engine.open(name_of(index), queued_s=0.0)
+        engine.open(name_of(index), tenant=TEXT, effort=TEXT, queued_s=0.0)
 
 
 def known(control: Control) -> int:
@@ -110,7 +111,7 @@ async def test_requests_that_arrive_in_one_step_reach_the_fleet(control: Control
 async def test_parts_follow_each_other_and_stay_below_their_bound() -> None:
     async with server(BIG_MESSAGE, reads_snapshot_parts=True) as (servicer, target):
         with LinkedEngine([target]) as engine:
-            wait_in_queue(engine, 5000)
+            wait_in_queue(engine, 2500)
             await until(lambda: engine.link.lease.connected)
             engine.step()
             await until(lambda: "step" in servicer.kinds())
@@ -119,7 +120,7 @@ async def test_parts_follow_each_other_and_stay_below_their_bound() -> None:
         assert [part.continues for part in parts] == [True] * (len(parts) - 1) + [False]
         assert {part.step for part in parts} == {parts[0].step}
         assert max(message.ByteSize() for message in servicer.received) <= PART_BYTES + 16
-        assert [r.request_id for part in parts for r in part.requests] == [name_of(n) for n in range(5000)]
+        assert [r.request_id for part in parts for r in part.requests] == [name_of(n) for n in range(2500)]
 
 
 async def test_an_older_control_plane_gets_as_many_requests_as_fit(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +145,7 @@ async def test_a_message_that_was_refused_for_its_size_is_not_sent_again(
 ) -> None:
     async with server(PART_BYTES // 5, **welcome) as (servicer, target):
         with LinkedEngine([target]) as engine:
-            wait_in_queue(engine, 3000)
+            wait_in_queue(engine, 1500)
             await engine.steps_until(lambda: servicer.kinds().count("step") > 3)
             streams = servicer.streams
             # The stream that works stays.

@@ -16,7 +16,7 @@ import pytest
 
 import meridian_control
 from tests.contract.proxies import proxy
-from tests.processes import MERIDIANCTL, Control, Process, free_port, wait_for
+from tests.processes import MERIDIANCTL, Control, Process, free_port, run, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,8 +48,7 @@ def unset() -> dict[str, str]:
 
 def ctl(env: Mapping[str, str], *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
-    command = [*MERIDIANCTL, *arguments]
-    return subprocess.run(command, env={**env, **path}, cwd=cwd, capture_output=True, text=True, check=False)
+    return run([*MERIDIANCTL, *arguments], {**env, **path}, cwd)
 
 
 @contextmanager
@@ -151,8 +150,7 @@ def test_a_value_that_the_server_cannot_use(
     tmp_path: Path, env: dict[str, str], options: list[str], complaint: str
 ) -> None:
     command = [sys.executable, "-m", "meridian_control", "--listen", "127.0.0.1:0", *options]
-    env = {**unset(), **paths(), **env}
-    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = run(command, {**unset(), **paths(), **env}, tmp_path)
     assert ended.returncode == 2
     assert ended.stderr.endswith(complaint)
     assert "Traceback" not in ended.stderr

@@ -17,7 +17,7 @@ import pytest
 
 from meridian_control import __version__
 from tests.fakes.linked import LinkedEngine
-from tests.processes import MERIDIANCTL, Control, free_port, wait_for
+from tests.processes import MERIDIANCTL, Control, free_port, run, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +64,7 @@ class Logged(Control):
 
     def ctl(self, *arguments: str, author: str = "ann") -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MERIDIAN_AUTHOR": author}
-        command = [*MERIDIANCTL, "--server", self.target, *arguments]
-        subprocess.run(command, env=env, check=True, capture_output=True)
+        run([*MERIDIANCTL, "--server", self.target, *arguments], env).check_returncode()
 
 
 @pytest.fixture
@@ -161,7 +160,7 @@ def test_two_engines_of_one_name(control: Logged, caplog: pytest.LogCaptureFixtu
             wait_for(lambda: any(told in r.getMessage() for r in caplog.records), 30, "the agent's line")
             command = [*MERIDIANCTL, "--server", control.target, "engines"]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+            said = run(command, env).stdout
             with urllib.request.urlopen(f"http://127.0.0.1:{control.metrics}/metrics") as answer:
                 assert "\nmeridian_engines_sharing_name 2.0\n" in answer.read().decode()
             assert "same: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own" in said

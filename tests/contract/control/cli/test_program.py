@@ -13,21 +13,19 @@ import pytest
 
 from meridian_control import __version__
 from tests.contract.ctl import engine
-from tests.processes import MERIDIANCTL
+from tests.processes import MERIDIANCTL, run
 
 if TYPE_CHECKING:
     from tests.contract.ctl import Control
 
 
 def test_version() -> None:
-    said = subprocess.run([*MERIDIANCTL, "--version"], capture_output=True, text=True, check=True)
+    said = run([*MERIDIANCTL, "--version"])
     assert said.stdout == f"meridianctl {__version__}\n"
 
 
 def test_help_shows_flags_without_a_type_and_options_with_their_defaults() -> None:
-    said = subprocess.run(
-        [*MERIDIANCTL, "policy", "apply", "--help"], capture_output=True, text=True, check=True, env={**os.environ}
-    ).stdout
+    said = run([*MERIDIANCTL, "policy", "apply", "--help"]).stdout
     assert "<bool>" not in said
     assert "--dry-run" in said
     assert "[env var: MERIDIAN_AUTHOR, USER]" in " ".join(said.replace("│", " ").split())
@@ -45,9 +43,7 @@ async def test_a_shell_completes_names(control: Control, tmp_path: Path) -> None
         asked = {"_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": f"meridianctl {words}"}
         asked |= {"COMP_CWORD": str(len(words.split())), "MERIDIAN_SERVER": server}
         env = {**os.environ, **asked, "MERIDIAN_CONTEXTS": str(tmp_path / "c.toml")}
-        process = await asyncio.create_subprocess_exec(*MERIDIANCTL, env=env, stdout=asyncio.subprocess.PIPE)
-        said, _ = await process.communicate()
-        return said.decode().split()
+        return (await asyncio.to_thread(run, MERIDIANCTL, env)).stdout.split()
 
     assert await completed("policy set scheduler.max_t") == ["scheduler.max_think_tokens="]
     assert await completed("context use sta") == ["stage2", "staging"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
 
 from meridian_control.cli import status
 from tests.contract.ctl import CONNECTED, engine
-from tests.processes import MERIDIANCTL, Control
+from tests.processes import MERIDIANCTL, Control, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +19,7 @@ def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:
 
     def called(*words: str) -> dict[str, str]:
         command = [*MERIDIANCTL, "--server", control.target, *words]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = run(command).stdout.splitlines()
         return {line[:15].strip(): line[15:].strip() for line in lines}
 
     try:

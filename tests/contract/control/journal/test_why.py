@@ -32,6 +32,7 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL
+from tests.processes import run as program
 from tests.unit.sessions import EARLY, stream
 
 if TYPE_CHECKING:
@@ -412,21 +413,16 @@ async def test_lists_as_toml(fake_control: FakeControl, tmp_path: Path) -> None:
         ("meridianctl explain --eng", {"--engine"}),
     ],
 )
-async def test_completion(words: str, expected: set[str]) -> None:
+def test_completion(words: str, expected: set[str]) -> None:
     environment = {**os.environ, "_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split()) - 1)
-    process = await asyncio.create_subprocess_exec(*MERIDIANCTL, env=environment, stdout=asyncio.subprocess.PIPE)
-    told, _ = await process.communicate()
-    assert set(told.decode().split()) == expected
-    shown = await asyncio.create_subprocess_exec(
-        *MERIDIANCTL,
-        "--show-completion",
-        "bash",
-        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    script, _ = await shown.communicate()
-    assert b"_MERIDIANCTL_COMPLETE=complete_bash" in script
+    assert set(program(MERIDIANCTL, environment).stdout.split()) == expected
+
+
+def test_the_script_of_the_completion() -> None:
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = program([*MERIDIANCTL, "--show-completion", "bash"], environment)
+    assert "_MERIDIANCTL_COMPLETE=complete_bash" in shown.stdout
 
 
 @pytest.mark.parametrize("command", [("explain", "r"), ("decisions",), ("shadow",), ("top", "--once")])
