@@ -32,7 +32,7 @@ MAX_ROUNDS, ROUND = 25, 24
 
 def candidate(**budget: Any) -> dict[str, Any]:
     """Return a calibrated policy whose rules may end thinking early, beside a budget."""
-    entropy = {**CONVERGED["entropy"], "holdout_share": 0.25}
+    entropy = {**CONVERGED["entropy"], "holdout_share": 0.5}
     scheduler = {"min_think_tokens": RIGHT_FROM}
     return {"scheduler": scheduler, "entropy": entropy, "budget": [{**BUDGET, **budget}]}
 
@@ -121,9 +121,9 @@ def test_a_budget_without_a_floor_of_its_own_leaves_answers_right(llm: Any, agen
     before, asked = right_before(llm, agent), Asked(llm, agent)
     started = start(control, candidate(), bake_s=1.0)
     done = rollout_pb2.ROLLOUT_STATE_COMPLETED
-    shares = [asked.round() for _ in range(2)]
+    share = asked.round()
     wait_for(lambda: asked.round(4) >= 0 and rollout(control).state == done, 60, "the rollout's end")
-    assert min(shares) >= before - 0.1
+    assert share >= before - 0.1
     told = savings(control, started.rollout.candidate_revision)
     harm = {kind.kind: kind for kind in told.kinds}["budget"]
     assert (harm.judged_stops, harm.harmful, harm.forced_ends.ends) == (0, 0, 0)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from tests.contract.streams import Control
 
-# Requests of the largest engine, and of a large message; and reports of another engine that must be answered before
+# Requests of a very large message, and of a large one; and reports of another engine that must be answered before
 # such a message is taken in. With a fair share some hundred are; one piece of work lets none of them through, or a few
 # that came between its parts.
-MOST, MANY, ANSWERED = 65_000, 8000, 8
+MOST, MANY, ANSWERED = 24_000, 4000, 8
 
 
 class Raw:
@@ -98,7 +98,7 @@ async def test_a_snapshot_leaves_the_loop_to_the_others(control: Control, channe
 
 async def test_the_streams_of_one_caller_share_its_turns(control: Control, channel: grpc.aio.Channel) -> None:
     other, several = Raw(channel, "other"), [Raw(channel, f"large-{number}") for number in range(8)]
-    snapshot = agent_pb2.Snapshot(step=9, requests=requests(4000))
+    snapshot = agent_pb2.Snapshot(step=9, requests=requests(2000))
     for engine in (other, *several):
         await engine.connect()
     await other.asks_and_is_answered()

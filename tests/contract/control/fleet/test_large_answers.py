@@ -107,8 +107,7 @@ async def test_a_watcher_sees_the_requests_that_think_most(
     assert len(state.engines) == 1
 
 
-def test_a_page_has_an_entry_whatever_its_size(control: Control, names: list[str]) -> None:
-    (connection,) = control.fleet.connections
-    engine = engine_view(connection.session)
+def test_a_page_has_an_entry_whatever_its_size(control: Control) -> None:
+    engine = engine_view(control.fleet.join(hello()).session)
     assert [fitting([engine] * 3, size) for size in (0, 2 * engine.ByteSize() + 20, 1 << 20)] == [1, 2, 3]
     assert fitting([], 10) == 0
