@@ -6,8 +6,6 @@ import re
 import subprocess
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -25,41 +23,35 @@ DOCUMENTS = sorted(
 )
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_every_path_of_a_checklist_exists(path: str) -> None:
-    assert (ROOT / path).exists()
+def test_every_path_command_and_target_of_a_checklist_exists() -> None:
+    assert [path for path in PATHS if not (ROOT / path).exists()] == []
+    for module in MODULES:
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(TARGETS) <= set(targets)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_stands_in_a_file_of_its_point(name: str) -> None:
-    (point,) = {point for point in re.split(r"^\d\. |^### ", CHECKLISTS, flags=re.MULTILINE) if f"`{name}`" in point}
-    files = [ROOT / path for path in re.findall(r"`([^`]+/[^`]+\.\w+)`", point)]
-    assert any(re.search(rf"\b{name}\b", file.read_text()) for file in files)
+def test_every_name_stands_in_a_file_of_its_point() -> None:
+    points = re.split(r"^\d\. |^### ", CHECKLISTS, flags=re.MULTILINE)
+    for name in NAMES:
+        (point,) = {point for point in points if f"`{name}`" in point}
+        files = [ROOT / path for path in re.findall(r"`([^`]+/[^`]+\.\w+)`", point)]
+        assert any(re.search(rf"\b{name}\b", file.read_text()) for file in files), name
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_command_of_a_checklist_exists(module: str) -> None:
-    path = ROOT.joinpath(*module.split("."))
-    assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_target_of_a_checklist_exists(target: str) -> None:
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_lead_somewhere() -> None:
     """A link leads to a file and, if it names a heading, to a heading that the file has."""
-    source = ROOT / document
-    for link in re.findall(r"\]\(([^)\s]+)\)", source.read_text()):
-        if "://" in link:
-            continue
-        path, _, heading = link.partition("#")
-        target = (source.parent / path).resolve() if path else source
-        assert target.exists(), link
-        if heading and target.suffix == ".md":
-            assert heading in _headings(target), link
+    for document in DOCUMENTS:
+        source = ROOT / document
+        for link in re.findall(r"\]\(([^)\s]+)\)", source.read_text()):
+            if "://" in link:
+                continue
+            path, _, heading = link.partition("#")
+            target = (source.parent / path).resolve() if path else source
+            assert target.exists(), (document, link)
+            if heading and target.suffix == ".md":
+                assert heading in _headings(target), (document, link)
 
 
 def _headings(document: Path) -> set[str]:
