@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from meridian_control import __version__
 from meridian_control.common import logs
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Variable of earlier versions, and what to use instead of it.
 METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+# Longest name of a link on the status page.
+LONGEST_LINK_NAME = 40
 SCRAPE = "let the OpenTelemetry collector scrape /metrics (its Prometheus receiver)"
 
 
@@ -36,6 +39,34 @@ def file(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return Path(text)
+
+
+def page_link(text: str) -> tuple[str, str]:
+    """Return name and URL of a link on the status page. Raises ArgumentTypeError."""
+    name, separator, url = (part.strip() for part in text.partition("="))
+    if not (name and separator and name.isprintable() and len(name) <= LONGEST_LINK_NAME):
+        raise argparse.ArgumentTypeError(
+            f"must be NAME=URL with a name of at most {LONGEST_LINK_NAME} characters; got {text!r}"
+        )
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or not url.isprintable() or " " in url:
+        raise argparse.ArgumentTypeError(f"the URL of {name} must be http://HOST… or https://HOST…; got {url!r}")
+    if parts.username is not None or parts.password is not None:
+        raise argparse.ArgumentTypeError(f"the URL of {name} must have no user and no password: every viewer sees it")
+    return name, url
+
+
+def page_links(args: argparse.Namespace) -> dict[str, str]:
+    """Return the links on the status page by their names. Raises ValueError for a name that is given twice."""
+    names = [name for name, _ in args.page_link]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--page-link {name}=… is given {names.count(name)} times; each link needs its own name")
+    return dict(args.page_link)
 
 
 class Removed(argparse.Action):
@@ -100,6 +131,15 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument(name, type=int, default=default >> 20, help=help_text)
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
+    p.add_argument(
+        "--page-link",
+        action="append",
+        type=page_link,
+        default=[],
+        metavar="NAME=URL",
+        help="link on the status page, for example Grafana=https://grafana.example/dashboards or "
+        "Runbooks=https://wiki.example/meridian; repeatable",
+    )
     p.add_argument(
         "--allow-host",
         action="append",

@@ -16,7 +16,7 @@ from meridian_control import __version__
 from meridian_control.app import garbage
 from meridian_control.app.assembly import Parts, assemble
 from meridian_control.app.background import Job, keep_running
-from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
+from meridian_control.app.flags import access_notice, bindable, listener, page_address, page_links, parser
 from meridian_control.common import logs
 from meridian_control.common.environment import BadVariable
 from meridian_control.common.errors import MeridianError, StoreUnavailable
@@ -73,6 +73,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     """Run a control plane until a signal. Raises MeridianError, OSError or ValueError if the start fails."""
     handshakes = Handshakes()
     address, tls = listener(args, handshakes.begun)
+    links = page_links(args)
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
         register(parts)
@@ -83,7 +84,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:
-            page = StatusPage(parts.whole, parts.store, parts.rollouts.store, access_notice(args), args.allow_host)
+            shown = {"access": access_notice(args), "hosts": args.allow_host, "links": links}
+            page = StatusPage(parts.whole, parts.store, parts.rollouts.store, **shown)
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         for part in parts.whole.fleet.parts.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from meridian_control.common.errors import MeridianError
@@ -38,11 +39,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Attention(NamedTuple):
+    """A sentence about something that an operator should look at: bad, warn or empty; and the view that shows more."""
+
+    level: str
+    text: str
+    view: str
+
+
 class Shown(NamedTuple):
-    """Entries of the status page's data, and how many troubles among them an operator should look at."""
+    """What the status page shows of a capability: entries for every viewer, the rows of tables by name, how many
+    troubles there are, and what an operator should look at."""
 
     entries: dict[str, Any]
+    tables: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
     troubles: int = 0
+    attention: tuple[Attention, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,8 +155,14 @@ class FleetPart:
         yield from ()
 
     async def show(self) -> Shown:
-        """Return what the status page shows of the capability. The page calls it for each look at the fleet."""
+        """Return what the status page shows of the capability. The page calls it for looks at the fleet, at most once a
+        second."""
         return Shown({})
+
+    async def point(self) -> dict[str, float]:
+        """Return the capability's values on the page's time axis, without those that are not known. The page calls it
+        every 15 s."""
+        return {}
 
     def show_row(self, engine: fleet_pb2.Engine) -> dict[str, Any]:
         """Return the capability's entries of an engine's row on the page. The page calls it for each engine."""

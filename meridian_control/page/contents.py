@@ -1,8 +1,8 @@
 """Collects the status page's contents as plain data, from the same sources as the gRPC services.
 
 The module decides which data the page shows, how many rows, and with which words it describes an engine's state. The
-module knows nothing of HTTP. Only `contents`, `stored` and `newest_ends` query the fleet and the stores; the other
-functions are pure. The module runs on the control plane's event loop.
+module knows nothing of HTTP. Only `Collector` and `newest_ends` query the fleet and the stores; the other functions are
+pure. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -11,60 +11,172 @@ import asyncio
 import math
 from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.common.enum_names import outcome_name, phase_name, state_name
+from meridian_control.common.enum_names import phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.plain_data import plain
 from meridian_control.engine.decision_ledger import CARRIED_OUT
 from meridian_control.fleet import decision_queries
-from meridian_control.fleet.part import Shown, answer_of, each
+from meridian_control.fleet.part import Attention, Shown, answer_of, each
+from meridian_control.fleet.turns import in_turns
+from meridian_control.page.words import counts_text, decision_text, end_row, outcome_text, short, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 
     from meridian_control.engine.freeze_state import Freeze, Match
     from meridian_control.fleet.part import FleetPart
     from meridian_control.fleet.whole_fleet import WholeFleet
     from meridian_control.policy.store import PolicyStore, RevisionHeader
+    from meridian_control.rollout.state import GuardrailReading, Rollout
     from meridian_control.rollout.store import RolloutStore
 
-# Largest number of rows in each table; the totals above the tables count everything.
-MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
-ASKED_DECISIONS = 200
+T = TypeVar("T")
+# Largest number of ends of thinking that are asked of each replica, of revisions, of rollouts, and of engines that a
+# sentence names.
+ASKED_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_NAMED = 200, 50, 20, 3
+# Seconds for which viewers who do not look at the table get what was collected before.
+KEPT_S = 5.0
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
+STORED = {"revisions", "rollouts"}
+LEVELS = {"halted": "bad", "rolled_back": "bad", "paused": "warn", "aborted": "warn"}
+OWN_TABLES = {"engines", "freezes", "requests", "ends"} | STORED
 
 
-async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
-    """Return everything on the page except the life of a request. Raises MeridianError."""
-    parts = whole.fleet.parts.values()
-    shows = (answer_of(part, part.show(), Shown({})) for part in parts)
-    state, ends, *shown = await asyncio.gather(whole.watched(), newest_ends(whole), *shows)
-    engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
-    freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
-    rows = [engine_row(engine, freezes, now, parts) for engine in engines]
-    rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
-    troubles = sum(bool(row["level"]) for row in rows) + sum(block.troubles for block in shown)
-    return {
-        "version": __version__,
-        "replica": whole.replica_id,
-        "revision": whole.fleet.revision,
-        "unreachable": list(state.unreachable_replicas),
-        "totals": totals(engines, requests) | {"troubled": troubles},
-        "engines": rows[:MAX_ENGINES],
-        "engines_left_out": max(0, len(rows) - MAX_ENGINES),
-        "freezes": [freeze_row(freeze, engines, now) for freeze in list(freezes.values())[:MAX_FREEZES]],
-        "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
-        "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
-        "ends": [plain(decision) for decision in ends],
-        "capabilities": capability_rows(whole),
-        **{name: entry for block in shown for name, entry in block.entries.items()},
-        **await stored(policies, rollouts, engines),
-    }
+class Contents(NamedTuple):
+    """What the page shows: `facts` for every viewer, and the rows of tables by name, for those who ask for them."""
+
+    facts: dict[str, Any]
+    tables: dict[str, list[dict[str, Any]]]
+
+
+class Collector:
+    """Collects the page's contents. Live requests and ends of thinking are asked for only if a viewer shows them; what
+    the capabilities show and what the database has is asked for again after KEPT_S, or at once for their own tables."""
+
+    def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore) -> None:
+        self._whole, self._policies, self._rollouts = whole, policies, rollouts
+        self._parts = Kept(self._ask_parts)
+        self._stored = Kept(self._ask_stored)
+
+    async def collect(self, asked: Set[str], now: datetime) -> Contents:
+        """Return the contents with the asked tables. Raises MeridianError."""
+        whole, parts = self._whole, self._whole.fleet.parts.values()
+        fleet, ends, blocks, stored = await asyncio.gather(
+            self._fleet("requests" in asked),
+            newest_ends(whole) if "ends" in asked else _nothing(),
+            self._parts.get(0 if asked - OWN_TABLES else KEPT_S),
+            self._stored.get(0 if asked & STORED else KEPT_S),
+        )
+        engines, requests, silent = fleet
+        freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
+        rows = [engine_row(engine, freezes, now, parts) async for engine in in_turns(engines)]
+        rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
+        frozen = [freeze_row(freeze, engines, now) for freeze in freezes.values()]
+        revisions, rollouts, trouble = stored
+        troubles = sum(bool(row["level"]) for row in rows) + sum(block.troubles for block in blocks)
+        facts = {
+            "version": __version__,
+            "replica": whole.replica_id,
+            "revision": whole.fleet.revision,
+            "unreachable": silent,
+            "totals": totals(engines) | {"troubled": troubles},
+            "phases": phases(requests) if "requests" in asked else None,
+            "attention": [*attention(rows, frozen, rollouts), *(line for block in blocks for line in block.attention)],
+            "capabilities": capability_rows(whole),
+            "store_trouble": trouble,
+            "rollout": next((plain(rollout.message()) for rollout in rollouts if rollout.active), None),
+            **{name: entry for block in blocks for name, entry in block.entries.items()},
+        }
+        tables = {
+            "engines": rows,
+            "freezes": frozen,
+            "ends": [end_row(decision) for decision in ends],
+            "requests": [request_row(request) for request in sorted(requests, key=lambda r: -r.think_tokens)],
+            **({} if trouble else {"revisions": [revision_row(header, engines) for header in revisions]}),
+            **({} if trouble else {"rollouts": [rollout_row(rollout) for rollout in rollouts]}),
+            **{name: entries for block in blocks for name, entries in block.tables.items()},
+        }
+        return Contents(facts, {name: tables[name] for name in asked if name in tables})
+
+    async def _fleet(
+        self, with_requests: bool
+    ) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.LiveRequest], list[str]]:
+        """Return the engines, the live requests if they are wanted, and the replicas that did not answer."""
+        if with_requests:
+            state = await self._whole.watched()
+            return list(state.engines), list(state.requests), list(state.unreachable_replicas)
+        engines, silent = await self._whole.engines()
+        return engines, [], silent
+
+    async def _ask_parts(self) -> list[Shown]:
+        parts = self._whole.fleet.parts.values()
+        return list(await asyncio.gather(*(answer_of(part, part.show(), Shown({})) for part in parts)))
+
+    async def _ask_stored(self) -> tuple[list[RevisionHeader], list[Rollout], str]:
+        """Return revisions and rollouts, newest first, or a note that the database cannot be read."""
+        try:
+            return await self._policies.history(MAX_REVISIONS), await self._rollouts.history(MAX_ROLLOUTS), ""
+        except StoreUnavailable as error:
+            return [], [], f"Revisions and rollouts are not up to date: {error}."
+
+
+class Kept(Generic[T]):
+    """An answer that is asked for again once it is too old."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+        self._ask, self._answer, self._asked_at = ask, list[T](), 0.0
+
+    async def get(self, age_s: float) -> T:
+        """Return an answer that is at most this old, in seconds."""
+        now = asyncio.get_running_loop().time()
+        if not self._answer or now - self._asked_at >= age_s:
+            self._answer, self._asked_at = [await self._ask()], now
+        return self._answer[0]
+
+
+async def _nothing() -> list[Any]:
+    return []
+
+
+def attention(
+    engines: Iterable[dict[str, Any]], freezes: Iterable[dict[str, Any]], rollouts: Iterable[Rollout]
+) -> list[Attention]:
+    """Return what an operator should look at: engines by what is wrong with them, freezes, and the active rollout. The
+    arguments are rows of the page, and rollouts."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for row in engines:
+        if row["level"]:
+            named.setdefault((row["level"], row["word"]), []).append(row["id"])
+    lines = [
+        Attention(level, f"{_counted(len(ids), 'engine')} {word}: {_names(ids)}.", "engines")
+        for (level, word), ids in named.items()
+    ]
+    for freeze in freezes:
+        reason = f": {freeze['reason']}" if freeze["reason"] else ""
+        text = f"Freeze {freeze['freeze_id']} of {freeze['match']}, for {freeze['left']} longer{reason}."
+        lines.append(Attention("warn", text, "engines"))
+    for rollout in rollouts:
+        if rollout.active:
+            step = f"step {rollout.step} of {len(rollout.plan.step)}"
+            change = f"revision {rollout.stable_revision} → {rollout.candidate_revision}"
+            why = f" ({text})" if (text := violation_text(rollout.violation)) else ""
+            text = f"Rollout {rollout.rollout_id} is {rollout.state.word}, {step}: {change}{why}."
+            lines.append(Attention(LEVELS.get(rollout.state.word, ""), text, "policy"))
+    return lines
+
+
+def _names(ids: Sequence[str]) -> str:
+    return ", ".join((*ids[:MAX_NAMED], *([f"and {len(ids) - MAX_NAMED:,} more"] if len(ids) > MAX_NAMED else ())))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s'[: count != 1]}"
 
 
 def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
@@ -78,18 +190,6 @@ def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
     ]
 
 
-async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fleet_pb2.Engine]) -> dict[str, Any]:
-    """Return revisions and rollouts from the database, or a note that the database cannot be read."""
-    try:
-        revisions, newest = await policies.history(MAX_REVISIONS), await rollouts.history(MAX_ROLLOUTS)
-    except StoreUnavailable as error:
-        return {"store_trouble": f"Revisions and rollouts are not up to date: {error}."}
-    return {
-        "revisions": [revision_row(header, engines) for header in revisions],
-        "rollouts": [plain(rollout.message()) for rollout in newest],
-    }
-
-
 async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
     """Return the decisions that ended thinking, newest first. Every request has a cap, so only reached caps count."""
     forces, caps = await asyncio.gather(
@@ -99,18 +199,18 @@ async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
         )
     )
     reached = (d for d in caps.decisions if d.outcome in CARRIED_OUT)
-    return sorted((*forces.decisions, *reached), key=lambda d: -d.time.ToNanoseconds())[:MAX_DECISIONS]
+    return sorted((*forces.decisions, *reached), key=lambda d: -d.time.ToNanoseconds())[:ASKED_DECISIONS]
 
 
-def totals(engines: Iterable[fleet_pb2.Engine], requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, Any]:
+def totals(engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:
     """Return numbers over the whole fleet; counters are summed over the given engines."""
     up = [engine for engine in engines if engine.state == CONNECTED]
     return {
         "engines": len(up),
         "gone": sum(engine.state != CONNECTED for engine in engines),
-        "phases": phases(requests),
-        "waiting": sum(engine.waiting for engine in up),
-        "ended": dict(ended(engines)),
+        "frozen": sum(engine.freeze.confirmed for engine in up),
+        **{name: sum(getattr(engine, name) for engine in up) for name in ("thinking", "answering", "waiting")},
+        "ended": counts_text(ended(engines).items()),
         "output_critical": sum(engine.counters.output_critical for engine in up),
     }
 
@@ -221,12 +321,13 @@ def engine_row(
         **condition(engine, freezes, now, causes)._asdict(),
         "revision": engine.revision,
         "acked_revision": engine.acked_revision,
+        "step_time_ms": round(engine.step_time_ms, 1),
+        "kv_used": round(engine.kv_used, 3),
+        "running": engine.running,
+        "waiting": engine.waiting,
         "thinking": engine.thinking,
         "answering": engine.answering,
-        "waiting": engine.waiting,
-        "kv_used": round(engine.kv_used, 3),
-        "step_time_ms": round(engine.step_time_ms, 1),
-        "ends": dict(engine.ends),
+        "ends": counts_text(engine.ends.items()),
     }
     for entries in each(parts, lambda part: part.show_row(engine)):
         row |= entries
@@ -257,21 +358,44 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
     last = request.last_decision
     eat = request.eat_ema_nats
     return {
-        "id": request.request_id,
         "engine": request.engine_id,
+        "request": request.request_id,
         "tenant": request.tenant,
         "phase": phase_name(request.phase),
         "preempted": request.preempted,
         "think_tokens": request.think_tokens,
         "output_tokens": request.output_tokens,
         "eat_ema_nats": round(eat, 4) if math.isfinite(eat) else None,
-        "last_decision": decision_text(last) if last.decision_id else "",
+        "last_decision": last_text(last) if last.decision_id else "",
     }
 
 
-def decision_text(last: fleet_pb2.LastDecision) -> str:
-    known = f", {outcome_name(last.outcome)}" if last.outcome else ""
-    return f"{last.kind}: {last.reason}{known}"
+def last_text(last: fleet_pb2.LastDecision) -> str:
+    known = f" ({outcome_text(last.outcome)})" if last.outcome else ""
+    return decision_text(last.kind, last.reason) + known
+
+
+def rollout_row(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout's row; the reason is the guardrail that was violated, if one was."""
+    last = rollout.events[-1] if rollout.events else None
+    back = f" → {rollout.rollback_revision}" if rollout.rollback_revision else ""
+    return {
+        "rollout_id": rollout.rollout_id,
+        "state": spelled(rollout.state.word),
+        "level": LEVELS.get(rollout.state.word, ""),
+        "step": f"{rollout.step} of {len(rollout.plan.step)}",
+        "revisions": f"{rollout.stable_revision} → {rollout.candidate_revision}{back}",
+        "event": spelled(last.event) if last is not None else "",
+        "time": last.time.isoformat() if last is not None else "",
+        "author": rollout.author,
+        "reason": violation_text(rollout.violation) or rollout.reason,
+    }
+
+
+def violation_text(violation: GuardrailReading | None) -> str:
+    if violation is None or violation.value is None:
+        return ""
+    return f"{violation.guardrail} was {short(violation.value)}, limit {short(violation.limit)}"
 
 
 def revision_row(header: RevisionHeader, engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:

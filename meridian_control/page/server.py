@@ -1,8 +1,8 @@
 """Serves the read-only status page of the fleet over HTTP.
 
 The module sends the page's contents to browsers; the files in `static/` define how the page looks. The module runs on
-the control plane's event loop. The module collects the contents once per interval for all viewers together, and not at
-all while no viewer has the page open.
+the control plane's event loop. The module collects the contents once per interval for all viewers together, only what
+one of them shows, and not at all while no viewer has the page open.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import ChainMap
+from contextlib import suppress
 from importlib import resources
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -18,33 +21,36 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common.errors import MeridianError, NotFound
 from meridian_control.common.http_listener import HttpListener
-from meridian_control.common.plain_data import plain
 from meridian_control.common.plain_text import printable, printable_tree
 from meridian_control.fleet import decision_queries
-from meridian_control.page.contents import contents
+from meridian_control.fleet.part import answer_of
+from meridian_control.page.contents import Collector
 from meridian_control.page.history import PERIOD_S, History
+from meridian_control.page.tables import asked_for, shown
+from meridian_control.page.words import life_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from meridian_control.fleet.whole_fleet import WholeFleet
+    from meridian_control.page.contents import Contents
+    from meridian_control.page.tables import Asked
     from meridian_control.policy.store import PolicyStore
     from meridian_control.rollout.store import RolloutStore
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 1.0
+# Seconds between two looks at the fleet, the shortest time before a look for a viewer who has just come, and how many
+# times as long as a look the pause after it lasts at least.
+INTERVAL_S, SOON_S, PAUSE_SHARE = 1.0, 0.1, 3.0
 MAX_VIEWERS = 32
 # Seconds after which a viewer that reads nothing, such as a suspended computer, loses its place.
 UNREAD_S = 30.0
+SCRIPTS = ("page", "views", "rows", "tables", "overview", "history", "life", "rollout", "savings")
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/rows.js": ("rows.js", "text/javascript"),
-    "/rollout.js": ("rollout.js", "text/javascript"),
-    "/life.js": ("life.js", "text/javascript"),
-    "/history.js": ("history.js", "text/javascript"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in SCRIPTS},
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -58,7 +64,8 @@ HEADERS = {
 class StatusPage:
     """The HTTP application. `start` binds its address, and `stop` ends all event streams.
 
-    hosts: names under which the page may be asked, beside those of its address.
+    access: a warning about what unauthenticated callers may do; empty if there is nothing to warn about. hosts: names
+    under which the page may be asked, beside those of its address. links: URLs that the page links to, by name.
     """
 
     def __init__(
@@ -66,13 +73,16 @@ class StatusPage:
         whole: WholeFleet,
         policies: PolicyStore,
         rollouts: RolloutStore,
+        *,
         access: str = "",
         hosts: Iterable[str] = (),
+        links: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._whole, self._policies, self._rollouts = whole, policies, rollouts
-        # A warning about what unauthenticated callers may do; empty if there is nothing to warn about.
-        self._access = access
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._whole, self._collector = whole, Collector(whole, policies, rollouts)
+        self._facts = {"access": access, "links": dict(links)}
+        # What each viewer has asked for, and its next event.
+        self._viewers: dict[asyncio.Queue[bytes | None], Asked] = {}
+        self._came = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._history = History()
         self._noting: asyncio.Task[None] | None = None
@@ -110,9 +120,8 @@ class StatusPage:
             request_id=request.query.get("id", ""), engine_id=request.query.get("engine", "")
         )
         try:
-            return web.json_response(
-                printable_tree(plain(await decision_queries.explain(self._whole, asked))), headers=HEADERS
-            )
+            life = life_rows(await decision_queries.explain(self._whole, asked))
+            return web.json_response(printable_tree(life), headers=HEADERS)
         except NotFound as error:
             return web.json_response({"error": printable(str(error))}, status=404, headers=HEADERS)
         except MeridianError as error:
@@ -127,19 +136,23 @@ class StatusPage:
         while True:
             try:
                 engines, _ = await self._whole.engines()
-                self._history.note(engines, self._whole.fleet.revision, self._whole.fleet.clock())
+                fleet = self._whole.fleet
+                points = [await answer_of(part, part.point(), {}) for part in fleet.parts.values()]
+                self._history.note(engines, fleet.revision, fleet.clock(), dict(ChainMap(*points)))
             except Exception:
                 logger.exception("cannot add to the status page's history")
             await asyncio.sleep(PERIOD_S)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Send the fleet's state now and at every interval, as server-sent events, until the viewer leaves."""
+        """Send the fleet's state now and at every interval, as server-sent events, until the viewer leaves. The query
+        says what the viewer asks for, as `asked_for` reads it."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
-        self._viewers.add(viewer)
+        self._viewers[viewer] = asked_for(request.query)
+        self._came.set()
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
@@ -152,27 +165,46 @@ class StatusPage:
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            self._viewers.discard(viewer)
+            del self._viewers[viewer]
         return response
 
     async def _look(self) -> None:
         """Send the page's contents to all viewers at every interval, as long as there are viewers."""
         while self._viewers:
+            began = asyncio.get_running_loop().time()
+            self._came.clear()
+            asked = dict(self._viewers)
+            events: dict[Asked, bytes] = {}
             try:
-                now = self._whole.fleet.clock()
-                page_contents = await contents(self._whole, self._policies, self._rollouts, now) | {
-                    "access": self._access
-                }
-                # A page cannot read NaN, and would go on showing old contents as if they were live.
-                event = b"data: " + json.dumps(printable_tree(page_contents), allow_nan=False).encode() + b"\n\n"
+                tables = {table for each in asked.values() for table, _ in each.tables}
+                contents = await self._collector.collect(tables, self._whole.fleet.clock())
+                for each in set(asked.values()):
+                    events[each] = self._event(contents, each)
+                    await asyncio.sleep(0)
             except MeridianError as error:
-                event = trouble(str(error))
+                events = dict.fromkeys(asked.values(), trouble(str(error)))
             except Exception:
                 logger.exception("cannot collect the status page's contents")
-                event = trouble("The page's contents cannot be collected; the control plane's log says why.")
-            for viewer in self._viewers:
-                _offer(viewer, event)
-            await asyncio.sleep(INTERVAL_S)
+                text = "The page's contents cannot be collected; the control plane's log says why."
+                events = dict.fromkeys(asked.values(), trouble(text))
+            for viewer in asked.keys() & self._viewers.keys():
+                _offer(viewer, events[asked[viewer]])
+            took = asyncio.get_running_loop().time() - began
+            await asyncio.sleep(SOON_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(INTERVAL_S, PAUSE_SHARE * took) - SOON_S):
+                    await self._came.wait()
+
+    def _event(self, contents: Contents, asked: Asked) -> bytes:
+        """Return the event for viewers who ask for this."""
+        tables = {
+            name: shown(contents.tables[name], asked.words, field)
+            for name, field in asked.tables
+            if name in contents.tables
+        }
+        told = printable_tree(contents.facts | self._facts | {"tables": tables})
+        # A page cannot read NaN, and would go on showing old contents as if they were live.
+        return b"data: " + json.dumps(told, allow_nan=False).encode() + b"\n\n"
 
 
 def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:

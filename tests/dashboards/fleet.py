@@ -104,7 +104,7 @@ class Fleet:
 
     async def _answering(self, url: str) -> None:
         async with asyncio.timeout(START_S):
-            while not await asyncio.to_thread(_answers, url):
+            while not await asyncio.to_thread(answers, url):
                 self._children.check()
                 await asyncio.sleep(POLL_S)
 
@@ -136,7 +136,7 @@ class Fleet:
         await meridianctl(self.control, "rollout", "start", "-f", str(candidate), "--steps", str(plan))
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

@@ -173,4 +173,5 @@ class BudgetSharing(FleetPart):
 
     async def show(self) -> Shown:
         response = await self.listed(fleet_pb2.ListBudgetsRequest())
-        return Shown({"budgets": [shown.row(row) for row in response.budgets[: shown.MAX_ROWS]]})
+        budgets, tenants = map(shown.row, response.budgets), shown.tenant_rows(self.tenants.counted)
+        return Shown({}, {"budgets": list(budgets), "tenants": tenants}, attention=shown.attention(response.budgets))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meridian_control.common.enum_names import stage_name
-from meridian_control.common.plain_data import percent
 from meridian_control.engine.shortening import FLOOR, UNSHORTENED
+from meridian_control.fleet.part import Attention
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.capabilities.budgets.charges import Account
     from meridian_control.journal.records import Compared
     from meridian_control.policy.model import Policy
-
-# Largest number of budgets on the page.
-MAX_ROWS = 256
 
 
 class BudgetDetail(NamedTuple):
@@ -45,8 +45,37 @@ def row(budget: fleet_pb2.Budget) -> dict[str, Any]:
         "requests": ", ".join(f"{name} {glob}" for name, glob in globs.items() if glob) or "every request",
         "stage": stage_name(budget.stage).replace("_", " ") + ", in shadow" * entry.shadow,
         "level": ("bad" if budget.stage == FLOOR else "warn") if acts else "",
-        "left": percent(budget.left_ratio),
-        "tokens_per_minute": entry.tokens_per_minute,
-        "tokens_per_day": entry.tokens_per_day,
+        "left_ratio": round(budget.left_ratio, 4),
+        "of_minute": _left(budget, "minute_left_tokens", entry.burst_tokens or entry.tokens_per_minute),
+        "of_day": _left(budget, "day_left_tokens", entry.tokens_per_day),
         "used_tokens": budget.used_tokens,
     }
+
+
+def _left(budget: fleet_pb2.Budget, field: Literal["minute_left_tokens", "day_left_tokens"], most: int) -> str:
+    """Return what is left of a limit before the most that the limit saves up; empty without the limit."""
+    return f"{getattr(budget, field):,.0f} of {most:,}" if budget.HasField(field) else ""
+
+
+def attention(budgets: Iterable[fleet_pb2.Budget]) -> tuple[Attention, ...]:
+    """Return the budgets that shorten thinking now."""
+    return tuple(
+        Attention(
+            entry["level"],
+            f"Budget {entry['name']} shortens thinking: {entry['stage']}, {entry['left_ratio']:.0%} left.",
+            "budgets",
+        )
+        for entry in map(row, budgets)
+        if entry["level"]
+    )
+
+
+def tenant_rows(counted: Mapping[Account, int]) -> list[dict[str, Any]]:
+    """Return the thinking tokens of each tenant and model on this replica, most tokens first. counted: tokens by
+    account."""
+    whole = sum(counted.values())
+    ordered = sorted(counted.items(), key=lambda entry: (-entry[1], entry[0]))
+    return [
+        {"tenant": tenant, "model": model, "think_tokens": tokens, "share": tokens / whole if whole else 0.0}
+        for (tenant, model), tokens in ordered
+    ]

@@ -27,7 +27,20 @@ def entries(compared: fleet_pb2.GetSavingsResponse, policies: Iterable[Policy]) 
     harms = harming(compared.savings, policies)
     rows = [savings_row(row, [h for s, h in harms if s is row]) for row in compared.savings[:MAX_SAVINGS]]
     sentences = [harm_sentence(*harm) for harm in harms]
-    return Shown({"savings": rows, "withdrawn": withdrawal_text(compared), "harm": sentences}, len(sentences))
+    entry = {"savings": rows, "withdrawn": withdrawal_text(compared), "harm": sentences}
+    return Shown(entry, troubles=len(sentences))
+
+
+def point(savings: fleet_pb2.Savings) -> dict[str, float]:
+    """Return saving and harm under one set of rules as the page's last hour shows them, each as a share; those that the
+    counts do not allow are left out."""
+    known = {
+        "saved_ratio": (savings.HasField("saved_ratio"), savings.saved_ratio.value),
+        "harm_ratio": (savings.HasField("harm_ratio"), savings.harm_ratio.value),
+        "harm_high": (savings.HasField("harm_ratio"), savings.harm_ratio.high),
+        "harm_allowed": (savings.HasField("harm_ratio"), savings.max_loss),
+    }
+    return {name: value for name, (is_known, value) in known.items() if is_known}
 
 
 def savings_row(savings: fleet_pb2.Savings, harms: Iterable[fleet_pb2.ShorteningHarm] = ()) -> dict[str, Any]:

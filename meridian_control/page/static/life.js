@@ -1,19 +1,27 @@
 // Shows one request's life: a bar of its phases with marks for decisions, and a table of its events.
 
-import { $, compared, counted, element, leftOut, notice, number, outcome, setText, short, table, words } from "./rows.js";
+import { $, counted, element, fillRows, notice, num, reasons, setText } from "./rows.js";
+import { fold, setHead } from "./tables.js";
+import { place } from "./views.js";
 
 const PHASES = { PHASE_PROMPT: "prompt", PHASE_THINK: "think", PHASE_OUTPUT: "output" };
 const DOES = { prompt: "reading the prompt", think: "thinking", output: "answering" };
+const HEAD = [["Time", "num"], ["Thinking", "num"], ["Answer", "num"], ["Event"], ["Compared by the rule"], ["Outcome"]];
 let wanted = null;
 let shown = null;
 let asking = false;
 
+// Shows the request that the address names.
 export function follow() {
-  const hash = new URLSearchParams(location.hash.slice(1));
-  const id = hash.get("request");
-  if (!id) return;
-  wanted = { id, engine: hash.get("engine") || "" };
+  const { query } = place();
+  const id = query.get("id"), engine = query.get("engine") || "";
+  if (wanted && wanted.id === id && wanted.engine === engine) return;
+  wanted = id ? { id, engine } : null;
   shown = null;
+  if (!id) {
+    $("life").hidden = true;
+    return notice("life-error", "");
+  }
   $("request-id").value = id;
   $("request-heading").focus();
   ask();
@@ -26,18 +34,17 @@ export function lookAgain() {
 
 async function ask() {
   const mine = wanted;
-  const query = new URLSearchParams({ id: mine.id, engine: mine.engine });
   let answer;
   asking = true;
   try {
-    answer = await (await fetch(`request?${query}`)).json();
+    answer = await (await fetch(`request?${new URLSearchParams(mine)}`)).json();
   } catch (error) {
     answer = { error: `The control plane did not answer: ${error.message}` };
   }
   asking = false;
   if (mine !== wanted) return;
   if (answer.error) wanted = null;
-  notice("life-error", answer.error || "");
+  notice("life-error", answer.error ? `${answer.error[0].toUpperCase()}${answer.error.slice(1)}.` : "");
   $("life").hidden = Boolean(answer.error);
   if (!answer.error) show(answer.life);
 }
@@ -52,8 +59,14 @@ function show(life) {
   setText("life-about", [life.close_time ? "Finished" : "Live", counted(life.prompt_tokens, "prompt token"),
     ...facts.filter(Boolean)].join(", "));
   drawBar(spans(life, begin, end), life, begin, end);
-  table("life-events", life.events, (e) => life.events.indexOf(e), (e) => eventCells(e, begin), "No event is known.");
-  leftOut("life-more", +life.events_left_out, "earlier event");
+  setHead($("life-table"), HEAD);
+  fillRows($("life-table"), life.events, (_, i) => i, (e) => [
+    [`${((new Date(e.time).getTime() - begin) / 1000).toFixed(3)} s`, "num"], num(e.think_tokens), num(e.output_tokens),
+    [e.text, e.mark === "force" ? "strong" : e.kind === "phase" ? PHASES[e.phase] || "" : ""], reasons(e.why), e.outcome,
+  ]);
+  fold($("life-table"), life.events.length ? "" : "No event is known.");
+  const left = +life.events_left_out;
+  notice("life-more", left ? `${counted(left, "earlier event")} no longer known.` : "");
 }
 
 // Returns the request's stretches of one phase, in order, as {phase, preempted, begin, end}; times are in ms.
@@ -66,7 +79,7 @@ function spans(life, begin, end) {
     else if (at > since) found.push({ phase, preempted, begin: since, end: at });
     since = at;
   };
-  life.events.filter((e) => !e.decision).forEach((e) => {
+  life.events.filter((e) => e.kind !== "decision").forEach((e) => {
     const now = e.kind === "closed" ? phase : PHASES[e.phase] || phase;
     const out = e.kind === "preempted" || (preempted && e.kind !== "resumed");
     if (now === phase && out === preempted) return;
@@ -77,23 +90,16 @@ function spans(life, begin, end) {
   return found;
 }
 
-// Returns the kind of mark that an event gets on the bar; empty for events without a mark.
-function marked(e) {
-  if (e.kind === "think_end" && e.detail !== "natural") return "force";
-  return e.decision && e.decision.kind === "probe" ? "probe" : "";
-}
-
 function drawBar(parts, life, begin, end) {
   const length = Math.max(1, end - begin);
-  const place = (at) => `${(100 * (new Date(at).getTime() - begin)) / length}%`;
   const drawn = parts.map((span) => {
     const part = element("span", `span ${span.phase}${span.preempted ? " preempted" : ""}`);
     part.style.width = `${(100 * (span.end - span.begin)) / length}%`;
     return part;
   });
-  const marks = life.events.filter(marked).map((e) => {
-    const mark = element("span", `mark ${marked(e)}`);
-    mark.style.left = place(e.time);
+  const marks = life.events.filter((e) => e.mark).map((e) => {
+    const mark = element("span", `mark ${e.mark}`);
+    mark.style.left = `${(100 * (new Date(e.time).getTime() - begin)) / length}%`;
     return mark;
   });
   const told = parts.map((span) => `${DOES[span.phase]}${span.preempted ? ", preempted" : ""} ` +
@@ -106,25 +112,10 @@ function drawBar(parts, life, begin, end) {
     const last = parts.map((span) => span.phase).lastIndexOf(phase);
     if (last >= 0) entries[last].append(` (${counted(count, "token")})`);
   }
-  for (const [kind, text] of [["force", "thinking ended by force"], ["probe", "EAT probe"]]) {
-    if (life.events.some((e) => marked(e) === kind)) {
+  for (const [kind, text] of [["force", "thinking ended by a rule or a cap"], ["probe", "probe"]]) {
+    if (life.events.some((e) => e.mark === kind)) {
       entries.push(element("li", "", element("span", `swatch ${kind}`), text));
     }
   }
   $("life-spans").replaceChildren(...entries);
-}
-
-function eventCells(e, begin) {
-  const after = `${((new Date(e.time).getTime() - begin) / 1000).toFixed(3)} s`;
-  const tokens = [[number.format(e.think_tokens), "num"], [number.format(e.output_tokens), "num"]];
-  const d = e.decision;
-  if (!d) return [[after, "num"], [what(e), PHASES[e.phase] || ""], ...tokens, "", ""];
-  const measured = d.measured_eat_nats === undefined ? "" : `EAT ${short(d.measured_eat_nats)} nats`;
-  const kind = d.kind === "force" && !d.shadow ? "strong" : "";
-  return [[after, "num"], [`${d.kind}: ${words(d.reason)}`, kind], ...tokens, outcome(d), compared(d, true, measured)];
-}
-
-function what(e) {
-  if (e.kind === "phase") return DOES[PHASES[e.phase]] || "phase unknown";
-  return e.detail ? `${words(e.kind)}: ${words(e.detail)}` : words(e.kind);
 }

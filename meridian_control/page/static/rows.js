@@ -1,16 +1,18 @@
-// Helpers for words, numbers and tables. Rows are changed in place, so that focus and selection stay.
+// Helpers for texts, numbers and tables. Rows are changed in place, so that focus and selection stay.
 
 export const $ = (id) => document.getElementById(id);
 export const number = new Intl.NumberFormat("en");
 export const clock = (stamp) => (stamp ? new Date(stamp).toLocaleTimeString() : "");
 export const date = (stamp) => (stamp ? new Date(stamp).toLocaleString() : "");
 export const words = (name, prefix = "") => (name || "").replace(prefix, "").toLowerCase().replaceAll("_", " ");
-export const counted = (count, what) => `${number.format(count)} ${what}${count === 1 ? "" : "s"}`;
+export const counted = (count, what) => `${number.format(count)} ${what}${+count === 1 ? "" : "s"}`;
+export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+export const num = (value) => [value === null || value === undefined ? "" : number.format(value), "num"];
 
 export function short(value) {
   if (value === undefined || value === null) return "not measured";
   const plain = Math.abs(value) >= 1000 || Number.isInteger(value);
-  return plain ? number.format(value) : String(+(+value).toPrecision(3));
+  return plain ? number.format(Math.round(value)) : String(+(+value).toPrecision(3));
 }
 
 export function lasting(seconds) {
@@ -35,27 +37,41 @@ export function notice(id, text) {
   $(id).hidden = !text;
 }
 
+// Replaces the children that have changed.
+export function setChildren(id, made) {
+  const parent = $(id);
+  made.forEach((child, i) => {
+    const old = parent.children[i];
+    if (!old) parent.append(child);
+    else if (!old.isEqualNode(child)) old.replaceWith(child);
+  });
+  while (parent.children.length > made.length) parent.lastElementChild.remove();
+}
+
 // Fills a row with cells, each of which is a text, a pair [text, class], or a node.
 function fill(row, cells) {
   cells.forEach((cell, i) => {
-    const td = row.cells[i] || row.insertCell();
-    if (cell instanceof Node) {
-      if (td.firstChild && td.firstChild.isEqualNode(cell)) return;
-      td.className = "wrap";
-      td.replaceChildren(cell);
-      return;
+    let td = row.cells[i];
+    if (!td) {
+      td = document.createElement(i ? "td" : "th");
+      if (!i) td.scope = "row";
+      row.append(td);
     }
-    const [text, kind] = Array.isArray(cell) ? cell : [cell, ""];
-    if (td.textContent !== String(text)) td.textContent = text;
+    const [content, kind] = Array.isArray(cell) ? cell : [cell, cell instanceof Node ? "wrap" : ""];
     if (td.className !== kind) td.className = kind;
+    if (content instanceof Node) {
+      if (!td.firstChild || !td.firstChild.isEqualNode(content)) td.replaceChildren(content);
+    } else if (td.textContent !== String(content ?? "")) {
+      td.textContent = content ?? "";
+    }
   });
 }
 
-export function table(id, rows, key, cells, none) {
-  const body = $(id).tBodies[0];
+export function fillRows(table, rows, key, cells) {
+  const body = table.tBodies[0] || table.createTBody();
   const known = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   rows.forEach((item, i) => {
-    const name = String(key(item));
+    const name = String(key(item, i));
     let row = known.get(name);
     known.delete(name);
     if (!row) {
@@ -66,40 +82,14 @@ export function table(id, rows, key, cells, none) {
     fill(row, cells(item));
   });
   known.forEach((row) => row.remove());
-  if (rows.length) return;
-  const row = body.insertRow();
-  row.dataset.key = "";
-  const td = row.insertCell();
-  td.colSpan = $(id).tHead.rows[0].cells.length;
-  td.className = "empty";
-  td.textContent = none;
 }
 
-export const leftOut = (id, count, what) => notice(id, count ? `${counted(count, `more ${what}`)} not shown.` : "");
-
-export function requestLink(id, engine) {
-  const link = element("a", "id", id);
-  link.href = `#request=${encodeURIComponent(id)}&engine=${encodeURIComponent(engine)}`;
-  return link;
+export function tile(name, value, kind, more) {
+  const parts = [element("dt", "", name), element("dd", kind, value)];
+  if (more) parts.push(element("dd", "small", more));
+  return element("div", "", ...parts);
 }
 
-// ---------------------------------------------------------------------------------------------------- decisions
-
-const OPERATORS = { ">=": "≥", "<=": "≤" };
-
-export function outcome(decision) {
-  const name = words(decision.outcome, "OUTCOME_");
-  const known = name === "unspecified" ? "open" : name;
-  return decision.shadow && known !== "shadowed" ? `${known} (shadow)` : known;
-}
-
-// Returns the numbers that a rule compared, or the operator's reason, followed by `more`; inFull adds the names of the
-// limits.
-export function compared(decision, inFull, ...more) {
-  const told = decision.comparisons.map((c) => {
-    const seen = `${c.signal} ${short(c.value)} ${OPERATORS[c.operator] || c.operator} ${short(c.limit)}`;
-    return inFull ? `${seen} (${c.limit_name})` : seen;
-  });
-  const parts = [...told, decision.operator_reason, ...more, decision.detail].filter(Boolean);
-  return element("div", "", ...parts.flatMap((text, i) => [i ? ", " : "", element("span", "comparison", text)]));
-}
+// Returns the values that a rule compared, each of which stays on one line.
+export const reasons = (parts) => element("div", "",
+  ...parts.flatMap((text, i) => [i ? ", " : "", element("span", "comparison", text)]));

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,8 @@ from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.freeze_state import Match
 from meridian_control.fleet.whole_fleet import WholeFleet
-from meridian_control.page import server
+from meridian_control.page import server, tables
+from meridian_control.page.contents import Collector, Contents
 from meridian_control.page.server import FILES, MAX_VIEWERS, StatusPage
 from meridian_control.policy.shortening_kinds import ENTROPY
 from meridian_control.policy.store import PolicyStore
@@ -59,40 +60,49 @@ async def served(path: Path) -> AsyncIterator[tuple[Control, str]]:
             assert page._looking is None or page._looking.done(), "the page still reads the store"
 
 
-async def first_event(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
-    async with session.get(f"{address}/events") as stream:
+async def first_event(session: aiohttp.ClientSession, address: str, *tables: str, **more: str) -> dict[str, Any]:
+    """Return what a viewer first gets who asks for these tables; each table has its rows alone."""
+    async with session.get(f"{address}/events", params=dict.fromkeys(tables, "") | more) as stream:
         assert stream.content_type == "text/event-stream"
         line = await stream.content.readline()
-        return dict(json.loads(line.removeprefix(b"data: ")))
+        told: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+        return told | {name: part["rows"] for name, part in told["tables"].items()}
 
 
 async def test_what_the_page_is_told(tmp_path: Path) -> None:
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
-        empty = await first_event(session, address)
+        names = "engines", "requests", "ends", "rollouts", "revisions"
+        empty = await first_event(session, address, *names)
         assert (empty["engines"], empty["requests"], empty["ends"], empty["rollouts"]) == ([], [], [], [])
         assert [r["revision"] for r in empty["revisions"]] == [2, 1]
         with LinkedEngine([control.target]) as linked:
             await one_life(control, linked)
             linked.open("live", tenant="acme")
             await linked.steps_until(lambda: "live" in control.names())
-            told = await first_event(session, address)
+            told = await first_event(session, address, *names)
+            for name in names:
+                assert name not in await first_event(session, address), "nobody has asked for the table"
         nobody = {"new": 0, "generating": 0, "preempted": 0}
-        phases = told["totals"].pop("phases")
+        phases = told["phases"]
         assert (phases["prompt"], phases["output"], sum(phases["think"].values())) == (nobody, nobody, 1)
         assert told["totals"] == {
             "engines": 1,
             "gone": 0,
+            "frozen": 0,
             "troubled": 0,
+            "thinking": 1,
+            "answering": 0,
             "waiting": 0,
-            "ended": {"hard_cap": 1},
+            "ended": "hard cap 1",
             "output_critical": 0,
         }
         (engine,) = told["engines"]
         assert (engine["id"], engine["word"], engine["level"], engine["acked_revision"]) == ("engine", "ready", "", 2)
         assert [(r["revision"], r["engines"]) for r in told["revisions"]] == [(2, 1), (1, 0)]
         (live,) = told["requests"]
-        assert (live["id"], live["tenant"], live["phase"]) == ("live", "acme", "think")
-        assert [(d["kind"], d["outcome"]) for d in told["ends"]] == [("cap", "OUTCOME_APPLIED")]
+        assert (live["request"], live["tenant"], live["phase"]) == ("live", "acme", "think")
+        assert [(d["reason"], d["outcome"]) for d in told["ends"]] == [("cap reached", "applied")]
+        assert told["ends"][0]["why"] == ["cap 5 = 5"]
         async with session.get(f"{address}/request", params={"id": "mine"}) as found:
             life = (await found.json())["life"]
         assert (life["request_id"], life["think_tokens"] >= 5) == ("chatcmpl-mine-9f", True)
@@ -111,8 +121,8 @@ async def test_text_of_an_older_agent_is_shown_escaped(tmp_path: Path) -> None:
             await call.write(agent_pb2.ConnectRequest(hello=hello()))
             await call.write(agent_pb2.ConnectRequest(step=report))
             await until(lambda: control.names() == [hostile])
-            told = await first_event(session, address)
-            shown = told["requests"][0]["id"]
+            told = await first_event(session, address, "requests")
+            shown = told["requests"][0]["request"]
             assert shown == r"r\u202egnp.exe\x1b[31m\nCRITICAL"
             assert hostile not in json.dumps(told, ensure_ascii=False)
             for asked in (shown, hostile):
@@ -131,7 +141,7 @@ async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monk
                 raise StoreUnavailable("policy store: connection refused")
 
             monkeypatch.setattr(PolicyStore, "history", away)
-            told = await first_event(session, address)
+            told = await first_event(session, address, "engines", "revisions")
         assert [engine["id"] for engine in told["engines"]] == ["engine"]
         assert "revisions" not in told
         assert "connection refused" in told["store_trouble"]
@@ -160,18 +170,20 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         assert told["totals"]["troubled"] == len(told["harm"]) == 1
         assert told["harm"][0].startswith("the entropy rules would have changed 20 of 40 answers")
         await control.fleet.part(Comparisons).tick()
-        text = (await first_event(session, address))["withdrawn"]
-        assert text.startswith(f"Revision {stored.revision + 1} withdrew what did harm: the entropy rules: 20 of 40")
-        assert (await first_event(session, address))["totals"]["troubled"] == 0
+        # A viewer of a capability's own table gets what is so now.
+        now = await first_event(session, address, "budgets")
+        text = f"Revision {stored.revision + 1} withdrew what did harm: the entropy rules: 20 of 40"
+        assert now["withdrawn"].startswith(text)
+        assert now["totals"]["troubled"] == 0
 
 
 async def test_a_number_that_a_page_cannot_read_is_named_as_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unreadable(*_: object) -> dict[str, Any]:
-        return {"engines": [{"rate": float("nan")}]}
+    async def unreadable(*_: object) -> Contents:
+        return Contents({"rate": float("nan")}, {})
 
-    monkeypatch.setattr(server, "contents", unreadable)
+    monkeypatch.setattr(Collector, "collect", unreadable)
     async with (
         served(tmp_path) as (_, address),
         aiohttp.ClientSession() as session,
@@ -240,11 +252,11 @@ async def test_a_viewer_that_reads_nothing_loses_its_place(tmp_path: Path, monke
     monkeypatch.setattr(server, "UNREAD_S", 0.05)
     monkeypatch.setattr(server, "INTERVAL_S", 0.0)
 
-    async def large(*_: Any) -> dict[str, Any]:
-        return {"text": "x" * (1 << 20)}
+    async def large(*_: Any) -> Contents:
+        return Contents({"text": "x" * (1 << 20)}, {})
 
     async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
-        monkeypatch.setattr(server, "contents", large)
+        monkeypatch.setattr(Collector, "collect", large)
         silent = await session.get(f"{address}/events")
         while (answer := await session.get(f"{address}/events")).status == 503:
             answer.close()
@@ -254,25 +266,38 @@ async def test_a_viewer_that_reads_nothing_loses_its_place(tmp_path: Path, monke
         silent.close()
 
 
+async def rows_of(page: Page, table: str) -> list[list[str]]:
+    return [row.split("\t") for row in await page.locator(f"#{table}-table tbody tr").all_inner_texts()]
+
+
 async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
     async with browsing() as (page, complaints), served(tmp_path) as (control, address):
-        await page.goto(address)
+        await page.goto(f"{address}/#engines")
         await page.get_by_text("No engine has connected.").wait_for()
+        assert await page.get_by_text("No freeze is in force.").is_visible()
+        assert not await page.locator("#engines-table").is_visible()
         with LinkedEngine([control.target]) as linked:
             await one_life(control, linked)
             await page.locator("#summary", has_text="1 engine connected, none in trouble, policy revision 2").wait_for()
-            await page.locator("#engines td", has_text="hard cap 1").wait_for()
+            await page.locator("#engines-table td", has_text="hard cap 1").wait_for()
             await page.locator("#connection-text", has_text="live").wait_for()
-        await page.locator("#engines .state .warn", has_text="gone").wait_for()
-        await page.locator("#engines .cause", has_text="its last decisions are in force").wait_for()
+        await page.locator("#engines-table .state .warn", has_text="gone").wait_for()
+        await page.locator("#engines-table .cause", has_text="its last decisions are in force").wait_for()
+        await page.get_by_role("link", name="Overview").click()
+        await page.locator("#attention li", has_text="1 engine gone: engine.").wait_for()
         assert not complaints
 
 
 async def test_the_last_hour_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests, tokens, delays and the agent's share are lines, and a revision is a mark, also of a time before the
-    page was opened."""
+    """Each chart has its lines, a revision and a freeze are marks, also of a time before the page was opened, and the
+    keyboard chooses a time."""
     monkeypatch.setattr(server, "PERIOD_S", 0.05)
     async with served(tmp_path) as (control, address), browsing() as (page, complaints):
+        stored = await control.set_policy(policy(entropy={"shadow": False}, scheduler={"max_think_tokens": 5}))
+        experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
+        for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
+            arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
+        experiment.judged, experiment.judged_stops = 400, 40
         with LinkedEngine([control.target]) as linked:
             await one_life(control, linked)
             async with aiohttp.ClientSession() as session:
@@ -283,21 +308,43 @@ async def test_the_last_hour_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
 
                 while (await points())[-1]["revision"] != control.fleet.revision:
                     await asyncio.sleep(0.02)
-                await control.set_policy(policy(scheduler={"max_think_tokens": 7}))
-                while (await points())[-1]["revision"] != control.fleet.revision:
+                assert (await points())[-1]["saved_ratio"] == 0.5
+                experiment.treated.requests += 40
+                while not any(p.get("saved_tokens_per_s") for p in await points()):
                     await asyncio.sleep(0.02)
-                assert any(p["tokens_per_s"] for p in await points())
+                await control.set_policy(policy(scheduler={"max_think_tokens": 7}))
+                end = utc_now() + timedelta(minutes=5)
+                await control.parts.freezes.add_freeze(Match(("eng*",)), end, "joao", "an incident")
+                linked.open("live")
+                await linked.steps_until(lambda: control.engine().freeze.confirmed)
+                while not (await points())[-1]["frozen"] or (await points())[-1]["revision"] != control.fleet.revision:
+                    await asyncio.sleep(0.02)
+                assert any(p["think_tokens_per_s"] for p in await points())
+                assert any(p["forced_per_min"] for p in await points())
             await page.goto(address)
             charts = page.locator("#history svg")
-            await charts.nth(3).wait_for()
-            told = [await charts.nth(number).get_attribute("aria-label") for number in range(4)]
-            assert [(text or "").partition(" in the last hour")[0] for text in told] == [
-                *("Live requests", "Tokens per second", "Delays of answers, P99"),
-                "Agent, of a thread",
+            await charts.nth(7).wait_for()
+            told = [await charts.nth(number).get_attribute("aria-label") or "" for number in range(8)]
+            assert [text.partition(":")[0] for text in told] == [
+                *("Live requests", "Tokens per second", "Thinking tokens saved per second", "Thinking saved", "Harm"),
+                *("Latency of answers, P99", "Ends of thinking per minute", "Agent, share of a thread"),
             ]
-            assert await page.locator("#history svg line.revision title", has_text="policy revision").count() >= 1
+            assert "allowed" in told[4]
+            assert "no value" not in told[2] + told[3] + told[4]
+            assert await page.locator("#history svg line.revision title", has_text="policy revision").count() >= 8
+            assert await page.locator("#history svg rect.frozen title", has_text="1 engine frozen").count() >= 8
+            marks = await page.locator("#history-marks").inner_text()
+            assert f"policy revision {control.fleet.revision}" in marks
+            assert "1 engine frozen from" in marks
             assert await page.locator("#history polyline.think").count() >= 1
             assert await page.locator("#history-ends", has_text="hard cap 1").is_visible()
+            await page.locator("#history-clock", has_text="the newest").wait_for()
+            await page.get_by_label("Values at").press("Home")
+            first = await page.locator("#history-clock").inner_text()
+            assert "newest" not in first
+            assert await page.locator("#history svg .cursor").count() == 8
+            await page.get_by_label("Values at").press("End")
+            await page.locator("#history-clock", has_text="the newest").wait_for()
         assert not complaints
 
 
@@ -307,49 +354,146 @@ async def test_no_number_is_shown_while_the_control_plane_is_gone(tmp_path: Path
         whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
         shown = StatusPage(whole, control.store, RolloutStore(control.store))
         port = await shown.start("127.0.0.1", 0)
-        await page.goto(f"http://127.0.0.1:{port}")
+        await page.goto(f"http://127.0.0.1:{port}/#engines")
         await page.locator("#connection-text", has_text="live").wait_for()
-        assert await page.locator("main").is_visible()
+        await page.get_by_text("No engine has connected.").wait_for()
         await shown.stop()
         await page.locator("#gone", has_text="The control plane does not answer, so nothing is shown.").wait_for()
         assert await page.locator("#gone", has_text="heard from it last at").is_visible()
         assert not await page.locator("main").is_visible()
+        # Another view shows nothing either.
+        await page.get_by_role("link", name="Budgets and tenants").click()
+        await page.locator("#connection-text", has_text="trying again").wait_for()
+        assert not await page.locator("main").is_visible()
         again = StatusPage(whole, control.store, RolloutStore(control.store))
         await again.start("127.0.0.1", port)
         await page.locator("#connection-text", has_text="live").wait_for()
-        await page.locator("main").wait_for()
+        await page.get_by_text("The policy has no budget.").wait_for()
         assert not await page.locator("#gone").is_visible()
         await again.stop()
+
+
+async def test_a_page_too_many_says_so_and_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_VIEWERS", 1)
+    async with browsing() as (page, _), served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
+        other = await session.get(f"{address}/events")
+        await page.goto(address)
+        await page.locator("#gone", has_text="because too many are open").wait_for()
+        other.close()
+        await page.locator("#connection-text", has_text="live").wait_for()
 
 
 async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path) -> None:
     async with browsing() as (page, complaints), served(tmp_path) as (control, address):
         with LinkedEngine([control.target]) as linked:
             await one_life(control, linked)
-            await page.goto(address)
-            link = page.locator("#forces a", has_text="chatcmpl-mine-9f").first
+            await page.goto(f"{address}/#requests")
+            link = page.locator("#ends-table a", has_text="chatcmpl-mine-9f").first
             await link.wait_for()
             await link.focus()
             await page.keyboard.press("Enter")
-            await page.locator("#life h3", has_text="chatcmpl-mine-9f on engine").wait_for()
+            await page.locator("#life h4", has_text="chatcmpl-mine-9f on engine").wait_for()
             focused = await page.evaluate("document.activeElement.id")
             assert focused == "request-heading"
             bar = page.locator("#life .bar")
             assert "think" in (await bar.get_attribute("aria-label") or "")
-            events = await page.locator("#life-events tbody tr").all_inner_texts()
-            assert any("cap: hard cap" in e and "scheduler.max_think_tokens" in e for e in events)
+            events = await page.locator("#life-table tbody tr").all_inner_texts()
+            assert any("cap set" in e and "cap 5 = 5 (scheduler.max_think_tokens)" in e for e in events)
+            assert any("thinking ended: cap reached" in e for e in events)
             spans = await page.locator("#life-spans li").all_inner_texts()
             assert [s.partition(" ")[0] for s in spans[:2]] == ["thinking", "answering"]
             # An update of the rows does not move the focus.
             await page.locator("#request-id").focus()
             await page.keyboard.type("x")
-            await asyncio.sleep(1.5)
+            await another_update(page)
             assert await page.evaluate("document.activeElement.id") == "request-id"
             await page.locator("#request-id").fill("nobody")
             await page.keyboard.press("Enter")
             await page.locator("#life-error", has_text="nobody").wait_for()
             assert await page.locator("#life").is_hidden()
+            await page.go_back()
+            await page.locator("#life h4", has_text="chatcmpl-mine-9f on engine").wait_for()
         assert [c for c in complaints if "404" not in c] == []
+
+
+async def another_update(page: Page) -> None:
+    """Wait until another viewer has received two more updates, so the page has received them too."""
+    await page.evaluate(
+        "new Promise((two) => { let n = 0; new EventSource('events').onmessage = () => ++n > 1 && two(); })"
+    )
+
+
+async def test_views_have_addresses_and_the_back_button_works(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), served(tmp_path) as (_, address):
+        await page.goto(address)
+        assert await page.get_by_role("heading", level=2).all_inner_texts() == ["Overview"]
+        for name, view in (("Engines", "engines"), ("Policy and rollouts", "policy")):
+            await page.get_by_role("link", name=name, exact=True).press("Enter")
+            await page.locator(f"#{view}:not(.stale)").wait_for()
+            assert await page.get_by_role("heading", level=2).all_inner_texts() == [name]
+            assert await page.title() == f"{name} · Meridian"
+            assert await page.evaluate(PLACE) == f"H2 {name}", "the keyboard goes on from the view"
+            assert await page.locator("nav [aria-current=page]").all_inner_texts() == [name]
+        await page.go_back()
+        await page.locator("#engines:not(.stale)").wait_for()
+        await page.go_back()
+        await page.locator("#overview:not(.stale)").wait_for()
+        assert await page.title() == "Meridian"
+        # An address that no view has is the overview's.
+        await page.goto(f"{address}/#nothing?filter=x")
+        await page.locator("#overview:not(.stale)").wait_for()
+        assert not complaints
+
+
+async def test_a_large_fleet_is_filtered_and_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_ROWS", 3)
+    async with browsing() as (page, complaints), served(tmp_path) as (control, address), AsyncExitStack() as engines:
+        for number in range(6):
+            engines.enter_context(LinkedEngine([control.target], f"gpu-{number}", model=f"m{number % 2}"))
+        await until(lambda: all(control.connected(f"gpu-{number}") for number in range(6)))
+        await page.goto(f"{address}/#engines")
+        await page.get_by_text("The first 3 of 6 are shown; filter or sort to see others.").wait_for()
+        await page.get_by_role("button", name="Engine").press("Enter")
+        await page.get_by_role("button", name="Engine").press("Enter")
+        await page.locator("#engines-table tbody tr:first-child", has_text="gpu-5").wait_for()
+        assert [row[0] for row in await rows_of(page, "engines")] == ["gpu-5", "gpu-4", "gpu-3"]
+        assert page.url.endswith("#engines?engines=-id")
+        assert await page.locator("#engines-table th[aria-sort=descending]").inner_text() == "Engine"
+        assert await page.evaluate("document.activeElement.textContent") == "Engine"
+        await page.get_by_label("Filter").fill("m1")
+        await page.get_by_text("3 of 6 engines contain “m1”.").wait_for()
+        assert [row[0] for row in await rows_of(page, "engines")] == ["gpu-5", "gpu-3", "gpu-1"]
+        assert await page.evaluate("document.activeElement.id") == "filter"
+        await page.get_by_label("Filter").fill("nowhere")
+        await page.get_by_text("None of 6 engines contains “nowhere”.").wait_for()
+        # The address shows the same to others, and the third click takes the order back.
+        await page.goto("about:blank")
+        await page.goto(f"{address}/#engines?engines=-id&filter=m0")
+        await page.get_by_text("3 of 6 engines contain “m0”.").wait_for()
+        assert await page.get_by_label("Filter").input_value() == "m0"
+        assert [row[0] for row in await rows_of(page, "engines")] == ["gpu-4", "gpu-2", "gpu-0"]
+        await page.get_by_role("button", name="Engine").click()
+        await page.locator("#engines-table th[aria-sort=descending]").wait_for(state="detached")
+        assert page.url.endswith("#engines?filter=m0")
+        assert not complaints
+
+
+async def test_links_lead_elsewhere_if_they_are_given(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), controlling(tmp_path / "meridian.db") as control:
+        whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
+        links = {"Grafana": "https://grafana.example/d/meridian?a=1&b=2", "<b>Guide</b>": "http://[::1]:8080/"}
+        shown = StatusPage(whole, control.store, RolloutStore(control.store), links=links)
+        port = await shown.start("127.0.0.1", 0)
+        await page.goto(f"http://127.0.0.1:{port}")
+        await page.locator("#links a").first.wait_for()
+        found = await page.locator("#links a").evaluate_all("all => all.map(a => [a.textContent, a.href])")
+        assert dict(found) == links
+        await shown.stop()
+        assert not complaints
+    async with browsing() as (page, _), served(tmp_path) as (_, address):
+        await page.goto(address)
+        await page.locator("#overview:not(.stale)").wait_for()
+        assert await page.locator("#links").is_hidden()
 
 
 @asynccontextmanager
@@ -373,74 +517,111 @@ async def eventful(control: Control, address: str, page: Page) -> AsyncIterator[
         end = utc_now() + timedelta(minutes=25.5)
         await control.parts.freezes.add_freeze(Match(("eng*",)), end, "joao", "an incident")
         await linked.steps_until(lambda: control.engine().freeze.confirmed)
-        await page.goto(f"{address}/#request=mine")
-        await page.locator("#life h3").wait_for()
+        await page.goto(f"{address}/#requests?id=mine")
+        await page.locator("#life h4").wait_for()
         yield linked
 
 
 async def test_changes_under_way_are_shown_with_their_causes(tmp_path: Path) -> None:
     async with browsing() as (page, complaints), served(tmp_path) as (control, address):
         async with eventful(control, address, page):
-            await page.locator("#engines tr", has_text="frozen").get_by_text("an incident").wait_for()
-            await page.locator("#engines tr", has_text="off").get_by_text("KeyError: 7").wait_for()
-            freeze = await page.locator("#freezes tbody tr").inner_text()
-            assert freeze.split("\t")[1:4] == ["eng*", "25 min", "1 of 1 engine"]
+            for line in ("1 engine off: broken.", "1 engine frozen: engine.", "an incident.", "Rollout 1 is running"):
+                await page.goto(f"{address}/#overview")
+                await page.locator("#attention li", has_text=line).wait_for()
+            await page.goto(f"{address}/#engines")
+            await page.locator("#engines-table tr", has_text="frozen").get_by_text("an incident").wait_for()
+            await page.locator("#engines-table tr", has_text="off").get_by_text("KeyError: 7").wait_for()
+            (freeze,) = await rows_of(page, "freezes")
+            assert freeze[1:4] == ["eng*", "25 min", "1 of 1 engine"]
+            await page.goto(f"{address}/#policy")
+            await page.locator("#policy:not(.stale)").wait_for()
             assert await page.locator("#rollout-heading").inner_text() == "Rollout 1: running, step 1 of 2"
+            about = await page.locator("#rollout-about").inner_text()
+            assert "with the candidate" in about
+            assert about.endswith("Started by mara: shorter.")
             assert "watched" in await page.locator("#rollout-steps [aria-current=step]").inner_text()
-            guardrails = [row.split("\t") for row in await page.locator("#guardrails tbody tr").all_inner_texts()]
             # The candidate shortens thinking, so it has a limit for harm, which nothing has measured yet.
-            harm, nacks = guardrails
+            harm, nacks = await rows_of(page, "guardrails")
             assert harm[:5] == ["harm_rate", "not measured", "not measured", "0.01", "0"]
             assert nacks[:5] == ["nacks", "within", "0", "0", "0"]
             assert "NaN" not in await page.locator("main").inner_text()
         assert not complaints
 
 
+async def test_an_engine_that_is_lost_and_comes_back(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), served(tmp_path) as (control, address):
+        await page.goto(f"{address}/#engines")
+        with LinkedEngine([control.target]) as linked:
+            await page.locator("#engines-table .state", has_text="ready").wait_for()
+            linked.open("live")
+            await linked.steps_until(lambda: "live" in control.names())
+            await page.locator("#engines-table td.think", has_text="1").wait_for()
+        await page.locator("#engines-table .state", has_text="gone").wait_for()
+        await page.locator("#summary", has_text="0 engines connected, 1 in trouble").wait_for()
+        with LinkedEngine([control.target]):
+            await page.locator("#engines-table .state", has_text="ready").wait_for()
+            await page.locator("#summary", has_text="1 engine connected, none in trouble").wait_for()
+            assert len(await rows_of(page, "engines")) == 1
+        assert not complaints
+
+
 async def test_the_page_stands_still_while_it_is_paused(tmp_path: Path) -> None:
     async with browsing() as (page, _), served(tmp_path) as (control, address):
-        await page.goto(address)
+        await page.goto(f"{address}/#engines")
         await page.get_by_text("No engine has connected.").wait_for()
         await page.get_by_role("button", name="Pause updates").press("Enter")
         with LinkedEngine([control.target]):
             await until(control.connected)
-            # Another viewer has received two more updates, so the page has received them too.
-            await page.evaluate(
-                "new Promise((two) => { let n = 0; new EventSource('events').onmessage = () => ++n > 1 && two(); })"
-            )
-            assert await page.locator("#engines td.empty").is_visible()
+            await another_update(page)
+            assert await page.get_by_text("No engine has connected.").is_visible()
+            # Whoever asks for something else gets it, once.
+            await page.goto(f"{address}/#engines?filter=engine")
+            await page.locator("#engines-table .state", has_text="ready").wait_for()
             await page.get_by_role("button", name="Pause updates").press("Enter")
-            await page.locator("#engines .state", has_text="ready").wait_for()
+            await page.locator("#connection-text", has_text="live").wait_for()
+
+
+VIEWS = ("overview", "engines?filter=e&engines=-id", "requests?id=mine", "policy", "budgets")
 
 
 async def test_everything_is_reached_by_tab(tmp_path: Path) -> None:
     async with browsing() as (page, _), served(tmp_path) as (control, address), eventful(control, address, page):
-        await page.evaluate("document.activeElement.blur()")
-        reached, here = [], "null"
-        while here not in reached:
-            reached.append(here)
-            await page.keyboard.press("Tab")
-            here = await page.evaluate(PLACE)
-        wanted = await page.evaluate(
-            "[...document.querySelectorAll('a, button, input, .scroll')].filter((e) => !e.closest('[hidden]'))"
-            f".map({NAME})"
-        )
-        assert set(wanted) <= set(reached), "Tab does not reach every control"
-        assert await page.locator("a.skip").evaluate("e => e.getBoundingClientRect().right") < 0
+        for view in VIEWS:
+            await page.goto(f"{address}/#{view}")
+            await page.locator(f"#{view.partition('?')[0]}:not(.stale)").wait_for()
+            await page.evaluate("document.activeElement.blur()")
+            reached, here = [], "null"
+            while here not in reached:
+                reached.append(here)
+                await page.keyboard.press("Tab")
+                here = await page.evaluate(PLACE)
+            wanted = await page.evaluate(
+                "[...document.querySelectorAll('a, button, input, .scroll')].filter((e) => !e.closest('[hidden]'))"
+                f".map({NAME})"
+            )
+            assert set(wanted) <= set(reached), f"Tab does not reach every control of {view}"
+            assert await page.locator("a.skip").evaluate("e => e.getBoundingClientRect().right") < 0
+        await page.locator("a.skip").focus()
+        await page.keyboard.press("Enter")
+        assert await page.evaluate(PLACE) == "H2 Budgets and tenants"
 
 
-async def test_what_a_screen_reader_needs_is_there(tmp_path: Path) -> None:
-    """The axe checker finds no violation in both colour schemes, wide and narrow; nothing is wider than a phone's
-    screen."""
+async def test_what_a_screen_reader_needs_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The axe checker finds no violation on any view in both colour schemes, wide and narrow; nothing is wider than a
+    phone's screen."""
     from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
 
+    monkeypatch.setattr(server, "PERIOD_S", 0.05)
     async with browsing() as (page, _), served(tmp_path) as (control, address), eventful(control, address, page):
         schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-        for scheme, width in itertools.product(schemes, (1280, 360)):
+        for view, scheme, width in itertools.product(VIEWS, schemes, (1280, 360)):
             await page.emulate_media(color_scheme=scheme)
             await page.set_viewport_size({"width": width, "height": 800})
-            await page.goto(f"{address}/#request=mine")
-            await page.locator("#life h3").wait_for()
+            await page.goto(f"{address}/#{view}")
+            await page.locator(f"#{view.partition('?')[0]}:not(.stale)").wait_for()
+            ready = {"overview": "#history svg", "requests?id=mine": "#life h4"}
+            await page.locator(ready.get(view, "h2:visible")).first.wait_for()
             found = await Axe().run(page)
             violations = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found.response["violations"]]
-            assert violations == []
-            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+            assert (view, scheme, width, violations) == (view, scheme, width, [])
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width, (view, width)

@@ -1,0 +1,66 @@
+"""Chooses which rows of a table a viewer of the status page gets: filtered, sorted, and at most so many.
+
+A viewer asks for tables by name, because a fleet may have thousands of engines and requests. The module knows rows only
+as plain data. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+# Largest number of rows that a viewer gets of a table.
+MAX_ROWS = 200
+# Longest text of a filter, and largest number of tables that a viewer asks for.
+MAX_FILTER, MAX_TABLES = 200, 8
+
+
+class Asked(NamedTuple):
+    """What a viewer asks for: the words that each row must contain, in lower case, and the tables with the field that
+    sorts each; a minus before the field reverses the order, and no field leaves the rows as they are."""
+
+    words: tuple[str, ...] = ()
+    tables: tuple[tuple[str, str], ...] = ()
+
+
+def asked_for(query: Mapping[str, str]) -> Asked:
+    """Return what the parameters of a query ask for: `filter`, and each table by its name with its sorting field."""
+    words = query.get("filter", "")[:MAX_FILTER].lower().split()
+    tables = [(name, field) for name, field in query.items() if name != "filter"]
+    return Asked(tuple(words), tuple(tables[:MAX_TABLES]))
+
+
+def shown(rows: Sequence[dict[str, Any]], words: Sequence[str], field: str) -> dict[str, Any]:
+    """Return the rows that a viewer gets, the number of rows, and the number of those that contain all words."""
+    matching = [row for row in rows if _contains(row, words)] if words else list(rows)
+    name, reverse = field.removeprefix("-"), field.startswith("-")
+    if name:
+        known = [row for row in matching if row.get(name) not in (None, "")]
+        known.sort(key=lambda row: _order(row[name]), reverse=reverse)
+        # Rows without a value come last in both orders.
+        matching = known + [row for row in matching if row.get(name) in (None, "")]
+    return {"rows": matching[:MAX_ROWS], "all": len(rows), "matching": len(matching)}
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Return the place of a value among others; numbers come before texts."""
+    if isinstance(value, (int, float)):
+        return False, float(value), ""
+    return True, 0.0, str(value).lower()
+
+
+def _contains(row: dict[str, Any], words: Sequence[str]) -> bool:
+    text = "\n".join(_texts(row)).lower()
+    return all(word in text for word in words)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif value is not None:
+        yield str(value)

@@ -1,0 +1,93 @@
+"""The page's words for decisions and events: plain, and complete for all that the protocol names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.common.enum_names import OUTCOMES, REASONS
+from meridian_control.page.words import (
+    ENDS,
+    counts_text,
+    decision_text,
+    end_row,
+    event_row,
+    outcome_text,
+    short,
+    spelled,
+    why,
+)
+
+
+def event(kind: str, detail: str = "") -> fleet_pb2.RequestEvent:
+    return fleet_pb2.RequestEvent(kind=kind, detail=detail, phase=agent_pb2.PHASE_THINK)
+
+
+def decided(**fields: Any) -> fleet_pb2.RequestEvent:
+    return fleet_pb2.RequestEvent(kind="decision", decision=fleet_pb2.LoggedDecision(**fields))
+
+
+@pytest.mark.parametrize(
+    ("seen", "text", "mark"),
+    [
+        (decided(kind="tier", reason="unreachable"), "KV blocks reused first", ""),
+        (decided(kind="cap", reason="hard_cap"), "cap set", ""),
+        (decided(kind="force", reason="eat"), "end of thinking: EAT is low and has settled", ""),
+        (
+            decided(kind="force", reason="rank", shadow=True),
+            "end of thinking: the end marker ranks high, in shadow",
+            "",
+        ),
+        (decided(kind="probe", reason="eat"), "EAT probe", "probe"),
+        (decided(kind="force", reason="prime"), "end of thinking: prime", ""),
+        (decided(kind="shift", reason="by_night"), "shift: by night", ""),
+        (event("phase"), "thinking", ""),
+        (event("think_end", "natural"), "thinking ended: the model ended it", ""),
+        (event("think_end", "hard_cap"), "thinking ended: cap reached", "force"),
+        (event("closed", "stop"), "closed: stop", ""),
+        (event("opened"), "opened", ""),
+    ],
+)
+def test_an_event_is_said_in_words(seen: fleet_pb2.RequestEvent, text: str, mark: str) -> None:
+    row = event_row(seen)
+    assert (row["text"], row["mark"]) == (text, mark)
+    assert "_" not in row["text"]
+
+
+def test_every_reason_and_outcome_of_the_protocol_has_words() -> None:
+    named = set(REASONS.values()) - {"unspecified", "extension"}
+    assert named <= ENDS.keys()
+    assert {outcome_text(number) for number in OUTCOMES} >= {"applied", "open", "in shadow", "refused by the engine"}
+    assert "_" not in "".join(outcome_text(number) for number in OUTCOMES)
+
+
+def test_what_a_rule_compared_is_said_with_the_names_of_its_signals() -> None:
+    rows = [
+        fleet_pb2.Comparison(signal="eat_ema_nats", value=0.008, operator="<", limit_name="entropy.level", limit=0.06),
+        fleet_pb2.Comparison(signal="boundary_ranks[2]", value=3, operator="<=", limit_name="x", limit=4),
+        fleet_pb2.Comparison(signal="own_signal", value=float("nan"), operator="=", limit_name="y", limit=12345),
+    ]
+    decision = fleet_pb2.LoggedDecision(kind="force", reason="eat", comparisons=rows, detail="7 blocks")
+    assert why(decision, True) == [
+        "EAT mean in nats 0.008 < 0.06 (entropy.level)",
+        "end marker's rank, 2 sentence ends earlier 3 ≤ 4 (x)",
+        "own signal not measured = 12,345 (y)",
+        "7 blocks",
+    ]
+    assert end_row(decision)["why"][0] == "EAT mean in nats 0.008 < 0.06"
+    operator = fleet_pb2.LoggedDecision(operator_reason="stuck", outcome=agent_pb2.OUTCOME_REFUSED)
+    assert (why(operator), end_row(operator)["level"]) == (["stuck"], "bad")
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0089412, "0.00894"), (12, "12"), (1234.6, "1,235"), (0.5, "0.5")])
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_counts_come_by_size() -> None:
+    assert counts_text({"natural": 1191, "eat_shadowed": 3, "hard_cap": 3}.items()) == (
+        "natural 1,191, EAT in shadow 3, hard cap 3"
+    )
+    assert (spelled("rpdi"), decision_text("probe", "harm")) == ("RPDI", "probe of harm")
