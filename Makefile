@@ -82,6 +82,11 @@ test-examples: $(VENV)/ray ## install Ray, and run everything in deploy/examples
 test-upgrade: $(VENV)/ready ## upgrade and roll back control planes with the previous version's wheel, on real engines
 	$(BIN)/python -m pytest -s -m long tests/upgrade
 
+# The target needs Debian's chromium and takes about five minutes. ARGS: --stretch SECONDS, --output FOLDER.
+.PHONY: pictures
+pictures: $(VENV)/ready ## take the pictures of the status page in deploy/pictures, of a live fleet with real engines
+	$(BIN)/python -m tests.pictures $(ARGS)
+
 .PHONY: test-first-hour
 test-first-hour: $(VENV)/ready ## run the commands of the guide in tests/first_hour on a real engine
 	$(BIN)/python -m pytest -m long tests/first_hour

@@ -4,7 +4,8 @@ The base gives the objects, and the overlays give the parts that depend on a val
 the chart and each overlay and compares them.
 
 A string that begins with `@` stands for a template: `@if C` and `@end` enclose items of a list or keys of a mapping,
-`@= E` prints an expression, and `@yaml E` prints an expression as a block of YAML.
+`@range V` and `@end` items that are repeated, `@= E` prints an expression, and `@yaml E` prints an expression as a
+block of YAML.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NOTICE = "# deploy/chart.py generates this file from the Kustomize files.\n"
 # Text of the templates that names the namespace, which a release chooses.
 PLACES = {f"namespace: {NAMESPACE}\n": "namespace: {{ .Release.Namespace }}\n"}
 PLACES[f".{NAMESPACE}.svc"] = ".{{ .Release.Namespace }}.svc"
-MARK = re.compile(r"^ *(?:- )?'?@(if [^\n]*?|end)(?: #\d+)?'?(?:: null)?$", re.MULTILINE)
+MARK = re.compile(r"^ *(?:- )?'?@((?:if|range) [^\n]*?|end)(?: #\d+)?'?(?:: null)?$", re.MULTILINE)
 PRINTED = re.compile(r"'@= ([^\n]*)'$", re.MULTILINE)
 BLOCK = re.compile(r"^( *)([\w.]+): '@yaml ([^\n]*)'$", re.MULTILINE)
 
@@ -89,6 +90,7 @@ def _values() -> Object:
         "resources": container["resources"],
         "networkPolicy": {"enabled": True},
         "podMonitor": {"enabled": False},
+        "pageLinks": {},
     }
 
 
@@ -101,6 +103,8 @@ def _stateful_set() -> Object:
     container["resources"] = "@yaml .Values.resources"
     container["args"] += _when(TLS, [patch["value"] for patch in _read("tls/args.yaml")])
     container["args"] += _when(POSTGRES, [patch["value"] for patch in _read("overlays/postgres/args.yaml")])
+    link = '@= printf "--page-link=%s=%s" $name $url | quote'
+    container["args"] += ["@range $name, $url := .Values.pageLinks", link, "@end"]
     tls = _pod(_read("tls/tls.yaml"))
     tls["volumes"][0]["secret"]["secretName"] = "@= .Values.tls.secret"
     stores = {name: _pod(_read(f"overlays/{name}/store.yaml")) for name in STORES}

@@ -44,6 +44,17 @@ KEPT_S = 5.0
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
 STORED = {"revisions", "rollouts"}
+# What is wrong with engines whose state has this word.
+TROUBLES = {
+    "connected": "without a policy yet",
+    "degraded": "degraded, as answers come late",
+    "lacks facts": "without some facts",
+    "no markers": "without known thinking markers",
+    "off": "with the agent off",
+    "ready": "under pressure",
+    "refuses": "refusing the policy",
+    "stale": "stale, as answers come late",
+}
 LEVELS = {"halted": "bad", "rolled_back": "bad", "paused": "warn", "aborted": "warn"}
 OWN_TABLES = {"engines", "freezes", "requests", "ends"} | STORED
 
@@ -149,15 +160,16 @@ def attention(
 ) -> list[Attention]:
     """Return what an operator should look at: engines by what is wrong with them, freezes, and the active rollout. The
     arguments are rows of the page, and rollouts."""
-    named: dict[tuple[str, str], list[str]] = {}
+    listed, named = list(freezes), dict[tuple[str, str], list[str]]()
     for row in engines:
-        if row["level"]:
+        # The freezes themselves say which engines are frozen.
+        if row["level"] and not (listed and row["word"] in ("frozen", "freezing")):
             named.setdefault((row["level"], row["word"]), []).append(row["id"])
     lines = [
-        Attention(level, f"{_counted(len(ids), 'engine')} {word}: {_names(ids)}.", "engines")
+        Attention(level, f"{_counted(len(ids), 'engine')} {TROUBLES.get(word, word)}: {_names(ids)}.", "engines")
         for (level, word), ids in named.items()
     ]
-    for freeze in freezes:
+    for freeze in listed:
         reason = f": {freeze['reason']}" if freeze["reason"] else ""
         text = f"Freeze {freeze['freeze_id']} of {freeze['match']}, for {freeze['left']} longer{reason}."
         lines.append(Attention("warn", text, "engines"))

@@ -64,6 +64,7 @@ def test_each_value_changes_what_it_names() -> None:
         "resources": {"limits": {"memory": "2Gi"}},
         "networkPolicy": {"enabled": False},
         "podMonitor": {"enabled": True},
+        "pageLinks": {"Grafana": "https://grafana.example/d/x?a=1&b=2", "Our runbooks": "https://wiki.example/"},
     }
     things = helm(values, "elsewhere")
     for thing in things:
@@ -74,6 +75,10 @@ def test_each_value_changes_what_it_names() -> None:
     assert (spec["replicas"], container["image"]) == (5, "registry/control:9")
     assert container["resources"]["limits"] == {"memory": "2Gi"}
     assert "--advertise=$(POD_NAME).meridian-control.elsewhere.svc:50051" in container["args"]
+    assert container["args"][-2:] == [
+        "--page-link=Grafana=https://grafana.example/d/x?a=1&b=2",
+        "--page-link=Our runbooks=https://wiki.example/",
+    ]
     assert {"own-tls", "own-postgres"} <= set(_texts(spec))
     assert only("ConfigMap", things)["data"]["access.toml"] == values["access"]
     assert only("PodMonitor", things)["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"

@@ -55,7 +55,7 @@ def beside(images: list[Image.Image]) -> Image.Image:
 
 def save(image: Image.Image, path: Path) -> int:
     """Write a picture with a palette, and return its size in bytes."""
-    image.quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
     return path.stat().st_size
 
 
@@ -63,6 +63,8 @@ async def open_view(page: Page, address: str, view: str) -> None:
     """Open a view and wait until it is filled; the requests' view shows the life of the newest ended request."""
     await page.goto(f"{address}/#{view}")
     await page.locator(f"#{view}:not(.stale)").wait_for()
+    # The footer names the host.
+    await page.evaluate("document.querySelector('footer').hidden = true")
     if view == "overview":
         await page.locator("#history svg").first.wait_for()
     if view == "requests":

@@ -1,5 +1,5 @@
-"""A fleet with something to see on the status page: a control plane, two vLLM servers under load, and three engines that
-only have the agent's stream.
+"""A fleet with something to see on the status page: a control plane, two vLLM servers under load, and three engines
+that only have the agent's stream.
 
 The module owns the processes and the events, in order: rules in shadow, rules enforced with a control group, a short
 freeze, a rollout, a freeze, an engine that ends, an engine whose agent is off. The module knows nothing of the page and
@@ -53,12 +53,15 @@ shadow_sample_ratio = 1.0
 [[budget]]
 name = "acme"
 tenant = "acme"
-tokens_per_minute = 18_000
+tokens_per_minute = 5_000
 soft_think_tokens = 200
+max_think_tokens = 250
+shadow = false
 
 [[budget]]
 name = "everybody"
 tokens_per_day = 20_000_000
+shadow = false
 """
 PLAN = """
 guardrails = { ttot_p99_ms = 4000, output_itl_p99_ms = 2500, nacks = 0, empty_answer_rate_increase = 0.2 }
@@ -97,7 +100,7 @@ class Fleet:
         """Start everything and return when all of it is up. Raises ChildDiedError, TimeoutError."""
         listen = ["--listen", self.control, "--metrics-listen", "", "--page-listen", f"{HOST}:{self._page}"]
         links = [word for name, url in LINKS.items() for word in ("--page-link", f"{name}={url}")]
-        store = ["--policy", str(self._rules(1000, shadow=True)), "--store", str(self._folder / "store.db")]
+        store = ["--store", str(self._folder / "store.db")]
         self.program = self._children.start(
             "control", [sys.executable, "-m", "meridian_control", *listen, *links, *store], {}
         )
@@ -109,6 +112,7 @@ class Fleet:
                     self._children.check()
                     await asyncio.sleep(POLL_S)
         await meridianctl(self.control, "wait")
+        await self._apply("rules in shadow first", cap=1000, shadow=True)
 
     def _rules(self, cap: int, *, shadow: bool) -> Path:
         file = self._folder / "meridian.toml"
@@ -149,7 +153,7 @@ class Fleet:
             asyncio.create_task(self._ask(port, n)) for port in self._http.values() for n in range(CONCURRENCY)
         ]
         await asyncio.sleep(stretch_s)
-        await self._apply(400, "enforce EAT, as calibrated on maze")
+        await self._apply("enforce EAT, as calibrated on maze", cap=400, shadow=False)
         await asyncio.sleep(2 * stretch_s)
         await self._freeze("20s", "to compare with stock vLLM")
         await asyncio.sleep(20 + stretch_s)
@@ -164,8 +168,8 @@ class Fleet:
         await self._freeze("25m", "answers' gaps doubled since the kernel update")
         await asyncio.sleep(stretch_s / 2)
 
-    async def _apply(self, cap: int, reason: str) -> None:
-        file = str(self._rules(cap, shadow=False))
+    async def _apply(self, reason: str, cap: int, *, shadow: bool) -> None:
+        file = str(self._rules(cap, shadow=shadow))
         await meridianctl(self.control, "policy", "apply", "-f", file, "--author", "mara", "--reason", reason)
 
     async def _freeze(self, duration: str, reason: str) -> None:

@@ -20,7 +20,7 @@ from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.slices import at_once
 from meridian_control.engine.shortening import UNSHORTENED
-from meridian_control.fleet.part import FleetPart, Shown
+from meridian_control.fleet.part import Attention, FleetPart, Shown
 from meridian_control.fleet.trace_records import part_record
 from meridian_control.fleet.turns import in_turns
 
@@ -173,5 +173,6 @@ class BudgetSharing(FleetPart):
 
     async def show(self) -> Shown:
         response = await self.listed(fleet_pb2.ListBudgetsRequest())
-        budgets, tenants = map(shown.row, response.budgets), shown.tenant_rows(self.tenants.counted)
-        return Shown({}, {"budgets": list(budgets), "tenants": tenants}, attention=shown.attention(response.budgets))
+        budgets, tenants = list(map(shown.row, response.budgets)), shown.tenant_rows(self.tenants.counted)
+        attention = tuple(Attention(level, text, "budgets") for level, text in shown.attention(response.budgets))
+        return Shown({}, {"budgets": budgets, "tenants": tenants}, attention=attention)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meridian_control.common.enum_names import stage_name
 from meridian_control.engine.shortening import FLOOR, UNSHORTENED
-from meridian_control.fleet.part import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,17 +56,13 @@ def _left(budget: fleet_pb2.Budget, field: Literal["minute_left_tokens", "day_le
     return f"{getattr(budget, field):,.0f} of {most:,}" if budget.HasField(field) else ""
 
 
-def attention(budgets: Iterable[fleet_pb2.Budget]) -> tuple[Attention, ...]:
-    """Return the budgets that shorten thinking now."""
-    return tuple(
-        Attention(
-            entry["level"],
-            f"Budget {entry['name']} shortens thinking: {entry['stage']}, {entry['left_ratio']:.0%} left.",
-            "budgets",
-        )
-        for entry in map(row, budgets)
-        if entry["level"]
-    )
+def attention(budgets: Iterable[fleet_pb2.Budget]) -> list[tuple[str, str]]:
+    """Return level and sentence of each budget that shortens thinking now."""
+    acting = [entry for entry in map(row, budgets) if entry["level"]]
+    return [
+        (entry["level"], f"Budget {entry['name']} shortens thinking: {entry['stage']}, {entry['left_ratio']:.0%} left.")
+        for entry in acting
+    ]
 
 
 def tenant_rows(counted: Mapping[Account, int]) -> list[dict[str, Any]]:

@@ -6,13 +6,13 @@ const WIDTH = 400, HEIGHT = 110, ASK_MS = 15000, SHORTEST_S = 300;
 // Each chart has a title, a unit, and lines: the field of a point, the kind of line, and its name.
 const CHARTS = [
   ["Live requests", "", [["thinking", "think", "thinking"], ["answering", "output", "answering"]]],
-  ["Tokens per second", "", [["think_tokens_per_s", "think", "thinking"], ["answer_tokens_per_s", "output", "answering"]]],
-  ["Thinking tokens saved per second", "", [["saved_tokens_per_s", "think", "saved"]]],
-  ["Thinking saved", "%", [["saved_ratio", "think", "of the thinking"]]],
+  ["Tokens", "/s", [["think_tokens_per_s", "think", "thinking"], ["answer_tokens_per_s", "output", "answering"]]],
+  ["Thinking tokens saved", "/s", [["saved_tokens_per_s", "think", "by all shortening"]]],
+  ["Thinking saved", "%", [["saved_ratio", "think", "against the control group"]]],
   ["Harm", "%", [["harm_ratio", "plain", "measured"], ["harm_high", "bound", "at most"],
     ["harm_allowed", "limit", "allowed"]]],
   ["Latency of answers, P99", "ms", [["ttot_p99_ms", "plain", "first token"], ["itl_p99_ms", "bound", "gaps"]]],
-  ["Ends of thinking per minute", "", [["natural_per_min", "plain", "natural"], ["forced_per_min", "bound", "by a rule or cap"]]],
+  ["Ends of thinking", "/min", [["natural_per_min", "plain", "natural"], ["forced_per_min", "bound", "by a rule or cap"]]],
   ["Agent, share of a thread", "%", [["agent_share", "plain", "mean of the engines"]]],
 ];
 const SHARES = new Set(["saved_ratio", "harm_ratio", "harm_high", "harm_allowed", "agent_share"]);
@@ -72,6 +72,13 @@ const mark = ({ begin: from, end, kind, text }) => (kind === "frozen"
     svg("title", {}, text))
   : svg("line", { x1: place(from), x2: place(from), y1: 0, y2: HEIGHT, class: "revision" }, svg("title", {}, text)));
 
+// The bound of harm begins at 100 %, so the scale follows from what is allowed and from the newest bound.
+function scaled(title, known) {
+  if (title !== "Harm") return ceiling(Math.max(0, ...known));
+  const newest = points[points.length - 1];
+  return ceiling(Math.max(2 * value(newest, "harm_allowed"), value(newest, "harm_high"), value(newest, "harm_ratio")));
+}
+
 // Returns a round number that is at least the value, so that the scale stays while values change a little.
 function ceiling(most) {
   if (!(most > 0)) return 1;
@@ -83,8 +90,8 @@ const told = (amount, unit) => (amount === null ? "not known" : `${short(+amount
 
 function chart([title, unit, lines], marks) {
   const known = points.flatMap((p) => lines.map(([name]) => value(p, name))).filter((v) => v !== null);
-  const top = ceiling(Math.max(0, ...known));
-  const y = (v) => HEIGHT - 1.5 - (HEIGHT - 5) * Math.max(0, v / top);
+  const top = scaled(title, known);
+  const y = (v) => HEIGHT - 1.5 - (HEIGHT - 5) * Math.min(1, Math.max(0, v / top));
   const at = points[chosen ?? points.length - 1];
   const drawn = lines.flatMap(([name, kind]) => paths(name, y)
     .map((part) => svg("polyline", { points: part, class: `line ${kind}` })));

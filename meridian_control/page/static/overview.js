@@ -14,7 +14,7 @@ function numbers(state) {
     tile("Engines connected", number.format(t.engines), "", gone),
     tile("Thinking now", number.format(t.thinking), "think", `${number.format(t.waiting)} waiting in vLLM`),
     tile("Answering now", number.format(t.answering), "output",
-      t.output_critical ? `${number.format(t.output_critical)} preempted for want of other victims` : "none preempted for want of other victims"),
+      `${t.output_critical ? number.format(t.output_critical) : "none"} preempted, the target is 0`),
     tile("Thinking saved", saved ? percent(saved.value) : "not known", saved ? "" : "unknown",
       saved ? `${percent(saved.low)} to ${percent(saved.high)}` : "the control group has too few requests"),
     tile("Harm, at most", harm ? percent(harm.high, 2) : "not known", harm ? harms : "unknown",

@@ -1,27 +1,52 @@
 // Shows the control group: what shortening saves, and how much harm each kind of shortening does.
 
-import { $, fillRows, num, number, percent } from "./rows.js";
+import { $, element, fillRows, num, number, percent } from "./rows.js";
 import { fold, setHead } from "./tables.js";
 
-const NONE = "Nothing is compared: nothing in force shortens thinking, or entropy.holdout_share is 0.";
-const SAVINGS = [["Arm"], ["Rules since", "num"], ["Requests", "num"], ["Thinking, mean", "num"], ["Stopped", "num"],
-  ["Answer, mean", "num"], ["Re-entries", "num"], ["Aborted", "num"], ["By length", "num"], ["Saved"], ["Harm"],
-  ["Drift"], ["Ends that spill"]];
+const ARMS = [["Arm"], ["Requests", "num"], ["Thinking, mean", "num"], ["Stopped", "num"], ["Answer, mean", "num"],
+  ["Re-entries", "num"], ["Aborted", "num"], ["By length", "num"]];
 const HARM = [["Shortened by"], ["Rules since", "num"], ["Judged", "num"], ["Would end", "num"], ["Harmful", "num"],
   ["Not judged", "num"], ["Harm"], ["After its ends"], ["After natural ends"]];
 const mean = (sum, count) => [+count ? (sum / count).toFixed(1) : "", "num"];
 const share = (part, whole) => [+whole ? percent(part / whole) : "", "num"];
 
-export function saved(s) {
+function saved(s) {
   const r = s.saved_ratio;
-  return r ? `${percent(r.value)} (${percent(r.low)} to ${percent(r.high)})` : "too few requests";
+  return r ? `${percent(r.value)} of the thinking (${percent(r.low)} to ${percent(r.high)})`
+    : "not known yet, because an arm has too few requests";
 }
 
-function spilled(s, arm) {
-  const side = arm === "treated" ? s.forced_ends : s.natural_ends, r = s.spills;
-  if (!side || !r) return "too few ends";
-  const found = percent((+side.reentries + +side.long_answers) / +side.ends);
-  return arm === "control" ? found : `${found}, difference ${percent(r.low)} to ${percent(r.high)}`;
+function spilled(s) {
+  const r = s.spills;
+  if (!r) return "not known yet, because a side has too few ends";
+  const [forced, natural] = [s.forced_ends, s.natural_ends]
+    .map((side) => percent((+side.reentries + +side.long_answers) / +side.ends));
+  return `${forced} of the forced ends, ${natural} of the natural ones (difference ${percent(r.low)} to ${percent(r.high)})`;
+}
+
+// Keeps a card for each set of rules: the two arms, and what follows from them.
+function card(s, at) {
+  let made = $("savings").children[at];
+  if (!made) {
+    const scroll = element("div", "scroll", element("table", ""));
+    scroll.tabIndex = 0;
+    scroll.setAttribute("role", "region");
+    made = element("div", "card", element("h4", ""), scroll, element("dl", "facts"));
+    $("savings").append(made);
+  }
+  const [heading, scroll, facts] = made.children, table = scroll.firstChild;
+  heading.textContent = `${s.in_force ? "Current rules" : "Earlier rules"}, since revision ${s.since_revision}`;
+  scroll.setAttribute("aria-label", heading.textContent);
+  setHead(table, ARMS);
+  fillRows(table, ["treated", "control"], (arm) => arm, (arm) => {
+    const c = s[arm];
+    return [arm === "treated" ? "treated" : "control group", num(c.requests), mean(c.think_tokens, c.requests),
+      share(c.stopped, c.requests), mean(c.answer_tokens, c.answers), share(c.reentries, c.requests),
+      share(c.aborts, c.requests), share(c.lengths, c.requests)];
+  });
+  const told = [["Saved", saved(s)], ["Harm", s.harm], ["Ends that spill", spilled(s)], ["Drift", s.drift]];
+  const lines = told.map(([name, text]) => element("div", "", element("dt", "", name), element("dd", "", text)));
+  if (lines.some((line, i) => !facts.children[i] || !facts.children[i].isEqualNode(line))) facts.replaceChildren(...lines);
 }
 
 function followed(ends) {
@@ -32,16 +57,9 @@ function followed(ends) {
 }
 
 export function showSavings(savings) {
-  const rows = savings.flatMap((s) => ["treated", "control"].map((arm) => ({ s, arm, counts: s[arm] })));
-  setHead($("savings-table"), SAVINGS);
-  fillRows($("savings-table"), rows, (r) => `${r.s.rules} ${r.arm}`, ({ s, arm, counts: c }) => [
-    arm === "treated" ? "treated" : "control group", num(s.since_revision), num(c.requests),
-    mean(c.think_tokens, c.requests), share(c.stopped, c.requests), mean(c.answer_tokens, c.answers),
-    share(c.reentries, c.requests), share(c.aborts, c.requests), share(c.lengths, c.requests),
-    arm === "treated" ? saved(s) : "", arm === "control" ? [s.harm, "wrap"] : "",
-    arm === "control" ? [s.drift, "wrap"] : "", spilled(s, arm),
-  ]);
-  fold($("savings-table"), rows.length ? "" : NONE);
+  savings.forEach(card);
+  while ($("savings").children.length > savings.length) $("savings").lastElementChild.remove();
+  $("savings-none").hidden = Boolean(savings.length);
   const kinds = savings.flatMap((s) => s.kinds.map((k) => ({ s, k })));
   setHead($("harm-table"), HARM);
   fillRows($("harm-table"), kinds, (r) => `${r.s.rules} ${r.k.text}`, ({ s, k }) => [

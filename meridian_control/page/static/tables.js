@@ -50,7 +50,7 @@ const TABLES = {
   freezes: {
     key: (f) => f.freeze_id, what: "freeze", none: () => "No freeze is in force.",
     columns: [
-      ["Freeze", "freeze_id", count("freeze_id"), true], ["Engines", "match", wrapped("match")],
+      ["Freeze", "freeze_id", plain("freeze_id"), true], ["Engines", "match", wrapped("match")],
       ["Time left", "end_time", plain("left")],
       ["Confirmed", "confirmed", (f) => [`${f.confirmed} of ${counted(f.engines, "engine")}`,
         f.confirmed < f.engines ? "warn" : ""]],
@@ -83,7 +83,7 @@ const TABLES = {
     key: (r) => r.rollout_id, what: "rollout",
     none: () => "There has been no rollout. meridianctl rollout start brings a policy to the fleet in steps.",
     columns: [
-      ["Rollout", "rollout_id", count("rollout_id"), true], ["State", "state", (r) => [r.state, r.level]],
+      ["Rollout", "rollout_id", plain("rollout_id"), true], ["State", "state", (r) => [r.state, r.level]],
       ["Step", "step", plain("step")], ["Revision", "revisions", plain("revisions")],
       ["Last event", "time", (r) => `${r.event} ${clock(r.time)}`], ["By", "author", plain("author")],
       ["Reason", "reason", wrapped("reason")],
@@ -92,7 +92,7 @@ const TABLES = {
   revisions: {
     key: (r) => r.revision, what: "revision", none: () => "No policy is stored: the defaults hold.",
     columns: [
-      ["Revision", "revision", count("revision"), true],
+      ["Revision", "revision", plain("revision"), true],
       ["In force on", "engines", (r) => (r.engines ? counted(r.engines, "engine") : "none")],
       ["Time", "create_time", (r) => date(r.create_time)], ["By", "author", plain("author")],
       ["Reason", "reason", wrapped("reason")],
@@ -162,7 +162,7 @@ export function showTable(name, part, state) {
   const { key, what, none, columns } = TABLES[name];
   const table = $(`${name}-table`), query = place().query, filter = query.get("filter");
   const shown = columns.filter(([, , , , when]) => !when || when(part.rows));
-  setHead(table, shown.map(([title, field, , numbers]) => [title, numbers ? "num" : "",
+  setHead(table, shown.map(([title, field, , numbers], i) => [title, numbers && i ? "num" : "",
     field && sortButton(name, title, field, numbers)]));
   const sorted = query.get(name) || "";
   shown.forEach(([, field], i) => {

@@ -49,6 +49,7 @@ export function turn() {
   }
   $("filters").hidden = view === "overview";
   const heading = $(view).querySelector("h2");
+  heading.after($("filters"));
   document.title = view === "overview" ? "Meridian" : `${heading.textContent} · Meridian`;
   // What was collected when the view was last shown is too old.
   $(view).classList.add("stale");

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from meridian_control.app.flags import access_notice, everybody_may_change, listener, parser
+from meridian_control.app.flags import access_notice, everybody_may_change, listener, page_links, parser
 
 OPEN = "Changes are accepted from this host only"
 ALL = "may change everything (--insecure)"
@@ -50,3 +50,39 @@ def test_removed_flags_name_what_to_use_instead(flags: list[str], capsys: pytest
     with pytest.raises(SystemExit):
         parser().parse_args(flags)
     assert "is gone: let the OpenTelemetry collector scrape /metrics" in capsys.readouterr().err
+
+
+def test_links_on_the_page_have_names() -> None:
+    flags = ["--page-link", "Grafana=https://grafana.example/d/x?a=1", "--page-link=Our guide = http://[::1]:8080/a"]
+    links = {"Grafana": "https://grafana.example/d/x?a=1", "Our guide": "http://[::1]:8080/a"}
+    assert page_links(parser().parse_args(flags)) == links
+    assert page_links(parser().parse_args([])) == {}
+    twice = parser().parse_args(["--page-link", "a=http://b", "--page-link", "a=http://c"])
+    with pytest.raises(ValueError, match="--page-link a=… is given 2 times"):
+        page_links(twice)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("https://grafana.example", "must be NAME=URL with a name of at most 40 characters; got"),
+        ("=https://grafana.example", "must be NAME=URL"),
+        ("x" * 41 + "=https://grafana.example", "must be NAME=URL"),
+        ("a\u202eb=https://grafana.example", "must be NAME=URL"),
+        ("Grafana=", "the URL of Grafana must be http://HOST… or https://HOST…; got ''"),
+        ("Grafana=grafana.example", "got 'grafana.example'"),
+        ("Grafana=javascript:alert(1)", "got 'javascript:alert(1)'"),
+        ("Grafana=https:///d/x", "got 'https:///d/x'"),
+        ("Grafana=https://a b/", "got 'https://a b/'"),
+        ("Grafana=https://a:x/", "got 'https://a:x/'"),
+        ("Grafana=https://[a/", "got 'https://[a/'"),
+        ("Grafana=https://me:secret@grafana.example/", "must have no user and no password"),
+    ],
+)
+def test_a_link_that_cannot_be_followed_is_named(text: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--page-link", text])
+    told = capsys.readouterr().err
+    assert "argument --page-link: " in told
+    assert complaint in told
+    assert "secret" not in told

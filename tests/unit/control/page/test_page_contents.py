@@ -181,7 +181,7 @@ def test_a_budget_that_shortens_thinking_stands_out(
     assert (row["stage"], row["level"], row["left_ratio"]) == (text, level, -0.125)
     assert (row["requests"], row["used_tokens"]) == ("tenant acme, effort high", 12)
     shortens = f"Budget a shortens thinking: {text}, -12% left."
-    assert [line.text for line in budgets.attention([budget])] == ([shortens] if level else [])
+    assert [line for _, line in budgets.attention([budget])] == ([shortens] if level else [])
     entry = policy_pb2.BudgetPolicy(name="a")
     assert budgets.row(fleet_pb2.Budget(policy=entry))["requests"] == "every request"
 
@@ -203,7 +203,8 @@ def test_tenants_come_by_their_thinking() -> None:
 
 def test_what_needs_attention_is_said_once_for_all_engines() -> None:
     gone = [{"level": "bad", "word": "gone", "id": f"gpu-{n}"} for n in range(5)]
-    rows = [*gone, {"level": "warn", "word": "frozen", "id": "a"}, {"level": "", "word": "ready", "id": "b"}]
+    words = (("bad", "off", "c"), ("warn", "frozen", "a"), ("", "ready", "b"))
+    rows = [*gone, *({"level": level, "word": word, "id": name} for level, word, name in words)]
     halted = Rollout(
         rollout_id=4,
         plan=Plan.model_validate({"step": [{"percent": 10}, {"percent": 100}]}),
@@ -219,10 +220,11 @@ def test_what_needs_attention_is_said_once_for_all_engines() -> None:
     freeze = freeze_row(FREEZES[7], [], NOW)
     assert attention(rows, [freeze], [halted, ended]) == [
         ("bad", "5 engines gone: gpu-0, gpu-1, gpu-2, and 2 more.", "engines"),
-        ("warn", "1 engine frozen: a.", "engines"),
+        ("bad", "1 engine with the agent off: c.", "engines"),
         ("warn", "Freeze 7 of a*, for 9 min longer: an incident.", "engines"),
         ("bad", "Rollout 4 is halted, step 1 of 2: revision 1 → 2 (ttot_p99_ms was 412, limit 250).", "policy"),
     ]
+    assert attention(rows, [], [])[-1].text == "1 engine frozen: a.", "its own environment has frozen it"
     row = rollout_row(halted)
     assert (row["state"], row["level"], row["revisions"]) == ("halted", "bad", "1 → 2")
     assert row["reason"] == "ttot_p99_ms was 412, limit 250"
