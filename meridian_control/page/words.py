@@ -62,7 +62,7 @@ OUTCOMES = {
     "unspecified": "open",
 }
 EVENTS = {
-    "control_group": "in the control group from here on",
+    "control_group": "in the control group",
     "opened": "opened",
     "preempted": "preempted",
     "resumed": "resumed",
@@ -188,6 +188,8 @@ def life_rows(answer: fleet_pb2.ExplainRequestResponse) -> dict[str, Any]:
     """Return a request's life as the page shows it."""
     life = plain(answer.life)
     life["events"] = [event_row(event) for event in answer.life.events]
+    if answer.HasField("live"):
+        life["think_tokens"], life["output_tokens"] = answer.live.think_tokens, answer.live.output_tokens
     return {"life": life}
 
 

@@ -60,7 +60,8 @@ def save(image: Image.Image, path: Path) -> int:
 
 
 async def open_view(page: Page, address: str, view: str) -> None:
-    """Open a view and wait until it is filled; the requests' view shows the life of the newest ended request."""
+    """Open a view and wait until it is filled; the requests' view shows the life of the newest request that a
+    rule or cap ended."""
     await page.goto(f"{address}/#{view}")
     await page.locator(f"#{view}:not(.stale)").wait_for()
     # The footer names the host.
@@ -68,7 +69,7 @@ async def open_view(page: Page, address: str, view: str) -> None:
     if view == "overview":
         await page.locator("#history svg").first.wait_for()
     if view == "requests":
-        await page.locator("#ends-table tbody a").first.click()
+        await page.locator("#ends-table tr", has=page.get_by_text("applied", exact=True)).locator("a").first.click()
         await page.locator("#life h4").wait_for()
         await page.evaluate("document.activeElement.blur()")
 

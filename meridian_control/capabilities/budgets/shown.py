@@ -60,7 +60,10 @@ def attention(budgets: Iterable[fleet_pb2.Budget]) -> list[tuple[str, str]]:
     """Return level and sentence of each budget that shortens thinking now."""
     acting = [entry for entry in map(row, budgets) if entry["level"]]
     return [
-        (entry["level"], f"Budget {entry['name']} shortens thinking: {entry['stage']}, {entry['left_ratio']:.0%} left.")
+        (
+            entry["level"],
+            f"Budget {entry['name']} shortens thinking: {entry['stage']}, {100 * entry['left_ratio']:.0f} % left.",
+        )
         for entry in acting
     ]
 

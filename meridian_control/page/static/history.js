@@ -11,7 +11,7 @@ const CHARTS = [
   ["Thinking saved", "%", [["saved_ratio", "think", "against the control group"]]],
   ["Harm", "%", [["harm_ratio", "plain", "measured"], ["harm_high", "bound", "at most"],
     ["harm_allowed", "limit", "allowed"]]],
-  ["Latency of answers, P99", "ms", [["ttot_p99_ms", "plain", "first token"], ["itl_p99_ms", "bound", "gaps"]]],
+  ["Latency, P99", "ms", [["ttot_p99_ms", "plain", "first token"], ["itl_p99_ms", "bound", "gaps"]]],
   ["Ends of thinking", "/min", [["natural_per_min", "plain", "natural"], ["forced_per_min", "bound", "by a rule or cap"]]],
   ["Agent, share of a thread", "%", [["agent_share", "plain", "mean of the engines"]]],
 ];

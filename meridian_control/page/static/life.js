@@ -62,7 +62,8 @@ function show(life) {
   setHead($("life-table"), HEAD);
   fillRows($("life-table"), life.events, (_, i) => i, (e) => [
     [`${((new Date(e.time).getTime() - begin) / 1000).toFixed(3)} s`, "num"], num(e.think_tokens), num(e.output_tokens),
-    [e.text, e.mark === "force" ? "strong" : e.kind === "phase" ? PHASES[e.phase] || "" : ""], reasons(e.why), e.outcome,
+    [e.text, `wrap ${e.mark === "force" ? "strong" : e.kind === "phase" ? PHASES[e.phase] || "" : ""}`], reasons(e.why),
+    e.outcome,
   ]);
   fold($("life-table"), life.events.length ? "" : "No event is known.");
   const left = +life.events_left_out;

@@ -35,7 +35,7 @@ function card(s, at) {
     $("savings").append(made);
   }
   const [heading, scroll, facts] = made.children, table = scroll.firstChild;
-  heading.textContent = `${s.in_force ? "Current rules" : "Earlier rules"}, since revision ${s.since_revision}`;
+  heading.textContent = `${s.in_force ? "Current rules" : "Other rules"}, since revision ${s.since_revision}`;
   scroll.setAttribute("aria-label", heading.textContent);
   setHead(table, ARMS);
   fillRows(table, ["treated", "control"], (arm) => arm, (arm) => {

@@ -180,7 +180,7 @@ def test_a_budget_that_shortens_thinking_stands_out(
     row = budgets.row(budget)
     assert (row["stage"], row["level"], row["left_ratio"]) == (text, level, -0.125)
     assert (row["requests"], row["used_tokens"]) == ("tenant acme, effort high", 12)
-    shortens = f"Budget a shortens thinking: {text}, -12% left."
+    shortens = f"Budget a shortens thinking: {text}, -12 % left."
     assert [line for _, line in budgets.attention([budget])] == ([shortens] if level else [])
     entry = policy_pb2.BudgetPolicy(name="a")
     assert budgets.row(fleet_pb2.Budget(policy=entry))["requests"] == "every request"
