@@ -28,7 +28,7 @@ from tests.processes import free_port
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {"gpu-a1": "a", "gpu-b1": "b"}
 TENANTS = ("acme", "acme", "globex", "initech")
-CONCURRENCY, STEP_MS, BLOCKS, START_S, POLL_S = 10, 20, 96, 600.0, 0.5
+CONCURRENCY, STEP_MS, BLOCKS, START_S, POLL_S = 10, 20, 96, 900.0, 0.5
 LINKS = {"Grafana": "https://grafana.example/d/meridian-fleet", "Runbooks": "https://wiki.example/meridian/alerts"}
 RULES = """
 [scheduler]
