@@ -187,6 +187,23 @@ class Scheduler(Protocol):
     def get_request_counts(self) -> tuple[int, int]: ...
 
 
+class PreemptingKvCacheManager(KvCacheManager, Protocol):
+    watermark_blocks: int
+
+    def get_computed_blocks(self, request: Request, /) -> tuple[Any, ...]: ...
+
+
+class PreemptingScheduler(Scheduler, Protocol):
+    """A scheduler of a vLLM in which requests can be preempted between two steps (`preemption_api`)."""
+
+    kv_cache_manager: PreemptingKvCacheManager
+    num_waiting_for_streaming_input: int
+    prev_step_scheduled_req_ids: set[str]
+    requires_kv_delivery: bool
+
+    def _preempt_request(self, request: Request, timestamp: float, /, *, drop_stale_output: bool) -> object: ...
+
+
 class NewRequestData(Protocol):
     req_id: str
 

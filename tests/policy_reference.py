@@ -15,6 +15,7 @@ from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import IN_OVERRIDES
+from meridian_control.policy.preemption_schema import PreemptionPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type[Section]] = {
     "engine": EnginePolicy,
     "gateway": GatewayPolicy,
     "kv_memory": KvMemoryPolicy,
+    "preemption": PreemptionPolicy,
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,
     "budget": BudgetPolicy,

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.hand_overs import HandOvers
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
+from meridian_agent.core.preempts import Preempts
 from meridian_agent.core.probe_admission import NOT_THINKING, PendingProbes
 from meridian_agent.core.sentences import DIVIDES
 from meridian_agent.core.step_record import NOT_KNOWN, TIERS, Outcome
@@ -27,7 +28,7 @@ from meridian_agent.core.think_limit import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from meridian_agent.core.phases import PhaseState
     from meridian_agent.core.tracker import Tracker
@@ -40,10 +41,10 @@ MAX_SKIP_STEPS = 1024
 
 # Parts of the directives, as bits. ORDER: dispatch plans and soft closes. CAPS: caps on thinking. RULES: forced ends by
 # the entropy rules, and their probes. MEMORY: eviction tiers and admission. OPERATOR: forced ends by operators.
-# HAND_OVERS: requests that go to another engine. A lease ends one or more of these parts; a section's own lease never
-# ends OPERATOR or HAND_OVERS.
-ORDER, CAPS, RULES, MEMORY, OPERATOR, HAND_OVERS = 1, 2, 4, 8, 16, 32
-ALL_BUT_CAPS = ORDER | RULES | MEMORY | OPERATOR | HAND_OVERS
+# HAND_OVERS: requests that go to another engine. PREEMPTS: waiting requests that may preempt others. A lease ends one
+# or more of these parts; a section's own lease never ends OPERATOR, HAND_OVERS or PREEMPTS.
+ORDER, CAPS, RULES, MEMORY, OPERATOR, HAND_OVERS, PREEMPTS = 1, 2, 4, 8, 16, 32, 64
+ALL_BUT_CAPS = ORDER | RULES | MEMORY | OPERATOR | HAND_OVERS | PREEMPTS
 # Part of a forced end by its reason; all other reasons, also those of a newer control plane, belong to RULES.
 PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERATOR: OPERATOR}
 
@@ -76,6 +77,7 @@ class Directives:
         self.plan: DispatchPlan | None = None
         self.probes = PendingProbes(self.report)
         self.hand_overs = HandOvers(self.report)
+        self.preempts = Preempts(self.report)
 
     def report(self, decision_id: int, outcome: Outcome, live: LiveRequest | None = None, detail: str = "") -> None:
         """Record the outcome of a decision; an id of 0 means that the agent acted without a decision, and records
@@ -107,6 +109,9 @@ class Directives:
         for hand_over in message.hand_overs:
             if (live := self._target(hand_over.slot, hand_over.decision_id, message.step)) is not None:
                 self.hand_overs.accept(hand_over, live, self._tracker.markers)
+        for preempt in message.preempts:
+            if (live := self._target(preempt.slot, preempt.decision_id, message.step)) is not None:
+                self.preempts.accept(preempt, live, self._known(preempt.victims, message.step))
         if message.HasField("plan"):
             self._accept_plan(message.plan, message.step)
 
@@ -116,6 +121,11 @@ class Directives:
             self.report(probe.decision_id, Outcome.REFUSED, live, NOT_THINKING)
         elif live is not None:
             self.probes.add(probe, live)
+
+    def _known(self, slots: Iterable[int], step: int) -> list[LiveRequest]:
+        """Return the requests in these slots, as they were in the report of this step."""
+        known = map(self._tracker.by_slot.get, slots)
+        return [live for live in known if live is not None and live.opened_step <= step]
 
     def _target(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:
         """Return the request that a decision was made for; None if the slot belongs to a later request by now, or to
@@ -328,6 +338,7 @@ class Directives:
         self._drop_ending(live, Outcome.REQUEST_GONE)
         self._close_cap(live, Outcome.REQUEST_GONE)
         self.probes.drop(Outcome.REQUEST_GONE, live)
+        self.preempts.settle(live, Outcome.REQUEST_GONE)
 
     def drop(self, parts: int, report: bool = True) -> None:
         """Drop the decisions about these parts of the directives; a forced end that has begun is completed. report:
@@ -349,6 +360,8 @@ class Directives:
             self.probes.drop(outcome)
         if parts & HAND_OVERS:
             self.hand_overs.drop(outcome)
+        if parts & PREEMPTS:
+            self.preempts.drop(outcome)
         self._tracker.reorder = True
 
     def freeze(self) -> None:

@@ -35,6 +35,7 @@ COUNTERS = (
     "round_trip_ms",
     "calm_steps",
     "full_steps",
+    "recomputed_tokens",
 )
 
 # The first fields of a StepRecord, in their order: a step that brought each request of the run text and changed nothing
@@ -150,6 +151,8 @@ class StepRecord:
     continued: list[tuple[int, int, float]] = field(default_factory=list)
     # Requests that have joined a step for the first time: (slot, queueing time in milliseconds).
     joined: list[tuple[int, float]] = field(default_factory=list)
+    # Requests that were preempted for waiting ones: (decision id, slot, tokens that are expected to be computed again).
+    preemptions: list[tuple[int, int, int]] = field(default_factory=list)
     # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     # The values of COUNTERS, in the last record of a report.

@@ -11,7 +11,7 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meridian.v1 import agent_pb2
 
@@ -26,6 +26,7 @@ from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.capabilities import Measuring
 from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
+from meridian_agent.engine.preemption import Preemption
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.queue_order import Limit, QueueOrder
 from meridian_agent.engine.step_accounting import StepAccounting
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         EngineCoreOutputs,
         GrammarOutput,
         ModelRunnerOutput,
+        PreemptingScheduler,
         Request,
         Scheduler,
         SchedulerOutput,
@@ -70,6 +72,8 @@ class Agent:
         self.queues = QueueOrder(tracker, scheduler)
         self.probing = ProbeRunner(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
         directives.hand_overs.refusal = facts.no_hand_over
+        directives.preempts.refusal = facts.no_preempt
+        self.preemption = Preemption(tracker, directives.preempts, self.queues, link.lease.clock, self.probing.reserved)
         able_to_answer = not facts.no_answer_handed_over
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
         self.masks = TokenMasks(tracker, directives, *scheduler_api.mask_facts(scheduler))
@@ -364,6 +368,8 @@ class Agent:
         plan = self.directives.active_plan()
         if plan is not None:
             self.queues.obey(scheduler, plan)
+        if self.directives.preempts.claims:
+            self.preemption.obey(cast("PreemptingScheduler", scheduler))
         probing = self.probing
         placed = probing.place(scheduler, self.observe_entropy) if self.directives.probes else []
         if probing.held:
@@ -436,6 +442,8 @@ class Agent:
             self.probing.scheduled(scheduler, scheduled)
         if self.hand_over.computed:
             self.hand_over.scheduled(scheduled, scheduler)
+        if self.preemption.waiting:
+            self.preemption.scheduled(output)
         self.calm.scheduled(len(scheduled))
 
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
@@ -495,4 +503,5 @@ class Agent:
             self.link.outbox.round_trip_ms,
             self.calm.calm_steps,
             self.calm.full_steps,
+            self.preemption.recomputed.total,
         )

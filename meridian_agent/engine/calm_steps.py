@@ -76,7 +76,7 @@ class CalmSteps:
         run, and a tier acts when vLLM frees the request's blocks. A plan that differs from the one before only in its
         ranks changes the order alone. A probe that waits for the end of a sentence or a paragraph joins the awaited
         ones, unless it needs a place that the newest full look has not kept free."""
-        if message is None or message.forces or message.hand_overs:
+        if message is None or message.forces or message.hand_overs or message.preempts:
             self.number = 0
         elif message.HasField("plan"):
             self._reranked = True
@@ -150,7 +150,7 @@ class CalmSteps:
         """Return whether no request is due for a forced token or waits for a decision, and no share of the plan leaves
         requests out."""
         tracker, probing = self._tracker, self._probing
-        if tracker.due or tracker.preempted or probing.placed or probing.held:
+        if tracker.due or tracker.preempted or probing.placed or probing.held or self._directives.preempts.claims:
             return False
         if plan is None:
             return True

@@ -36,7 +36,7 @@ class EngineFacts:
     probes; empty if it accepts them. no_probe_rows: why no probe can be a row of its request; empty if that can be.
     hand_over: stops requests at the end of their thinking; None if the engine cannot hand requests over, for the reason
     `no_hand_over`. no_answer_handed_over: why the engine cannot read the KV of requests that other engines hand over;
-    empty if it can.
+    empty if it can. no_preempt: why the engine preempts nothing for waiting requests; empty if it can.
     """
 
     model: str
@@ -51,6 +51,7 @@ class EngineFacts:
     hand_over: HandOverPort | None = None
     no_hand_over: str = NO_CONNECTOR
     no_answer_handed_over: str = NO_CONNECTOR
+    no_preempt: str = "not looked for"
 
 
 class Measuring:
@@ -114,4 +115,5 @@ def capabilities(scheduler: Scheduler, entropy: bool, facts: EngineFacts) -> age
         hand_over=not facts.no_hand_over,
         answer_handed_over=not facts.no_answer_handed_over,
         queueing_time=True,
+        preempt=not facts.no_preempt,
     )

@@ -34,6 +34,7 @@ from meridian_agent.link.settings_file import StateFile, state_folder
 from meridian_agent.vllm_adapter import (
     hand_over,
     kv_connectors,
+    preemption_api,
     prefix_cache,
     probe_rows,
     reasoning_markers,
@@ -41,7 +42,7 @@ from meridian_agent.vllm_adapter import (
     tokenizer,
 )
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits, limits_of
-from meridian_agent.vllm_adapter.version import unfit_limit, vllm_version
+from meridian_agent.vllm_adapter.version import unfit_limit, unfit_preemption, vllm_version
 
 if TYPE_CHECKING:
     from meridian_agent.core.guard import Guard
@@ -126,6 +127,7 @@ class Lifecycle:
             self.limits,
             no_probes,
             no_probe_rows,
+            no_preempt=find("preemption", lambda: preemption_api.refusal(scheduler, unfit_preemption()), "not known"),
             **find("handover", lambda: hand_over.abilities(scheduler, self._guard), dict[str, Any]()),
         )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
@@ -281,6 +283,7 @@ class Lifecycle:
             missing_facts=self._start.missing,
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
+        hello.no_preempt = self._facts.no_preempt
         hello.no_hand_over, hello.no_answer_handed_over = self._facts.no_hand_over, self._facts.no_answer_handed_over
         if 0 < rest_s < math.inf:
             hello.recover_ms = math.ceil(rest_s * 1e3)

@@ -35,6 +35,7 @@ OPTIONAL = {
     "entropy backend": "the worker names its backend with its first measurement",
     "scheduler limits": "no limit of vLLM's scheduler can be changed",
     "handover": "the engine hands no request over and answers none that others hand over",
+    "preemption": "no request is preempted for a waiting one",
     "settings on disk": "the agent begins without settings, as on a new engine",
 }
 

@@ -59,11 +59,12 @@ def take_out(scheduler: Scheduler, request_id: str) -> None:
 
 
 def bring_back(scheduler: Scheduler) -> None:
-    """Put requests back into the waiting queue that a hook had taken out and not put back."""
+    """Put requests back into the running list and the waiting queue that a hook had taken out and not put back."""
     queues = [getattr(scheduler, name, ()) for name in scheduler_api.QUEUES]
     known = {request.request_id for queue in (scheduler.running, *queues) for request in queue}
-    lost = [r for r in scheduler.requests.values() if r.request_id not in known and request_api.waits(r)]
-    for request in reversed(lost):
+    lost = [r for r in scheduler.requests.values() if r.request_id not in known]
+    scheduler.running += filter(request_api.runs, lost)
+    for request in filter(request_api.waits, reversed(lost)):
         scheduler.waiting.prepend_request(request)
 
 

@@ -31,7 +31,7 @@ STEP_BYTES, REPORT_HEAD_BYTES = 64, 512
 # step has, as the others have them.
 ENTRIES = (
     *("slots", "phases", "rows", "text", "flags", "opened", "joined", "probes", "looks", "loops"),
-    *("preempted", "resumed", "continued", "outcomes", "closed"),
+    *("preempted", "resumed", "continued", "preemptions", "outcomes", "closed"),
 )
 NOTHING_ONCE: dict[str, Any] = {"prefill_tokens": 0, "counters": ()}
 
@@ -106,7 +106,7 @@ def record_bytes(record: StepRecord) -> int:
     size += sum([_opened_bytes(row) for row in record.opened])
     size += sum([OUTCOME_BYTES + _bytes(detail) for *_, detail in record.outcomes])
     slots = len(record.preempted) + len(record.resumed) + len(record.closed) + len(record.loops)
-    size += SLOT_BYTES * (slots + len(record.joined) + len(record.continued))
+    size += SLOT_BYTES * (slots + len(record.joined) + len(record.continued) + len(record.preemptions))
     return size + PROBE_BYTES * len(record.probes)
 
 
@@ -131,7 +131,7 @@ def reports_of(record: StepRecord, most_bytes: int, byte_columns: bool) -> Itera
         # The control plane estimates the time of a step from its tokens.
         part.step_time_ms = record.step_time_ms * (cut.stop - cut.start) / rows
         yield step_report([part], byte_columns)
-    for name in ("joined", "probes", "loops", "preempted", "resumed", "continued"):
+    for name in ("joined", "probes", "loops", "preempted", "resumed", "continued", "preemptions"):
         for some in _chunks(listed := getattr(record, name), [PROBE_BYTES] * len(listed), most):
             yield step_report([_like(record, **{name: some})], byte_columns)
     sizes = [OUTCOME_BYTES + _bytes(detail) for *_, detail in record.outcomes]

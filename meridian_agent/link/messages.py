@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # The lists of a Directives message, in the order in which the engine takes them in.
-DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs")
+DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
 PROBE_COLUMNS = (
     "decision_id",
     "slot",
@@ -93,7 +93,7 @@ def parts_of(message: agent_pb2.Directives, most: int) -> Iterator[agent_pb2.Dir
 def decisions_in(message: agent_pb2.Directives) -> int:
     """Return the number of decisions in a message; each rank of a plan counts as one."""
     listed = len(message.forces) + len(message.caps) + len(message.tiers) + len(message.probes)
-    return listed + len(message.hand_overs) + len(message.plan.slot)
+    return listed + len(message.hand_overs) + len(message.preempts) + len(message.plan.slot)
 
 
 def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> agent_pb2.StepReport:
@@ -165,6 +165,10 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
     for slot, queueing_ms in record.joined:
         report.joined.slot.append(slot)
         report.joined.queueing_ms.append(queueing_ms)
+    for decision_id, slot, tokens in record.preemptions:
+        report.preemptions.decision_id.append(decision_id)
+        report.preemptions.slot.append(slot)
+        report.preemptions.recompute_tokens.append(tokens)
     for decision_id, outcome, think_tokens, detail in record.outcomes:
         report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
 

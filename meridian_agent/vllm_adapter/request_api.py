@@ -98,6 +98,15 @@ def waits(request: Request) -> bool:
     return str(request.status.name) in ("WAITING", "PREEMPTED")
 
 
+def runs(request: Request) -> bool:
+    return str(request.status.name) == "RUNNING"
+
+
+def is_queued(request: Request) -> bool:
+    """Whether a request waits for its first step; it may have to wait for something else before."""
+    return str(request.status.name).startswith("WAITING")
+
+
 def waits_for_input(request: Request) -> bool:
     """Whether a streaming session has answered all of its inputs so far."""
     return str(request.status.name) == "WAITING_FOR_STREAMING_REQ"

@@ -163,6 +163,20 @@ LIMITS: dict[str, Table] = {
     "long_prefill_token_threshold": {},
 }
 
+# The API that the agent needs to preempt requests between two steps; without it nothing is preempted for waiting
+# requests.
+PREEMPTION: Table = {
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "_preempt_request(_, _, drop_stale_output=_)",
+        "num_waiting_for_streaming_input",
+        "prev_step_scheduled_req_ids",
+        "requires_kv_delivery",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("get_computed_blocks(_)", "watermark_blocks"),
+    # With it vLLM delivers the tokens of steps that are under way after a preemption.
+    "vllm.v1.request:Request": ("num_preemptions", "num_stale_output_tokens", "resumable"),
+}
+
 # The classes of requests from which the agent copies a client's effort, in processes that serve an API. Without one of
 # them, or without one of its members, the effort that clients name in its API reaches no policy.
 API_SERVER: Table = {

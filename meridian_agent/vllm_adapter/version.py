@@ -56,6 +56,11 @@ def unfit_limit(name: str) -> str:
     return _lacks(required_api.LIMITS[name])
 
 
+def unfit_preemption() -> str:
+    """Return what this vLLM lacks for preemptions by the agent; empty if nothing is missing."""
+    return _lacks(required_api.PREEMPTION)
+
+
 def _lacks(table: required_api.Table) -> str:
     """Return which entries of a table this vLLM lacks; empty if nothing is missing."""
     lacks = required_api.missing(required_api.Imported(), table)

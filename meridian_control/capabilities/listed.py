@@ -15,6 +15,8 @@ from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.loops.stream import Loops
 from meridian_control.capabilities.order.stream import Order
+from meridian_control.capabilities.preemption import metrics as preemption_metrics
+from meridian_control.capabilities.preemption.stream import Preemption
 from meridian_control.capabilities.pressure import metrics as pressure_metrics
 from meridian_control.capabilities.pressure.fleet import FleetPressure
 from meridian_control.capabilities.pressure.stream import EnginePressure
@@ -31,6 +33,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("order", Order),
     Capability("tiers", Tiers),
     Capability("gateway", RefusedClasses.of, metrics=gateway_metrics.ENTRIES),
+    Capability("preemption", Preemption.of, metrics=preemption_metrics.ENTRIES),
     Capability("handover", EngineHandovers, FleetHandovers, metrics=handover_metrics.ENTRIES),
 )
 # The parts of these capabilities in an engine's stream that share nothing with other streams, as in replays.

@@ -34,7 +34,7 @@ from meridian_control.cli.console import (
 from meridian_control.cli.tables import ends_table, handover_table, harm_table, savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
 
-KINDS = ("cap", "force", "hand_over", "probe", "tier")
+KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
 
 Engine = Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)]
 

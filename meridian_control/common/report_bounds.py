@@ -32,6 +32,7 @@ COUNTERS = (
     "probe_tokens",
     "calm_steps",
     "full_steps",
+    "recomputed_tokens",
 )
 # Largest number of steps between a decision and the step that carries it out.
 MAX_AGE_STEPS = 10**9

@@ -78,8 +78,13 @@ def may_shorten(policy: Policy) -> bool:
 
 
 def concerns_first_tokens(policy: Policy) -> bool:
-    """Whether an entry may shorten a request from its beginning, or a request may be handed over."""
-    return bool(policy.budget or policy.pressure or policy.disagg.enabled)
+    """Whether an entry may shorten a request from its beginning, or a request may be handed over or preempt others."""
+    return bool(policy.budget or policy.pressure or policy.disagg.enabled or may_preempt(policy))
+
+
+def may_preempt(policy: Policy) -> bool:
+    """Whether some waiting request may preempt others, in shadow or not."""
+    return any(section.may_preempt for section in _of_any_request(policy, "preemption"))
 
 
 def sets_token_times(policy: Policy) -> bool:

@@ -22,6 +22,7 @@ from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.loop_schema import LoopPolicy
+from meridian_control.policy.preemption_schema import PreemptionPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
@@ -88,12 +89,13 @@ PER_REQUEST = {
         "give_up_shadow",
     ),
     "loop": tuple(LoopPolicy.model_fields),
+    "preemption": ("may_preempt", "max_prompt_tokens", "preemptible_from_tokens"),
 }
 # The fields that an override may set: those decided per request, and those of whole engines.
 IN_OVERRIDES = {**PER_REQUEST, "engine": tuple(EnginePolicy.model_fields)}
 # Sections that one of the two previous versions, 0.1.0 and 0.2.0, does not know; and by name, the new fields of the
 # others and of entries.
-NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension", "gateway")
+NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension", "gateway", "preemption")
 NEW_FIELDS = {
     "scheduler": _new_fields(SchedulerPolicy),
     "entropy": _new_fields(EntropyPolicy),
@@ -104,6 +106,7 @@ NEW_FIELDS = {
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
 LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
+PreemptionOverride = _override(PreemptionPolicy, *PER_REQUEST["preemption"])
 EngineOverride = _override(EnginePolicy, *IN_OVERRIDES["engine"])
 
 # The levels of effort in OpenAI's and Anthropic's APIs, as vLLM accepts them.
@@ -145,6 +148,9 @@ class Override(Section):
     entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]
     loop: LoopOverride = Field(LoopOverride(), description="Other loop values.")  # type: ignore[valid-type]
     engine: EngineOverride = Field(EngineOverride(), description="Other engine values.")  # type: ignore[valid-type]
+    preemption: PreemptionOverride = Field(  # type: ignore[valid-type]
+        PreemptionOverride(), description="Other preemption values."
+    )
 
     @model_validator(mode="after")
     def _whole_engines(self) -> Self:
@@ -172,6 +178,7 @@ class Policy(Section):
     disagg: DisaggPolicy = DisaggPolicy()
     engine: EnginePolicy = EnginePolicy()
     gateway: GatewayPolicy = GatewayPolicy()
+    preemption: PreemptionPolicy = PreemptionPolicy()
     model: Mapping[str, ModelPolicy] = Field(
         {}, max_length=256, description="Facts about models, by the name under which the engine serves the model."
     )
@@ -238,9 +245,9 @@ class Policy(Section):
         floor = min(scheduler.min_think_tokens, scheduler.max_think_tokens)
         scheduler = scheduler.model_copy(update={"min_think_tokens": floor})
         entropy = self.entropy.model_copy(update=changes["entropy"])
-        loop = self.loop.model_copy(update=changes["loop"])
-        engine = self.engine.model_copy(update=changes["engine"])
-        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, "loop": loop, "engine": engine})
+        names = ("loop", "engine", "preemption")
+        others = {name: getattr(self, name).model_copy(update=changes[name]) for name in names}
+        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, **others})
 
     def engine_limits(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Return the limits that are set for an engine with these labels, by name."""

@@ -45,7 +45,7 @@ NEEDS = {
 
 
 # Field of Hello with the engine's own reason for lacking a capability.
-REASONS = {"hand_over": "no_hand_over", "answer_handed_over": "no_answer_handed_over"}
+REASONS = {"preempt": "no_preempt", "hand_over": "no_hand_over", "answer_handed_over": "no_answer_handed_over"}
 
 
 def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
@@ -83,6 +83,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _loop_rule("loop", policy.loop)
     yield from _handovers(policy.disagg, hello)
     yield from _shorteners(policy, hello)
+    yield from _preempts("preemption", policy.preemption, policy)
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
@@ -97,6 +98,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
         loop = policy.loop.model_copy(update=_changes(override, "loop"))
         if loop != policy.loop:
             yield from _loop_rule(f"override[{index}].loop", loop)
+        yield from _preempts(f"override[{index}].preemption", override.preemption, policy)
 
 
 def _changes(override: Override, section: str) -> dict[str, Any]:
@@ -157,6 +159,12 @@ def _shorteners(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, s
                 rules = _rules("entropy", policy.entropy.model_copy(update={"shadow": False}))
                 for capability in sorted({capability for _, capability in rules}):
                     yield f"{section}[{index}].entropy_in_force", capability
+
+
+def _preempts(path: str, section: Any, policy: Policy) -> Iterator[tuple[str, str]]:
+    """Yield what a section needs that lets requests preempt others, in a policy or in an override."""
+    if section.may_preempt and not policy.preemption.shadow:
+        yield f"{path}.may_preempt", "preempt"
 
 
 def _loop_rule(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:

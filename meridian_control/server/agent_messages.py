@@ -23,7 +23,7 @@ MAX_TAGS = 4096
 # Fields of a message whose entries are counted.
 COUNTED = {"snapshot": ("requests", "ended"), "step": ("opened", "closed", "outcomes")}
 # Columns of a report that have one row for a request.
-COLUMNS = ("probes", "loops", "continued", "joined")
+COLUMNS = ("probes", "loops", "continued", "joined", "preemptions")
 
 
 def _numbers() -> dict[int, tuple[str, dict[int, str]]]:

@@ -338,6 +338,12 @@ AGENTS = (
         "Many, and thinking is too slow: raise `output_tpot_budget_ms` or lower `think_tpot_budget_ms`.",
     ),
     counter(
+        "meridian_agent_recomputed_tokens_total",
+        ENGINE,
+        "Tokens that requests computed again after the agent had preempted them for waiting ones.",
+        "A large share of all tokens: lower `recomputed_tokens_per_s`, or add KV cache.",
+    ),
+    counter(
         "meridian_agent_reports_dropped_total",
         ENGINE,
         "Step reports dropped because the agent's ring buffer to its link thread was full.",

@@ -95,6 +95,7 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
     "meridian_agent_preempted_think_total": lambda r: r.counters.preempted_think,
     "meridian_agent_output_critical_total": lambda r: r.counters.output_critical,
     "meridian_agent_think_skips_total": lambda r: r.counters.think_skips,
+    "meridian_agent_recomputed_tokens_total": lambda r: r.counters.recomputed_tokens,
     "meridian_agent_reports_dropped_total": lambda r: r.counters.reports_dropped,
     "meridian_agent_probe_tokens_total": lambda r: r.counters.probe_tokens,
     "meridian_agent_seconds_total": lambda r: r.counters.agent_seconds,

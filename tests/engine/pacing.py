@@ -17,6 +17,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.control_stream import ControlStream
+from meridian_agent.link.messages import DECISION_KINDS
 from meridian_agent.link.record_queue import RecordQueue
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def watch() -> None:
 
 
 def _ids(directives: agent_pb2.Directives) -> list[int]:
-    each = (directives.forces, directives.caps, directives.tiers, directives.probes, directives.hand_overs)
+    each = [getattr(directives, kind) for kind in DECISION_KINDS]
     return [directives.plan.decision_id, *(decision.decision_id for kind in each for decision in kind)]
 
 

@@ -51,6 +51,8 @@ QUIET = {
     "meridian_agent_think_skips_total",
     "meridian_agent_faults_total",
     "meridian_handovers_total",
+    "meridian_preempted_for_waiting_total",
+    "meridian_agent_recomputed_tokens_total",
     "meridian_unread_prompts_total",
 }
 

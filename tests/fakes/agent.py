@@ -31,6 +31,7 @@ ALL = agent_pb2.Capabilities(
     reclaim=True,
     template_strips_think=True,
     queueing_time=True,
+    preempt=True,
 )
 
 
@@ -146,6 +147,7 @@ class StreamChecker:
             "plan": [directives.plan.decision_id] if directives.HasField("plan") else [],
             "tier": [t.decision_id for t in directives.tiers],
             "hand_over": [h.decision_id for h in directives.hand_overs],
+            "preempt": [p.decision_id for p in directives.preempts],
         }
         ids = [i for group in groups.values() for i in group]
         assert self.acked or not ids, "decisions before a policy is applied"
@@ -160,6 +162,7 @@ class StreamChecker:
             directives.tiers,
             directives.probes,
             directives.hand_overs,
+            directives.preempts,
         )
         slots = {decision.slot for decisions in lists for decision in decisions}
         assert slots | set(directives.plan.slot) <= set(self.told), "only slots that are live"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import Outcome
+from meridian_agent.link.messages import DECISION_KINDS
 from meridian_control.offline.trace_file import FileError, read
 from meridian_control.policy import formats as forms
 from tests.sim.invariants import Invariants
@@ -155,7 +156,7 @@ def audit(paths: Iterable[Path]) -> Audit:
 
 
 def _ids(directives: agent_pb2.Directives) -> set[int]:
-    lists = (directives.forces, directives.caps, directives.tiers, directives.probes, directives.hand_overs)
+    lists = [getattr(directives, kind) for kind in DECISION_KINDS]
     ids = {decision.decision_id for decisions in lists for decision in decisions}
     return ids | {directives.plan.decision_id} if directives.HasField("plan") else ids
 

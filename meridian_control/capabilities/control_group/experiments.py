@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
 # Sections of the policy that have no effect on when thinking ends. Of budgets and pressure only entries in force have.
-UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure"}
+UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure", "preemption"}
 TREATED, CONTROL = "treated", "control"
 
 

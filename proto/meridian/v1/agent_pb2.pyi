@@ -313,7 +313,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_SUPERSEDED: _Outcome.ValueType  # 3
     """A newer decision of the same kind replaced the decision first."""
     OUTCOME_ENDED_NATURALLY: _Outcome.ValueType  # 4
-    """The model ended thinking by itself first."""
+    """The model ended thinking by itself first; or, for Preempt, the waiting request joined without a preemption."""
     OUTCOME_REQUEST_GONE: _Outcome.ValueType  # 5
     """The request finished or was aborted first."""
     OUTCOME_REFUSED: _Outcome.ValueType  # 6
@@ -333,7 +333,7 @@ OUTCOME_SHADOWED: Outcome.ValueType  # 2
 OUTCOME_SUPERSEDED: Outcome.ValueType  # 3
 """A newer decision of the same kind replaced the decision first."""
 OUTCOME_ENDED_NATURALLY: Outcome.ValueType  # 4
-"""The model ended thinking by itself first."""
+"""The model ended thinking by itself first; or, for Preempt, the waiting request joined without a preemption."""
 OUTCOME_REQUEST_GONE: Outcome.ValueType  # 5
 """The request finished or was aborted first."""
 OUTCOME_REFUSED: Outcome.ValueType  # 6
@@ -708,6 +708,7 @@ class Hello(_message.Message):
     RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
     MISSING_FACTS_FIELD_NUMBER: _builtins.int
     REQUEST_SOURCES_FIELD_NUMBER: _builtins.int
+    NO_PREEMPT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -770,6 +771,8 @@ class Hello(_message.Message):
     """What names the tenant and the SLO class of the engine's requests in place of the client, as MERIDIAN_TENANT_FROM and
     MERIDIAN_SLO_CLASS_FROM in the engine's environment say; empty if neither is set.
     """
+    no_preempt: _builtins.str
+    """Reason why the engine cannot preempt requests for waiting ones; empty if Capabilities.preempt is set."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels by which operators select the engine; from MERIDIAN_LABELS in the engine's environment."""
@@ -838,10 +841,11 @@ class Hello(_message.Message):
         reclaim_note: _builtins.str = ...,
         missing_facts: _abc.Iterable[_builtins.str] | None = ...,
         request_sources: _builtins.str = ...,
+        no_preempt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "engine_limits", b"engine_limits", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "request_sources", b"request_sources", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "no_preempt", b"no_preempt", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "request_sources", b"request_sources", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015
@@ -936,6 +940,7 @@ class Capabilities(_message.Message):
     HAND_OVER_FIELD_NUMBER: _builtins.int
     ANSWER_HANDED_OVER_FIELD_NUMBER: _builtins.int
     QUEUEING_TIME_FIELD_NUMBER: _builtins.int
+    PREEMPT_FIELD_NUMBER: _builtins.int
     token_entropy: _builtins.bool
     """The engine can measure every token's entropy and the end marker's rank."""
     force_end: _builtins.bool
@@ -958,6 +963,8 @@ class Capabilities(_message.Message):
     """
     queueing_time: _builtins.bool
     """The engine reports the queueing time of its requests: StepReport.joined."""
+    preempt: _builtins.bool
+    """The engine can preempt thinking requests for a waiting one: Preempt."""
     def __init__(
         self,
         *,
@@ -970,10 +977,11 @@ class Capabilities(_message.Message):
         hand_over: _builtins.bool = ...,
         answer_handed_over: _builtins.bool = ...,
         queueing_time: _builtins.bool = ...,
+        preempt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_handed_over", b"answer_handed_over", "dispatch", b"dispatch", "eat_probe", b"eat_probe", "force_end", b"force_end", "hand_over", b"hand_over", "queueing_time", b"queueing_time", "reclaim", b"reclaim", "template_strips_think", b"template_strips_think", "token_entropy", b"token_entropy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_handed_over", b"answer_handed_over", "dispatch", b"dispatch", "eat_probe", b"eat_probe", "force_end", b"force_end", "hand_over", b"hand_over", "preempt", b"preempt", "queueing_time", b"queueing_time", "reclaim", b"reclaim", "template_strips_think", b"template_strips_think", "token_entropy", b"token_entropy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1489,6 +1497,42 @@ class JoinedColumns(_message.Message):
 Global___JoinedColumns: _TypeAlias = JoinedColumns  # noqa: Y015
 
 @_typing.final
+class PreemptionColumns(_message.Message):
+    """Thinking requests that the agent has preempted for waiting ones, because of Preempt. All columns have the same length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_ID_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decision_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Id of the Preempt decision."""
+
+    @_builtins.property
+    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slot of the request that was preempted; it is also in StepReport.preempted."""
+
+    @_builtins.property
+    def recompute_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of its computed tokens that are expected to be computed again, because they are in no cached KV block."""
+
+    def __init__(
+        self,
+        *,
+        decision_id: _abc.Iterable[_builtins.int] | None = ...,
+        slot: _abc.Iterable[_builtins.int] | None = ...,
+        recompute_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "recompute_tokens", b"recompute_tokens", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreemptionColumns: _TypeAlias = PreemptionColumns  # noqa: Y015
+
+@_typing.final
 class StepColumns(_message.Message):
     """The steps of a report that merges several, one row per step, oldest first. Every column that is not empty has as many
     rows as StepReport.steps says.
@@ -1584,6 +1628,7 @@ class StepReport(_message.Message):
     LOOPS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report."""
     steps: _builtins.int
@@ -1650,6 +1695,10 @@ class StepReport(_message.Message):
     def joined(self) -> Global___JoinedColumns:
         """Requests that have joined a step for the first time; a resumption after a preemption does not count."""
 
+    @_builtins.property
+    def preemptions(self) -> Global___PreemptionColumns:
+        """Requests that the agent has preempted for waiting ones."""
+
     def __init__(
         self,
         *,
@@ -1673,10 +1722,11 @@ class StepReport(_message.Message):
         loops: Global___LoopColumns | None = ...,
         continued: Global___ContinuedColumns | None = ...,
         joined: Global___JoinedColumns | None = ...,
+        preemptions: Global___PreemptionColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "joined", b"joined", "loops", b"loops", "merged", b"merged", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "counters", b"counters", "joined", b"joined", "loops", b"loops", "merged", b"merged", "preemptions", b"preemptions", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "joined", b"joined", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "continued", b"continued", "counters", b"counters", "joined", b"joined", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1699,6 +1749,7 @@ class AgentCounters(_message.Message):
     ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
     CALM_STEPS_FIELD_NUMBER: _builtins.int
     FULL_STEPS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
     """Requests that were not answering when vLLM preempted them."""
     output_critical: _builtins.int
@@ -1721,6 +1772,8 @@ class AgentCounters(_message.Message):
     """Steps before which the agent did not look at the engine, because nothing had happened since its newest full look."""
     full_steps: _builtins.int
     """Steps before which the agent took in messages, ordered the queues and placed probes."""
+    recomputed_tokens: _builtins.int
+    """Tokens that requests computed again after the agent had preempted them for waiting ones."""
     def __init__(
         self,
         *,
@@ -1735,10 +1788,11 @@ class AgentCounters(_message.Message):
         round_trip_ms: _builtins.float = ...,
         calm_steps: _builtins.int = ...,
         full_steps: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "recomputed_tokens", b"recomputed_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2179,6 +2233,7 @@ class Directives(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
     HAND_OVERS_FIELD_NUMBER: _builtins.int
+    PREEMPTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the newest step report from which these decisions were taken. The agent ignores a decision about a slot
     that was opened after this report. The control plane always answers a report with probe results.
@@ -2207,6 +2262,10 @@ class Directives(_message.Message):
     def hand_overs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOver]:
         """Requests to hand over at the end of their thinking."""
 
+    @_builtins.property
+    def preempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Preempt]:
+        """Waiting requests for which thinking ones may be preempted."""
+
     def __init__(
         self,
         *,
@@ -2217,10 +2276,11 @@ class Directives(_message.Message):
         tiers: _abc.Iterable[Global___TierChange] | None = ...,
         probes: _abc.Iterable[Global___EatProbe] | None = ...,
         hand_overs: _abc.Iterable[Global___HandOver] | None = ...,
+        preempts: _abc.Iterable[Global___Preempt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "forces", b"forces", "hand_overs", b"hand_overs", "plan", b"plan", "probes", b"probes", "step", b"step", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "forces", b"forces", "hand_overs", b"hand_overs", "plan", b"plan", "preempts", b"preempts", "probes", b"probes", "step", b"step", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2492,3 +2552,65 @@ class HandOver(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandOver: _TypeAlias = HandOver  # noqa: Y015
+
+@_typing.final
+class Preempt(_message.Message):
+    """Lets the engine preempt thinking requests for a waiting request that finds no place among the running requests, or no
+    free KV blocks. In force until the request joins a step, or until the next Preempt for the request. A preempted
+    request goes back to vLLM's waiting queue, and later computes again what the prefix cache has lost.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_ID_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    VICTIMS_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
+    decision_id: _builtins.int
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
+    slot: _builtins.int
+    """Slot of the waiting request."""
+    shadow: _builtins.bool
+    """Whether the decision is only counted and not carried out. The outcome SHADOWED names the requests that would have
+    been preempted.
+    """
+    max_prompt_tokens: _builtins.int
+    """Largest number of prompt tokens of the waiting request that are in no cached KV block; 0 for no limit."""
+    max_preemptions: _builtins.int
+    """Largest number of times that a request was preempted before, by vLLM itself too, and may be preempted again."""
+    recomputed_tokens_per_s: _builtins.int
+    """Tokens per second that preempted requests may compute again, over a second and in the long run. While more has been
+    computed again, no request is preempted.
+    """
+    max_wait_ms: _builtins.int
+    """Milliseconds after which a preempted request resumes before any waiting request: until then no other is preempted."""
+    @_builtins.property
+    def victims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of the requests that may be preempted. The agent preempts those first that have the fewest tokens to compute
+        again, and none that does not think at that time. Without any, the message takes an earlier Preempt for the request
+        back.
+        """
+
+    def __init__(
+        self,
+        *,
+        decision_id: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        shadow: _builtins.bool = ...,
+        victims: _abc.Iterable[_builtins.int] | None = ...,
+        max_prompt_tokens: _builtins.int = ...,
+        max_preemptions: _builtins.int = ...,
+        recomputed_tokens_per_s: _builtins.int = ...,
+        max_wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "max_preemptions", b"max_preemptions", "max_prompt_tokens", b"max_prompt_tokens", "max_wait_ms", b"max_wait_ms", "recomputed_tokens_per_s", b"recomputed_tokens_per_s", "shadow", b"shadow", "slot", b"slot", "victims", b"victims"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Preempt: _TypeAlias = Preempt  # noqa: Y015

@@ -84,6 +84,7 @@ class Policy(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     EXTENSION_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
+    PREEMPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -140,6 +141,10 @@ class Policy(_message.Message):
     def gateway(self) -> Global___GatewayPolicy:
         """Requests whose tenant and SLO class a gateway names."""
 
+    @_builtins.property
+    def preemption(self) -> Global___PreemptionPolicy:
+        """Preemption of thinking requests for waiting ones."""
+
     def __init__(
         self,
         *,
@@ -157,10 +162,11 @@ class Policy(_message.Message):
         engine: Global___EnginePolicy | None = ...,
         extension: _abc.Mapping[_builtins.str, _struct_pb2.Struct] | None = ...,
         gateway: Global___GatewayPolicy | None = ...,
+        preemption: Global___PreemptionPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "gateway", b"gateway", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "fallback", b"fallback", "gateway", b"gateway", "kv_memory", b"kv_memory", "loop", b"loop", "preemption", b"preemption", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "extension", b"extension", "fallback", b"fallback", "gateway", b"gateway", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "disagg", b"disagg", "engine", b"engine", "entropy", b"entropy", "extension", b"extension", "fallback", b"fallback", "gateway", b"gateway", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "preemption", b"preemption", "pressure", b"pressure", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -227,6 +233,7 @@ class Override(_message.Message):
     ENTROPY_FIELD_NUMBER: _builtins.int
     LOOP_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    PREEMPTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
@@ -255,6 +262,10 @@ class Override(_message.Message):
     def engine(self) -> Global___EngineOverride:
         """Values that replace those of EnginePolicy on engines with the labels. They must not stand beside a pattern."""
 
+    @_builtins.property
+    def preemption(self) -> Global___PreemptionOverride:
+        """Values that replace those of PreemptionPolicy."""
+
     def __init__(
         self,
         *,
@@ -267,10 +278,11 @@ class Override(_message.Message):
         entropy: Global___EntropyOverride | None = ...,
         loop: Global___LoopOverride | None = ...,
         engine: Global___EngineOverride | None = ...,
+        preemption: Global___PreemptionOverride | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "entropy", b"entropy", "loop", b"loop", "scheduler", b"scheduler"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "entropy", b"entropy", "loop", b"loop", "preemption", b"preemption", "scheduler", b"scheduler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine", b"engine", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine", b"engine", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "preemption", b"preemption", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -340,6 +352,47 @@ class SchedulerOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
 
 Global___SchedulerOverride: _TypeAlias = SchedulerOverride  # noqa: Y015
+
+@_typing.final
+class PreemptionOverride(_message.Message):
+    """The fields of PreemptionPolicy that are decided per request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAY_PREEMPT_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    may_preempt: _builtins.bool
+    """Replaces PreemptionPolicy.may_preempt."""
+    max_prompt_tokens: _builtins.int
+    """Replaces PreemptionPolicy.max_prompt_tokens."""
+    preemptible_from_tokens: _builtins.int
+    """Replaces PreemptionPolicy.preemptible_from_tokens."""
+    def __init__(
+        self,
+        *,
+        may_preempt: _builtins.bool | None = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        preemptible_from_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens", "_may_preempt", b"_may_preempt", "_preemptible_from_tokens", b"_preemptible_from_tokens", "max_prompt_tokens", b"max_prompt_tokens", "may_preempt", b"may_preempt", "preemptible_from_tokens", b"preemptible_from_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens", "_may_preempt", b"_may_preempt", "_preemptible_from_tokens", b"_preemptible_from_tokens", "max_prompt_tokens", b"max_prompt_tokens", "may_preempt", b"may_preempt", "preemptible_from_tokens", b"preemptible_from_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__may_preempt: _TypeAlias = _typing.Literal["may_preempt"]  # noqa: Y015
+    _WhichOneofArgType__may_preempt: _TypeAlias = _typing.Literal["_may_preempt", b"_may_preempt"]  # noqa: Y015
+    _WhichOneofReturnType__preemptible_from_tokens: _TypeAlias = _typing.Literal["preemptible_from_tokens"]  # noqa: Y015
+    _WhichOneofArgType__preemptible_from_tokens: _TypeAlias = _typing.Literal["_preemptible_from_tokens", b"_preemptible_from_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__may_preempt) -> _WhichOneofReturnType__may_preempt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible_from_tokens) -> _WhichOneofReturnType__preemptible_from_tokens | None: ...
+
+Global___PreemptionOverride: _TypeAlias = PreemptionOverride  # noqa: Y015
 
 @_typing.final
 class EngineOverride(_message.Message):
@@ -1590,6 +1643,79 @@ class KvMemoryPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__think_phase_memory_fraction) -> _WhichOneofReturnType__think_phase_memory_fraction | None: ...
 
 Global___KvMemoryPolicy: _TypeAlias = KvMemoryPolicy  # noqa: Y015
+
+@_typing.final
+class PreemptionPolicy(_message.Message):
+    """Lets waiting requests preempt thinking ones that take all places or KV blocks of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHADOW_FIELD_NUMBER: _builtins.int
+    MAY_PREEMPT_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
+    shadow: _builtins.bool
+    """Make and count decisions, but preempt nothing."""
+    may_preempt: _builtins.bool
+    """Whether a waiting request may preempt thinking ones."""
+    max_prompt_tokens: _builtins.int
+    """Most prompt tokens that a request which may preempt others has outside of the prefix cache; 0 means no limit."""
+    preemptible_from_tokens: _builtins.int
+    """Thinking tokens from which on a request may be preempted for others."""
+    max_preemptions: _builtins.int
+    """Most preemptions of a request, those by vLLM itself included, after which it is not preempted for others."""
+    recomputed_tokens_per_s: _builtins.int
+    """Tokens per second that preempted requests of an engine may compute again."""
+    max_wait_ms: _builtins.int
+    """Milliseconds after which a preempted request comes before all waiting ones."""
+    def __init__(
+        self,
+        *,
+        shadow: _builtins.bool | None = ...,
+        may_preempt: _builtins.bool | None = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        preemptible_from_tokens: _builtins.int | None = ...,
+        max_preemptions: _builtins.int | None = ...,
+        recomputed_tokens_per_s: _builtins.int | None = ...,
+        max_wait_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_preemptions", b"_max_preemptions", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_wait_ms", b"_max_wait_ms", "_may_preempt", b"_may_preempt", "_preemptible_from_tokens", b"_preemptible_from_tokens", "_recomputed_tokens_per_s", b"_recomputed_tokens_per_s", "_shadow", b"_shadow", "max_preemptions", b"max_preemptions", "max_prompt_tokens", b"max_prompt_tokens", "max_wait_ms", b"max_wait_ms", "may_preempt", b"may_preempt", "preemptible_from_tokens", b"preemptible_from_tokens", "recomputed_tokens_per_s", b"recomputed_tokens_per_s", "shadow", b"shadow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_preemptions", b"_max_preemptions", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_wait_ms", b"_max_wait_ms", "_may_preempt", b"_may_preempt", "_preemptible_from_tokens", b"_preemptible_from_tokens", "_recomputed_tokens_per_s", b"_recomputed_tokens_per_s", "_shadow", b"_shadow", "max_preemptions", b"max_preemptions", "max_prompt_tokens", b"max_prompt_tokens", "max_wait_ms", b"max_wait_ms", "may_preempt", b"may_preempt", "preemptible_from_tokens", b"preemptible_from_tokens", "recomputed_tokens_per_s", b"recomputed_tokens_per_s", "shadow", b"shadow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_preemptions: _TypeAlias = _typing.Literal["max_preemptions"]  # noqa: Y015
+    _WhichOneofArgType__max_preemptions: _TypeAlias = _typing.Literal["_max_preemptions", b"_max_preemptions"]  # noqa: Y015
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_wait_ms: _TypeAlias = _typing.Literal["max_wait_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_wait_ms: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms"]  # noqa: Y015
+    _WhichOneofReturnType__may_preempt: _TypeAlias = _typing.Literal["may_preempt"]  # noqa: Y015
+    _WhichOneofArgType__may_preempt: _TypeAlias = _typing.Literal["_may_preempt", b"_may_preempt"]  # noqa: Y015
+    _WhichOneofReturnType__preemptible_from_tokens: _TypeAlias = _typing.Literal["preemptible_from_tokens"]  # noqa: Y015
+    _WhichOneofArgType__preemptible_from_tokens: _TypeAlias = _typing.Literal["_preemptible_from_tokens", b"_preemptible_from_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__recomputed_tokens_per_s: _TypeAlias = _typing.Literal["recomputed_tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__recomputed_tokens_per_s: _TypeAlias = _typing.Literal["_recomputed_tokens_per_s", b"_recomputed_tokens_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_preemptions) -> _WhichOneofReturnType__max_preemptions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_wait_ms) -> _WhichOneofReturnType__max_wait_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__may_preempt) -> _WhichOneofReturnType__may_preempt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible_from_tokens) -> _WhichOneofReturnType__preemptible_from_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recomputed_tokens_per_s) -> _WhichOneofReturnType__recomputed_tokens_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+
+Global___PreemptionPolicy: _TypeAlias = PreemptionPolicy  # noqa: Y015
 
 @_typing.final
 class TelemetryPolicy(_message.Message):

@@ -11,12 +11,25 @@ from tests.engine.matrix.features import (
     handovers,
     markers,
     parallel,
+    preemption,
     scheduling,
     signals,
     vocabularies,
 )
 
-MODULES = (signals, forces, asked, scheduling, markers, parallel, groups, connectors, handovers, vocabularies)
+MODULES = (
+    signals,
+    forces,
+    asked,
+    scheduling,
+    markers,
+    parallel,
+    groups,
+    connectors,
+    handovers,
+    preemption,
+    vocabularies,
+)
 
 
 def all_of_them() -> dict[str, Feature]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import RequestInfo, clean
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import COUNTERS, StepRecord
 from meridian_agent.link.message_sizes import (
     LEAST_BYTES,
     REPORT_BYTES,
@@ -68,7 +68,8 @@ def records(draw: st.DrawFn) -> StepRecord:
     record.preempted, record.resumed = draw(many(SLOTS)), draw(many(SLOTS))
     record.joined, record.loops = draw(many(st.tuples(SLOTS, MS))), draw(many(st.tuples(SLOTS, NUMBERS, NUMBERS)))
     record.continued = draw(many(st.tuples(SLOTS, NUMBERS, MS)))
-    record.counters = (1,) * 11
+    record.preemptions = draw(many(st.tuples(NUMBERS, SLOTS, NUMBERS)))
+    record.counters = (1,) * len(COUNTERS)
     return record
 
 
@@ -78,7 +79,7 @@ def said(report: agent_pb2.StepReport) -> dict[str, list[Any]]:
         name: [str(row) for row in getattr(report, name)]
         for name in ("opened", "closed", "outcomes", "preempted", "resumed")
     }
-    for name in ("probes", "loops", "continued", "joined"):
+    for name in ("probes", "loops", "continued", "joined", "preemptions"):
         columns = getattr(report, name)
         found[name] = list(zip(*(list(getattr(columns, f.name)) for f in columns.DESCRIPTOR.fields), strict=True))
     found["tokens"] = [tuple(row) for row in columns_of(report.tokens)[0].T.tolist()]
@@ -102,7 +103,7 @@ def test_the_reports_of_a_step_say_what_one_report_would(record: StepRecord, mos
 
 
 # The order in which `report_intake` takes in the fields of a report.
-ORDER = ["opened", "tokens", "joined", "probes", "loops", "preempted", "resumed", "continued"]
+ORDER = ["opened", "tokens", "joined", "probes", "loops", "preempted", "resumed", "continued", "preemptions"]
 ORDER += ["outcomes", "closed"]
 
 

@@ -23,9 +23,9 @@ from tests.fakes.engine import END, START, TEXT, FakeEngine
 
 
 @pytest.mark.parametrize("has_plan", [False, True])
-@pytest.mark.parametrize("counts", [(0, 0, 0, 0, 0), (3, 1, 0, 0, 0), (5, 9, 1, 4, 2), (0, 0, 0, 13, 0)])
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0, 0, 0), (3, 1, 0, 0, 0, 0), (5, 9, 1, 4, 2, 6), (0, 0, 0, 13, 0, 0)])
 def test_large_messages_come_in_parts(counts: tuple[int, ...], has_plan: bool) -> None:
-    kinds, most = ("forces", "caps", "tiers", "probes", "hand_overs"), 4
+    kinds, most = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts"), 4
     whole = agent_pb2.Directives(
         step=7, plan=agent_pb2.DispatchPlan(slot=range(9), rank=range(9)) if has_plan else None
     )

@@ -21,6 +21,7 @@ def largest() -> agent_pb2.Directives:
         directives.tiers.add(**made, tier=agent_pb2.EVICTION_TIER_UNREACHABLE, shadow=True)
         directives.probes.add(**made, placement=agent_pb2.PLACEMENT_PARAGRAPH, hold_ms=2**31)
         directives.hand_overs.add(**made, url="http://engine.example/" + "x" * 100, ref="r" * 40)
+        directives.preempts.add(**made, victims=[2**16], max_preemptions=2**31, max_wait_ms=2**31)
     directives.plan.decision_id = MOST
     directives.plan.slot.extend(range(MAX_SLOTS))
     directives.plan.rank.extend([1023] * MAX_SLOTS)

@@ -204,3 +204,21 @@ def test_an_override_sets_limits_of_the_engines_with_its_labels_only() -> None:
     asked = policy(override=[{"engine_labels": {"zone": "a"}, "engine": LIMITS}])
     assert "max_num_active_seqs" in missing(asked, hello(engine_limits=FIXED, labels={"zone": "a"}))
     assert missing(asked, hello(engine_limits=FIXED, labels={"zone": "b"})) == ""
+
+
+MAY = {"may_preempt": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        ({"preemption": {**MAY, **IN_FORCE}}, "preemption.may_preempt"),
+        ({"preemption": IN_FORCE, "override": [{"tenant": "chat", "preemption": MAY}]}, "override[0].preemption"),
+        ({"preemption": MAY}, ""),
+        ({"preemption": IN_FORCE}, ""),
+    ],
+)
+def test_requests_that_may_preempt_ask(sections: dict[str, Any], path: str) -> None:
+    said = missing(policy(**sections), hello(capabilities=lacking(), no_preempt="its queue has another order"))
+    assert path in said
+    assert bool(path) == said.endswith("may_preempt: its queue has another order")

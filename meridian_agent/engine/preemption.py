@@ -1,0 +1,196 @@
+"""Preempts thinking requests for waiting ones that find no place among the running requests or no free KV blocks.
+
+The control plane says which waiting request may preempt which thinking ones, and within which limits. This module finds
+out before a step whether such a request would go on waiting, and preempts the requests that lose least, by vLLM's own
+method. It owns the count of what preempted requests compute again. Runs on the engine-core thread, before vLLM
+schedules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from meridian_agent.core.phases import Phase
+from meridian_agent.core.preempts import JOINED
+from meridian_agent.core.request_info import shown_id
+from meridian_agent.core.step_record import Outcome
+from meridian_agent.vllm_adapter import preemption_api, request_api
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.preempts import Claim, Preempts
+    from meridian_agent.core.tracker import Tracker
+    from meridian_agent.engine.queue_order import QueueOrder
+    from meridian_agent.vllm_types import PreemptingScheduler, SchedulerOutput
+
+# Seconds whose tokens may be computed again at once, after a time without preemptions.
+BURST_S = 1.0
+
+
+class Preempted(NamedTuple):
+    """A request that was preempted for another one and has not resumed. computed: its tokens that had been computed.
+    expected: how many of these were expected to be computed again. per_s, max_wait_s: as in the claim. since_s: time on
+    the clock."""
+
+    computed: int
+    expected: int
+    per_s: int
+    max_wait_s: float
+    since_s: float
+
+
+class Victim(NamedTuple):
+    """A request to preempt. tokens: those that it is expected to compute again. blocks: KV blocks that become free."""
+
+    live: LiveRequest
+    tokens: int
+    blocks: int
+
+
+class RecomputedTokens:
+    """Counts the tokens that preempted requests compute again. clock: returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.total = 0
+        # Seconds, until `_at_s`, whose tokens may still be computed again; below 0 if more have been.
+        self._left_s, self._at_s = BURST_S, clock()
+
+    def may_grow(self) -> bool:
+        """Return whether more tokens may be computed again now."""
+        now_s = self._clock()
+        self._left_s, self._at_s = min(BURST_S, self._left_s + now_s - self._at_s), now_s
+        return self._left_s > 0
+
+    def expect(self, tokens: int, per_s: int) -> None:
+        """Note that so many more tokens are expected to be computed again, fewer if below 0. per_s: tokens per second
+        that may be."""
+        self._left_s -= tokens / max(1, per_s)
+
+
+class Preemption:
+    """The preemptions for waiting requests on one engine. reserved: returns how many running places are to be left free
+    for probes."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        preempts: Preempts,
+        queues: QueueOrder,
+        clock: Callable[[], float],
+        reserved: Callable[[PreemptingScheduler], int],
+    ) -> None:
+        self._tracker, self._preempts, self._queues = tracker, preempts, queues
+        self._clock, self._reserved = clock, reserved
+        self.recomputed = RecomputedTokens(clock)
+        # Requests that were preempted here and have not resumed.
+        self.waiting: dict[LiveRequest, Preempted] = {}
+
+    def obey(self, scheduler: PreemptingScheduler) -> None:
+        """Put the requests that may preempt others first in the waiting queue, and preempt as many requests as they
+        need."""
+        claims = self._preempts.claims
+        for live in [live for live in claims if not request_api.is_queued(live.ref)]:
+            self._preempts.settle(live, Outcome.ENDED_NATURALLY, JOINED)
+        if self._queues.preempted_answers():
+            # An answer that vLLM has preempted comes first.
+            return
+        ready = [live for live in claims if preemption_api.waits_for_place(scheduler, live.ref)]
+        needs = {live: preemption_api.needs(scheduler, live.ref) for live in ready}
+        for live, (_, uncached) in list(needs.items()):
+            if 0 < claims[live].max_prompt_tokens < uncached:
+                del needs[live]
+                most = claims[live].max_prompt_tokens
+                why = f"{uncached} prompt tokens are not cached, and max_prompt_tokens is {most}"
+                self._preempts.settle(live, Outcome.REFUSED, why)
+        if overdue := self._overdue() if needs else []:
+            self._put_first(scheduler, overdue)
+            return
+        self._put_first(scheduler, [live for live in needs if not claims[live].shadow])
+        places = preemption_api.free_places(scheduler) - self._reserved(scheduler)
+        blocks = preemption_api.free_blocks(scheduler)
+        for live, (needed, _) in needs.items():
+            if places < 1 or blocks < needed:
+                victims = self._victims(scheduler, claims[live], 1 - places, needed - blocks)
+                places += len(victims)
+                blocks += sum([victim.blocks for victim in victims])
+                self._carry_out(scheduler, live, victims)
+            if places >= 1 and blocks >= needed:
+                places, blocks = places - 1, blocks - needed
+
+    def _overdue(self) -> list[LiveRequest]:
+        """Return the preempted requests that have waited for too long."""
+        now_s = self._clock()
+        return [live for live, one in self.waiting.items() if now_s - one.since_s >= one.max_wait_s]
+
+    def _put_first(self, scheduler: PreemptingScheduler, first: Sequence[LiveRequest]) -> None:
+        """Put these requests first in the waiting queue, in this order."""
+        wanted = [live.ref for live in first if live.ref in scheduler.waiting]
+        if any(request is not want for request, want in zip(scheduler.waiting, wanted, strict=False)):
+            self._queues.ordered = True
+            scheduler.waiting.remove_requests(wanted)
+            for request in reversed(wanted):
+                scheduler.waiting.prepend_request(request)
+
+    def _victims(
+        self, scheduler: PreemptingScheduler, claim: Claim, lacking_places: int, lacking_blocks: int
+    ) -> list[Victim]:
+        """Return the requests to preempt, so that as many places and KV blocks become free as are lacking; empty if the
+        requests that may be preempted now do not have so many."""
+        if not self.recomputed.may_grow():
+            return []
+        lost, costs = max(0, lacking_blocks), []
+        for place, live in enumerate(claim.victims):
+            if self._may_preempt(scheduler, live, claim):
+                tokens = preemption_api.uncached_tokens(scheduler, live.ref, lost)
+                costs.append((tokens, preemption_api.preemptions(live.ref), place, live))
+        victims, own_blocks = [], 0
+        for tokens, *_, live in sorted(costs):
+            victims.append(Victim(live, tokens, preemption_api.own_blocks(scheduler, live.ref)))
+            own_blocks += victims[-1].blocks
+            if len(victims) >= lacking_places and own_blocks >= lacking_blocks:
+                return victims
+        return []
+
+    def _may_preempt(self, scheduler: PreemptingScheduler, live: LiveRequest, claim: Claim) -> bool:
+        if self._tracker.by_id.get(live.info.request_id) is not live or live.phase is not Phase.THINK:
+            return False
+        if live.ending is not None or preemption_api.preemptions(live.ref) >= claim.max_preemptions:
+            return False
+        return preemption_api.may_preempt(scheduler, live.ref)
+
+    def _carry_out(self, scheduler: PreemptingScheduler, live: LiveRequest, victims: Sequence[Victim]) -> None:
+        """Preempt requests for a waiting one, unless the decision is in shadow, and report the outcome."""
+        claim = self._preempts.claims[live]
+        if not victims:
+            return
+        names = [(shown_id(each.live.info.request_id), each.tokens) for each in victims]
+        said = "; ".join([f"{name}: {tokens} tokens to compute again" for name, tokens in names])
+        if claim.shadow:
+            self._preempts.settle(live, Outcome.SHADOWED, f"would preempt {said}")
+            return
+        self._queues.ordered = True
+        for victim in victims:
+            self.recomputed.expect(victim.tokens, claim.recomputed_tokens_per_s)
+            computed, now_s = preemption_api.computed_tokens(victim.live.ref), self._clock()
+            limits = claim.recomputed_tokens_per_s, claim.max_wait_s
+            preemption_api.preempt(scheduler, victim.live.ref)
+            self.waiting[victim.live] = Preempted(computed, victim.tokens, *limits, now_s)
+            self._tracker.record.preemptions.append((claim.decision_id, victim.live.slot, victim.tokens))
+        self._put_first(scheduler, [live])
+        self._preempts.settle(live, Outcome.APPLIED, f"preempted {said}")
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """Count the tokens that preempted requests compute again, if they resume in this step."""
+        scheduled = output.num_scheduled_tokens
+        for live, preempted in list(self.waiting.items()):
+            request_id = live.info.request_id
+            if self._tracker.by_id.get(request_id) is not live:
+                del self.waiting[live]
+            elif tokens := scheduled.get(request_id):
+                del self.waiting[live]
+                again = max(0, preempted.computed - (live.ref.num_computed_tokens - tokens))
+                self.recomputed.total += again
+                self.recomputed.expect(again - preempted.expected, preempted.per_s)

@@ -1,0 +1,1 @@
+"""Preemption: waiting requests that may take the places of thinking ones."""

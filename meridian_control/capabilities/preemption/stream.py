@@ -1,0 +1,151 @@
+"""Tells an engine which waiting requests may preempt which thinking ones, and notes the preemptions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from meridian.v1 import agent_pb2
+
+from meridian_control.capabilities.preemption import rule
+from meridian_control.capabilities.preemption.shown import ClaimDetail, preempted_for
+from meridian_control.common.errors import BadReport
+from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.engine.part import Part
+from meridian_control.journal.records import RequestChange
+from meridian_control.policy import effects
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from meridian_control.common.slices import Sliced
+    from meridian_control.engine.part import Stream, Turn
+    from meridian_control.journal.records import Decision
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.preemption_schema import PreemptionPolicy
+
+PREEMPTED_FOR_TOTAL = "meridian_preempted_for_waiting_total"
+# Outcomes after which the same request gets no other decision.
+FINAL = (agent_pb2.OUTCOME_SHADOWED, agent_pb2.OUTCOME_REFUSED)
+# Largest number of requests that may be preempted for one that waits; many more than it ever needs.
+MOST_VICTIMS = 64
+
+
+class _Claim(NamedTuple):
+    """A decision about a waiting request, and the slots of the requests that may be preempted for it."""
+
+    decision: Decision
+    victims: frozenset[int]
+
+
+class Preemption(Part):
+    """The waiting requests of one engine that may preempt others."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._table, self._ledger = stream, stream.table, stream.ledger
+        # Whether the policy lets any request preempt others; and slots of the requests that wait for their first step,
+        # oldest first, known only while it does.
+        self._is_on = False
+        self._waiting: dict[int, None] = {}
+        # The newest decision by the slot of its request.
+        self._claims: dict[int, _Claim] = {}
+        self._running, self._kv_used = 0, 0.0
+        self._revises = False
+
+    @classmethod
+    def of(cls, stream: Stream) -> Preemption | None:
+        return cls(stream) if stream.hello.capabilities.preempt else None
+
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
+        was_on, self._is_on = self._is_on, effects.may_preempt(policy)
+        if not self._is_on:
+            self._waiting = {}
+        elif not was_on:
+            table = self._table
+            has_tokens = table.think_tokens + table.output_tokens > 0
+            self._waiting = dict.fromkeys((table.live & ~has_tokens).nonzero()[0].tolist())
+
+    def revise(self) -> None:
+        self._revises = True
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        listed = snapshot.requests if self._is_on else ()
+        self._waiting = dict.fromkeys(request.slot for request in listed if request.queued)
+
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
+        if report.HasField("preemptions"):
+            self._note(report.preemptions, report.step)
+        self._running, self._kv_used = report.running, report.kv_used
+        if not self._is_on:
+            return
+        self._waiting |= dict.fromkeys(request.slot for request in report.opened if request.queued)
+        if self._waiting:
+            for slot in (*report.joined.slot, *(request.slot for request in report.closed)):
+                self._waiting.pop(slot, None)
+
+    def _note(self, columns: agent_pb2.PreemptionColumns, step: int) -> None:
+        """Note requests that were preempted for others. Raises BadReport if the columns differ in length."""
+        if len({len(column) for column in (columns.decision_id, columns.slot, columns.recompute_tokens)}) != 1:
+            raise BadReport("preemption columns must have one length")
+        table, journal = self._table, self._stream.journal
+        by_id = {claim.decision.decision_id: slot for slot, claim in self._claims.items()}
+        for decision_id, slot, tokens in zip(columns.decision_id, columns.slot, columns.recompute_tokens, strict=True):
+            if (waiting := by_id.get(decision_id)) is None or not table.holds(slot):
+                continue
+            self._stream.count(PREEMPTED_FOR_TOTAL)
+            info = table.info[waiting]
+            if journal is not None and info is not None:
+                counts = int(table.think_tokens[slot]), int(table.output_tokens[slot])
+                change = RequestChange("preempted_for", 0, step, slot, int(table.phase[slot]), *counts)
+                journal.happened(change, preempted_for(info, tokens))
+
+    def decide(self, turn: Turn) -> Sliced[None] | None:
+        revises, self._revises = self._revises, False
+        if self._claims:
+            concerns = self._ledger.concerns
+            self._claims = {slot: claim for slot, claim in self._claims.items() if concerns(claim.decision)}
+            if revises:
+                self._take_back(turn)
+        return self._decide(turn) if self._waiting else None
+
+    def _decide(self, turn: Turn) -> Sliced[None]:
+        victims: list[int] | None = None
+        for count, slot in enumerate(list(self._waiting), 1):
+            if not count % SLICE_ROWS:
+                yield
+            own, claim = self._stream.policies.of(slot).preemption, self._claims.get(slot)
+            if not own.may_preempt or self._table.closing[slot]:
+                continue
+            if claim is not None and claim.decision.outcome in FINAL:
+                continue
+            if victims is None:
+                chosen = rule.victims(turn.groups, self._table).tolist()
+                victims = [each for each in chosen if each not in self._waiting][:MOST_VICTIMS]
+            is_open = claim is not None and claim.decision.outcome == agent_pb2.OUTCOME_UNSPECIFIED
+            if victims and not (is_open and claim is not None and claim.victims.intersection(victims)):
+                self._send(slot, own, victims, turn)
+
+    def _take_back(self, turn: Turn) -> None:
+        """Take back the decisions in force, because another policy may hold; the next ones follow it."""
+        for slot, claim in self._claims.items():
+            if claim.decision.outcome == agent_pb2.OUTCOME_UNSPECIFIED:
+                turn.out.preempts.add(decision_id=self._ledger.make("preempt", "taken_back", slot), slot=slot)
+        self._claims = {}
+
+    def _send(self, slot: int, own: PreemptionPolicy, victims: list[int], turn: Turn) -> None:
+        limit = turn.policy.engine_limits(self._stream.hello.labels).get("max_num_active_seqs", 0)
+        max_running = min(filter(None, (limit, self._stream.hello.max_num_seqs)), default=0)
+        reason = rule.waits_for(self._running, max_running)
+        decision_id = self._ledger.make("preempt", reason, slot, own.shadow)
+        decision = self._ledger.open[decision_id]
+        decision.own_detail = ClaimDetail(reason, self._running, max_running, self._kv_used, len(victims))
+        self._claims[slot] = _Claim(decision, frozenset(victims))
+        turn.out.preempts.add(
+            decision_id=decision_id,
+            slot=slot,
+            shadow=own.shadow,
+            victims=victims,
+            max_prompt_tokens=own.max_prompt_tokens,
+            max_preemptions=own.max_preemptions,
+            recomputed_tokens_per_s=own.recomputed_tokens_per_s,
+            max_wait_ms=own.max_wait_ms,
+        )

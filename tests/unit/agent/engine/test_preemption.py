@@ -1,0 +1,294 @@
+"""Which requests the agent preempts for waiting ones, when, and within which limits."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.directives import PREEMPTS, Directives
+from meridian_agent.core.live_request import Ending, LiveRequest
+from meridian_agent.core.phases import Phase, PhaseState
+from meridian_agent.core.preempts import JOINED
+from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.preemption import Preemption
+from tests.fakes.engine import MARKERS
+
+BLOCK = 16
+Told = list[tuple[int, int, int, str]]
+
+
+class Queue(deque[Any]):
+    """vLLM's FCFS queue, as far as the agent uses it."""
+
+    def remove_requests(self, requests: list[Any]) -> None:
+        kept = [request for request in self if request not in requests]
+        self.clear()
+        self.extend(kept)
+
+    def prepend_request(self, request: Any) -> None:
+        self.appendleft(request)
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """vLLM's scheduler, as far as the agent uses it: places, blocks, and its own method of preemption."""
+
+    places: int = 2
+    free: int = 100
+    caching: bool = True
+    running: list[Any] = field(default_factory=list)
+    waiting: Queue = field(default_factory=Queue)
+
+    def __post_init__(self) -> None:
+        self.max_num_running_reqs, self.block_size, self.num_spec_tokens = self.places, BLOCK, 0
+        self.num_waiting_for_streaming_input, self.requires_kv_delivery = 0, False
+        self.prev_step_scheduled_req_ids: set[str] = set()
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+        self.policy, self.lora_config = "fcfs", None
+        self.kv_cache_manager = SimpleNamespace(
+            watermark_blocks=0,
+            enable_caching=self.caching,
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free),
+            coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=BLOCK)]),
+            get_computed_blocks=lambda request: (SimpleNamespace(blocks=[[]]), request.cached, 0),
+            get_blocks=lambda name: SimpleNamespace(blocks=[self.named(name).blocks]),
+        )
+
+    def named(self, name: str) -> Any:
+        return next(request for request in (*self.running, *self.waiting) if request.request_id == name)
+
+    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool) -> None:
+        assert request not in self.running
+        request.status, request.num_computed_tokens = SimpleNamespace(name="PREEMPTED"), 0
+        request.num_preemptions += 1
+        self.free += len(request.blocks)
+        self.waiting.prepend_request(request)
+
+
+class Engine:
+    """An engine with thinking requests in all places, and one request that waits."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.tracker, self.scheduler, self.now_s = Tracker(MARKERS), Scheduler(**fields), 0.0
+        self.directives = Directives(self.tracker)
+        queues = SimpleNamespace(ordered=False, preempted_answers=lambda: self.answers)
+        self.answers: list[Any] = []
+        self.preemption = Preemption(
+            self.tracker,
+            self.directives.preempts,
+            queues,  # type: ignore[arg-type]
+            lambda: self.now_s,
+            lambda _: 0,
+        )
+
+    def add(self, name: str, computed: int = 100, phase: Phase = Phase.THINK, **fields: Any) -> LiveRequest:
+        """Add a request that runs, or waits if nothing of it is computed."""
+        queue: Any = self.scheduler.running if computed else self.scheduler.waiting
+        block = SimpleNamespace(ref_cnt=1)
+        request = SimpleNamespace(
+            **{
+                "request_id": name,
+                "status": SimpleNamespace(name="RUNNING" if computed else "WAITING"),
+                "num_computed_tokens": computed,
+                "num_tokens": computed + 1 if computed else 20,
+                "num_preemptions": 0,
+                "sampling_params": SimpleNamespace(seed=None),
+                "lora_request": None,
+                "cached": 0,
+                "blocks": [block] * -(-computed // BLOCK),
+                **fields,
+            }
+        )
+        queue.append(request)
+        info = RequestInfo(name, "", "", "", 0, 0, None)
+        return self.tracker.enter(info, PhaseState(phase, think_tokens=50), 0, request)
+
+    def decide(self, waiting: str = "w", victims: str = "ab", **fields: Any) -> None:
+        slots = {name: live.slot for name, live in self.tracker.by_id.items()}
+        limits = {"max_preemptions": 3, "recomputed_tokens_per_s": 1000, "max_wait_ms": 1000}
+        made = agent_pb2.Preempt(
+            decision_id=1 + slots[waiting], slot=slots[waiting], victims=[slots[n] for n in victims], **limits | fields
+        )
+        self.directives.accept(agent_pb2.Directives(step=1000, preempts=[made]))
+
+    def obey(self) -> list[str]:
+        """Return the names of the waiting queue after the agent has looked."""
+        self.preemption.obey(self.scheduler)  # type: ignore[arg-type]
+        return [request.request_id for request in self.scheduler.waiting]
+
+    @property
+    def told(self) -> Told:
+        return self.tracker.record.outcomes
+
+
+def crowded(a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **fields: Any) -> Engine:
+    engine = Engine(**fields)
+    engine.add("a", **{"computed": 100, **(a or {})})
+    engine.add("b", **{"computed": 99, **(b or {})})
+    engine.add("w", 0, Phase.PROMPT)
+    return engine
+
+
+# a has 100 computed tokens, 4 of them past its last full block, and b has 99, so 3.
+WHO: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ("fewest tokens outside of the prefix cache", {}, {}, {}, "b"),
+    ("fewer, though more are computed", {"computed": 160}, {}, {}, "a"),
+    ("without a prefix cache, fewest computed tokens", {"computed": 160}, {}, {"caching": False}, "b"),
+    ("of equal ones the one preempted less often", {"num_preemptions": 1}, {"computed": 100}, {}, "b"),
+    ("none in its answer", {}, {"phase": Phase.OUTPUT}, {}, "a"),
+    ("none that does not run", {}, {"status": SimpleNamespace(name="PREEMPTED")}, {}, "a"),
+    ("none that was preempted too often", {}, {"num_preemptions": 3}, {}, "a"),
+    ("none that a CPU would sample differently", {}, {"sampling_params": SimpleNamespace(seed=1)}, {}, "a"),
+    ("no streaming session", {}, {"resumable": True}, {}, "a"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "fields", "victim"), [row[1:] for row in WHO], ids=[row[0] for row in WHO])
+def test_the_request_that_loses_least(
+    a: dict[str, Any], b: dict[str, Any], fields: dict[str, Any], victim: str
+) -> None:
+    engine = crowded(a, b, **fields)
+    engine.decide()
+    assert engine.obey() == ["w", victim]
+    ((_, outcome, _, detail),) = engine.told
+    assert outcome == Outcome.APPLIED
+    assert detail.startswith(f"preempted {victim}: ")
+    ((decision_id, slot, _),) = engine.tracker.record.preemptions
+    assert (decision_id, slot) == (3, engine.tracker.by_id[victim].slot)
+
+
+def ending(engine: Engine) -> None:
+    for name in "ab":
+        engine.tracker.by_id[name].begin_forced_end(Ending((2,), 1))
+
+
+NOBODY: list[tuple[str, dict[str, Any], Any]] = [
+    ("nobody of those that may be preempted", {"victims": "w"}, None),
+    ("all are about to answer", {}, ending),
+    ("a preempted answer comes first", {}, lambda engine: engine.answers.append(1)),
+    ("fewer may run than can be preempted", {}, lambda e: setattr(e.scheduler, "max_num_running_reqs", -1)),
+    ("more blocks are needed than there are", {}, lambda engine: setattr(engine.scheduler, "free", -100)),
+]
+
+
+@pytest.mark.parametrize(("claim", "change"), [row[1:] for row in NOBODY], ids=[row[0] for row in NOBODY])
+def test_nobody_is_preempted(claim: dict[str, Any], change: Any) -> None:
+    engine = crowded()
+    engine.decide(**claim)
+    if change is not None:
+        change(engine)
+    assert engine.obey() == ["w"]
+    assert engine.told == []
+
+
+def test_a_free_place_is_enough() -> None:
+    engine = crowded(places=3)
+    other = engine.add("x", 0, Phase.PROMPT)
+    engine.scheduler.waiting.rotate()
+    assert engine.scheduler.waiting[0] is other.ref
+    engine.decide()
+    assert engine.obey() == ["w", "x"]
+    assert engine.told == []
+    engine.tracker.by_id["w"].ref.status = SimpleNamespace(name="RUNNING")
+    engine.obey()
+    assert [(outcome, detail) for _, outcome, _, detail in engine.told] == [(Outcome.ENDED_NATURALLY, JOINED)]
+
+
+def test_as_many_as_the_blocks_need() -> None:
+    # The prompt needs 10 blocks, of which 1 is free and b and a have 7 each.
+    engine = crowded(places=8, free=1)
+    engine.tracker.by_id["w"].ref.num_tokens = 160
+    engine.decide()
+    assert engine.obey() == ["w", "a", "b"]
+    ((*_, detail),) = engine.told
+    # Of the 9 blocks that are lacking each may lose all of its own.
+    assert detail == "preempted b: 99 tokens to compute again; a: 100 tokens to compute again"
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    engine = crowded()
+    engine.tracker.by_id["w"].ref.num_tokens = 500
+    engine.decide(max_prompt_tokens=400)
+    engine.obey()
+    ((_, outcome, _, detail),) = engine.told
+    assert (outcome, detail) == (Outcome.REFUSED, "500 prompt tokens are not cached, and max_prompt_tokens is 400")
+    # The next turn of a conversation has most of its prompt in the prefix cache.
+    setattr(engine.tracker.by_id["w"].ref, "cached", 112)  # noqa: B010
+    engine.decide(max_prompt_tokens=400)
+    assert engine.obey() == ["w", "b"]
+
+
+def test_shadow_preempts_nothing() -> None:
+    engine = crowded()
+    engine.add("x", 0, Phase.PROMPT)
+    engine.scheduler.waiting.rotate()
+    engine.decide(shadow=True)
+    assert engine.obey() == ["x", "w"]
+    assert engine.told == [(3, Outcome.SHADOWED, 50, "would preempt b: 3 tokens to compute again")]
+    assert len(engine.scheduler.running) == 2
+
+
+def test_what_is_computed_again_is_limited_per_second() -> None:
+    """The second preemption waits until the tokens that the first one computed again are worth a second."""
+    engine = crowded()
+    engine.decide(recomputed_tokens_per_s=10)
+    assert engine.obey() == ["w", "b"]
+    scheduler, b = engine.scheduler, engine.tracker.by_id["b"].ref
+    # The blocks of b were reused meanwhile, so all of its 99 tokens are computed again.
+    scheduler.waiting.clear()
+    scheduler.running = [engine.tracker.by_id["a"].ref, b]
+    b.status, b.num_computed_tokens = SimpleNamespace(name="RUNNING"), 100
+    engine.preemption.scheduled(SimpleNamespace(num_scheduled_tokens={"b": 100, "w": 20}))
+    assert engine.preemption.recomputed.total == 99
+    engine.add("v", 0, Phase.PROMPT)
+    for now_s, preempts in ((0.0, False), (8.0, False), (9.5, True)):
+        engine.now_s = now_s
+        engine.decide("v", "a", recomputed_tokens_per_s=10)
+        assert (engine.obey() == ["v", "a"]) is preempts, now_s
+
+
+def test_a_preempted_request_comes_first_after_a_while() -> None:
+    """While it waits for too long, no other request goes before it, and none is preempted."""
+    engine = crowded(places=1)
+    engine.scheduler.running.pop(0)
+    engine.decide(victims="b")
+    assert engine.obey() == ["w", "b"]
+    engine.scheduler.waiting.popleft()
+    c = engine.add("c", 50)
+    engine.add("v", 0, Phase.PROMPT)
+    for now_s, queue in ((0.9, ["v", "b"]), (1.0, ["b", "v"])):
+        engine.now_s = now_s
+        engine.decide("v", "")
+        engine.decide("v", "c", shadow=now_s < 1)
+        engine.scheduler.waiting = Queue([engine.tracker.by_id["v"].ref, engine.tracker.by_id["b"].ref])
+        assert engine.obey() == queue
+    assert c.ref in engine.scheduler.running
+
+
+def test_each_decision_has_one_outcome() -> None:
+    engine = crowded()
+    engine.directives.preempts.refusal = "no"
+    engine.decide()
+    engine.directives.preempts.refusal = ""
+    engine.decide()
+    engine.decide()
+    engine.decide(victims="")
+    engine.decide()
+    engine.directives.drop(PREEMPTS)
+    engine.decide()
+    engine.directives.close(engine.tracker.by_id["w"])
+    assert [outcome for _, outcome, *_ in engine.told] == [
+        Outcome.REFUSED,
+        Outcome.SUPERSEDED,
+        Outcome.SUPERSEDED,
+        Outcome.APPLIED,
+        Outcome.AGENT_OFF,
+        Outcome.REQUEST_GONE,
+    ]

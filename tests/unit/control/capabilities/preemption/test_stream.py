@@ -1,0 +1,166 @@
+"""A session decides which waiting requests may preempt others, and tells what became of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.capabilities.preemption.stream import PREEMPTED_FOR_TOTAL
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.journal.messages import explain_request
+from meridian_control.policy.model import Policy
+from tests.unit.control.capabilities.handover.engines import HandMade
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
+PROMPT, THINK = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK
+CAN = agent_pb2.Capabilities(preempt=True)
+
+
+def policy(**fields: Any) -> Policy:
+    """Return a policy under which the tenant `chat` may preempt others, and which decides little else."""
+    off = {"enabled": False}
+    chat = {"tenant": "chat", "preemption": {"may_preempt": True}}
+    sections = {"scheduler": off, "entropy": off, "loop": off, "kv_memory": off}
+    return Policy.model_validate({"preemption": {"shadow": False, **fields}, "override": [chat], **sections})
+
+
+class Made(HandMade):
+    """An engine of two places, both of which thinking has taken."""
+
+    def __init__(self, own: Policy | None = None, capabilities: agent_pb2.Capabilities = CAN) -> None:
+        hello = agent_pb2.Hello(engine_id="a", incarnation="1", max_num_seqs=2, model="m", capabilities=capabilities)
+        super().__init__(own or policy(), hello)
+        self.said_preempts(opened=[self.thinker(0, 300), self.thinker(1, 400)])
+
+    def thinker(self, slot: int, think_tokens: int, **fields: Any) -> agent_pb2.RequestOpened:
+        return self.opened(slot, think_tokens=think_tokens, hand_over_candidate=False, **fields)
+
+    def waiter(self, slot: int = 2, tenant: str = "chat", **fields: Any) -> agent_pb2.RequestOpened:
+        return self.thinker(slot, 0, phase=PROMPT, queued=True, tenant=tenant, **fields)
+
+    def said_preempts(self, **fields: Any) -> list[agent_pb2.Preempt]:
+        """Report one step and return what may be preempted after it."""
+        self.step += 1
+        report = agent_pb2.StepReport(step=self.step, steps=1, **{"running": 2, **fields})
+        return list(self.send(step=report).preempts)
+
+    def life(self, request_id: str) -> fleet_pb2.RequestLife:
+        return explain_request(self.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
+
+
+def outcome(decision_id: int, said: agent_pb2.Outcome.ValueType, detail: str = "") -> Sequence[Any]:
+    return [agent_pb2.DecisionOutcome(decision_id=decision_id, outcome=said, detail=detail)]
+
+
+def test_a_waiting_request_of_the_class_may_preempt() -> None:
+    made = Made(policy(max_preemptions=2, recomputed_tokens_per_s=70, max_wait_ms=800, max_prompt_tokens=9))
+    (preempt,) = made.said_preempts(opened=[made.waiter()])
+    assert preempt == agent_pb2.Preempt(
+        decision_id=preempt.decision_id,
+        slot=2,
+        victims=[0, 1],
+        max_prompt_tokens=9,
+        max_preemptions=2,
+        recomputed_tokens_per_s=70,
+        max_wait_ms=800,
+    )
+    # It is told once, as long as one of the requests may still be preempted.
+    assert made.said_preempts() == []
+    assert made.said_preempts(preempted=[0]) == []
+    (again,) = made.said_preempts(preempted=[1], resumed=[], opened=[made.thinker(3, 500)])
+    assert again.victims == [3]
+
+
+NOTHING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("another tenant", {"tenant": "batch"}, {}),
+    ("a request that runs at once", {}, {"joined": agent_pb2.JoinedColumns(slot=[2], queueing_ms=[1.0])}),
+    ("a request that ends at once", {}, {"closed": [agent_pb2.RequestClosed(slot=2)]}),
+    ("nobody to preempt", {}, {"preempted": [0, 1]}),
+]
+
+
+@pytest.mark.parametrize(("opened", "report"), [row[1:] for row in NOTHING], ids=[row[0] for row in NOTHING])
+def test_others_may_not(opened: dict[str, Any], report: dict[str, Any]) -> None:
+    made = Made()
+    assert made.said_preempts(opened=[made.waiter(**opened)], **report) == []
+    assert not made.session.open_decisions
+
+
+def test_an_engine_that_cannot_is_told_nothing() -> None:
+    made = Made(policy(shadow=True), agent_pb2.Capabilities())
+    assert made.said_preempts(opened=[made.waiter()]) == []
+
+
+def test_a_request_that_waits_when_the_policy_comes_may() -> None:
+    made = Made(Policy())
+    assert made.said_preempts(opened=[made.waiter()]) == []
+    made.apply(policy())
+    ((claim, *_),) = [made.session.open_decisions.values()]
+    assert (claim.kind, claim.reason, claim.slot) == ("preempt", "no_place", 2)
+
+
+def test_another_policy_takes_back_what_is_in_force() -> None:
+    made = Made()
+    (first,) = made.said_preempts(opened=[made.waiter()])
+    made.apply(Policy())
+    taken_back = [one for one in made.session.open_decisions.values() if one.reason == "taken_back"]
+    assert [one.slot for one in taken_back] == [2]
+    outcomes = [*outcome(first.decision_id, agent_pb2.OUTCOME_SUPERSEDED), *outcome(taken_back[0].decision_id, APPLIED)]
+    assert made.said_preempts(outcomes=outcomes) == []
+    assert not made.session.open_decisions
+
+
+@pytest.mark.parametrize(("said", "again"), [(APPLIED, True), (SHADOWED, False), (agent_pb2.OUTCOME_REFUSED, False)])
+def test_after_an_outcome(said: agent_pb2.Outcome.ValueType, again: bool) -> None:
+    """A request that goes on waiting after a preemption may preempt another one; one in shadow is counted once."""
+    made = Made(policy(shadow=said == SHADOWED))
+    (preempt,) = made.said_preempts(opened=[made.waiter()])
+    assert preempt.shadow == (said == SHADOWED)
+    assert bool(made.said_preempts(outcomes=outcome(preempt.decision_id, said))) is again
+    assert sum(made.session.totals.settled.values()) == 1
+
+
+def test_both_lives_tell_of_a_preemption() -> None:
+    made = Made()
+    (preempt,) = made.said_preempts(opened=[made.waiter(slo_class="gold")], kv_used=0.5)
+    columns = agent_pb2.PreemptionColumns(decision_id=[preempt.decision_id], slot=[1], recompute_tokens=[412])
+    detail = "preempted a1: 412 tokens to compute again"
+    made.said_preempts(
+        preempted=[1],
+        preemptions=columns,
+        outcomes=outcome(preempt.decision_id, APPLIED, detail),
+        joined=agent_pb2.JoinedColumns(slot=[2], queueing_ms=[9.0]),
+    )
+    (decision,) = [event.decision for event in made.life("a2").events if event.kind == "decision"]
+    assert (decision.kind, decision.reason, decision.detail) == ("preempt", "no_place", detail)
+    compared = [(one.signal, one.value, one.operator, one.limit) for one in decision.comparisons]
+    assert compared == [("running", 2, ">=", 2), ("preemptible requests", 2, ">", 0)]
+    told = [(event.kind, event.detail) for event in made.life("a1").events if event.kind.startswith("preempted")]
+    of = "request a2 of tenant chat and SLO class gold"
+    assert told == [("preempted_for", f"{of}: 412 tokens to compute again"), ("preempted", "")]
+    assert made.session.totals.counted[PREEMPTED_FOR_TOTAL, ()] == 1
+
+
+def test_where_the_cache_is_full_the_reason_says_so() -> None:
+    made = Made()
+    made.said_preempts(opened=[made.waiter()], running=1, kv_used=0.98)
+    ((claim, *_),) = [made.session.open_decisions.values()]
+    assert claim.reason == "no_kv_blocks"
+
+
+def test_columns_of_different_lengths_break_the_contract() -> None:
+    made = Made()
+    with pytest.raises(InvalidRequest, match="preemption columns must have one length"):
+        made.said_preempts(preemptions=agent_pb2.PreemptionColumns(decision_id=[1], slot=[1]))
+
+
+def test_a_snapshot_lists_those_that_wait() -> None:
+    made = Made()
+    made.send(snapshot=agent_pb2.Snapshot(step=5, requests=[made.thinker(0, 300), made.waiter(4)]))
+    ((claim, *_),) = [made.session.open_decisions.values()]
+    assert (claim.kind, claim.slot) == ("preempt", 4)
