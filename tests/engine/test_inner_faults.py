@@ -44,7 +44,7 @@ UNRULED: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 FULL = 16
 HOUR_S = 3600.0
 # Requests come in batches as from a client; the first ones warm up the engine's caches.
-BATCH = 300
+BATCH = 150
 # Allowed growth of the whole engine, which has only just begun to serve; Python's own memory has a tighter check.
 MAX_GROWTH_MB = 96
 

@@ -237,10 +237,12 @@ def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock:
     assert "WARNING" in line
 
 
-def test_the_servers_default_settings_keep_thinking(folder: Path, model: Path, stock: Server) -> None:
-    """They also have an effort, which is the effort of each chat that names no other."""
-    option = ["--default-chat-template-kwargs", json.dumps({**KEEPS, "reasoning_effort": "low"})]
-    for server in _server(folder, "turns-default", model, *option):
+def test_the_servers_own_template_and_default_settings_keep_thinking(folder: Path, model: Path, stock: Server) -> None:
+    """The model's own template strips thinking, and so does the server's without the settings. The settings also have
+    an effort, which is the effort of each chat that names no other."""
+    options = ["--chat-template", str(model / "chat_template.jinja")]
+    options += ["--default-chat-template-kwargs", json.dumps({**KEEPS, "reasoning_effort": "low"})]
+    for server in _server(folder, "turns-default", MODEL, *options):
         (_, ours), (_, theirs) = server.second_turn(10), stock.second_turn(10, chat_template_kwargs=KEEPS)
         assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
         assert ours.cached > 3 * BLOCK
@@ -249,14 +251,3 @@ def test_the_servers_default_settings_keep_thinking(folder: Path, model: Path, s
         server.chat(PROMPTS[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
         server.control.settled()
         assert [server.control.explain(name).effort for name in ("by-default", "by-client")] == ["low", "high"]
-
-
-def test_the_servers_own_template_keeps_thinking(folder: Path, model: Path, stock: Server) -> None:
-    text = (MODEL / "chat_template.jinja").read_text().replace(STRIPS, "false")
-    path = folder / "keeps.jinja"
-    path.write_text(text)
-    for server in _server(folder, "turns-template", model, "--chat-template", str(path)):
-        (_, ours), (_, theirs) = server.second_turn(12), stock.second_turn(12, chat_template=text)
-        assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
-        assert ours.cached > 3 * BLOCK
-        assert server.reclaimed() == 0
