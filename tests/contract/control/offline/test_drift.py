@@ -252,7 +252,7 @@ def watched(seed: int, requests: int, bad_from: int, signal: str = "eat") -> tup
 
 @pytest.mark.parametrize("signal", DRAWN)
 def test_signals_that_go_bad_after_200_requests_are_found_within_100_more(signal: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         found, made = watched(seed, requests=300, bad_from=200, signal=signal)
         assert found is not None
         assert 200 < found <= 300
@@ -264,7 +264,7 @@ def test_signals_that_go_bad_after_200_requests_are_found_within_100_more(signal
 
 @pytest.mark.parametrize("signal", DRAWN)
 def test_a_run_whose_signals_stay_raises_no_alarm(signal: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         assert watched(seed, requests=300, bad_from=10**9, signal=signal)[0] is None
 
 
