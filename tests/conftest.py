@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A busy machine would exceed Hypothesis's own time limits. Each run tries other examples, so a few in each suffice.
-settings.register_profile("meridian", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("meridian", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meridian")
 
 # Groups of tests in the order in which they begin: the longest first, with groups that keep a core busy beside groups
