@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.freeze_state import Match
@@ -545,6 +546,33 @@ async def test_changes_under_way_are_shown_with_their_causes(tmp_path: Path) -> 
             assert harm[:5] == ["harm_rate", "not measured", "not measured", "0.01", "0"]
             assert nacks[:5] == ["nacks", "within", "0", "0", "0"]
             assert "NaN" not in await page.locator("main").inner_text()
+        assert not complaints
+
+
+async def test_a_load_is_followed_from_a_tenant_to_a_request(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), served(tmp_path) as (control, address):
+        entry = {"name": "acme", "tenant": "acme", "tokens_per_minute": 60, "max_think_tokens": 5, "shadow": False}
+        await control.set_policy(policy(scheduler={"max_think_tokens": 2000}, budget=[entry]))
+        with LinkedEngine([control.target]) as linked:
+            for number, tenant in enumerate(("acme", "acme", "globex")):
+                linked.open(f"{tenant}-{number}", tenant=tenant)
+            await linked.steps_until(lambda: sum(r.think_tokens for r in control.fleet.views.requests("")) >= 300)
+            await control.fleet.part(BudgetSharing).tick()
+            await page.goto(f"{address}/#overview")
+            await page.locator("#tiles div", has_text="Thinking now").locator("dd.think", has_text="3").wait_for()
+            await page.locator("#attention li", has_text="Budget acme shortens thinking").get_by_role("link").click()
+            await page.locator("#budgets-table .bad", has_text="floor").wait_for()
+            ((_, requests, stage, *_),) = await rows_of(page, "budgets")
+            assert (requests, stage) == ("tenant acme", "floor")
+            assert [row[0] for row in await rows_of(page, "tenants")] == ["acme", "globex"]
+            await page.get_by_role("link", name="globex").click()
+            await page.get_by_text("1 of 3 requests contain “globex”.").wait_for()
+            assert await page.locator("#phases dd.think").inner_text() == "3", "the filter is one of tables alone"
+            ((_, request, tenant, phase, tokens, *_),) = await rows_of(page, "requests")
+            assert (request, tenant, phase, int(tokens) >= 100) == ("globex-2", "globex", "thinking", True)
+            await page.get_by_role("link", name="globex-2").click()
+            await page.locator("#life-about", has_text="Live").wait_for()
+            assert "tenant globex" in await page.locator("#life-about").inner_text()
         assert not complaints
 
 
