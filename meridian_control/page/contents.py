@@ -85,6 +85,7 @@ class Collector:
             self._stored.get(0 if asked & STORED else KEPT_S),
         )
         engines, requests, silent = fleet
+        requests.sort(key=lambda request: -request.think_tokens)
         freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
         rows = [engine_row(engine, freezes, now, parts) async for engine in in_turns(engines)]
         rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
@@ -108,7 +109,7 @@ class Collector:
             "engines": rows,
             "freezes": frozen,
             "ends": [end_row(decision) for decision in ends],
-            "requests": [request_row(request) for request in sorted(requests, key=lambda r: -r.think_tokens)],
+            "requests": [request_row(request) async for request in in_turns(requests)],
             **({} if trouble else {"revisions": [revision_row(header, engines) for header in revisions]}),
             **({} if trouble else {"rollouts": [rollout_row(rollout) for rollout in rollouts]}),
             **{name: entries for block in blocks for name, entries in block.tables.items()},

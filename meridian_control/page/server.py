@@ -179,8 +179,7 @@ class StatusPage:
                 tables = {table for each in asked.values() for table, _ in each.tables}
                 contents = await self._collector.collect(tables, self._whole.fleet.clock())
                 for each in set(asked.values()):
-                    events[each] = self._event(contents, each)
-                    await asyncio.sleep(0)
+                    events[each] = await self._event(contents, each)
             except MeridianError as error:
                 events = dict.fromkeys(asked.values(), trouble(str(error)))
             except Exception:
@@ -195,10 +194,10 @@ class StatusPage:
                 async with asyncio.timeout(max(INTERVAL_S, PAUSE_SHARE * took) - SOON_S):
                     await self._came.wait()
 
-    def _event(self, contents: Contents, asked: Asked) -> bytes:
+    async def _event(self, contents: Contents, asked: Asked) -> bytes:
         """Return the event for viewers who ask for this."""
         tables = {
-            name: shown(contents.tables[name], asked.words, field)
+            name: await shown(contents.tables[name], asked.words, field)
             for name, field in asked.tables
             if name in contents.tables
         }

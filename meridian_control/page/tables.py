@@ -1,12 +1,14 @@
 """Chooses which rows of a table a viewer of the status page gets: filtered, sorted, and at most so many.
 
 A viewer asks for tables by name, because a fleet may have thousands of engines and requests. The module knows rows only
-as plain data. All functions are pure.
+as plain data. The event loop does other work while `shown` looks for words in many rows.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_control.fleet.turns import in_turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +34,9 @@ def asked_for(query: Mapping[str, str]) -> Asked:
     return Asked(tuple(words), tuple(tables[:MAX_TABLES]))
 
 
-def shown(rows: Sequence[dict[str, Any]], words: Sequence[str], field: str) -> dict[str, Any]:
+async def shown(rows: Sequence[dict[str, Any]], words: Sequence[str], field: str) -> dict[str, Any]:
     """Return the rows that a viewer gets, the number of rows, and the number of those that contain all words."""
-    matching = [row for row in rows if _contains(row, words)] if words else list(rows)
+    matching = [row async for row in in_turns(rows) if _contains(row, words)] if words else list(rows)
     name, reverse = field.removeprefix("-"), field.startswith("-")
     if name:
         known = [row for row in matching if row.get(name) not in (None, "")]

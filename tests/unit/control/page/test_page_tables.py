@@ -15,8 +15,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def ids(words: str = "", field: str = "") -> str:
-    return " ".join(row["id"] for row in shown(ROWS, words.split(), field)["rows"])
+async def ids(words: str = "", field: str = "") -> str:
+    return " ".join(row["id"] for row in (await shown(ROWS, words.split(), field))["rows"])
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def ids(words: str = "", field: str = "") -> str:
         ("", "-nothing", "gpu-b gpu-a cpu-c"),
     ],
 )
-def test_rows_are_filtered_and_sorted(words: str, field: str, left: str) -> None:
-    assert ids(words, field) == left
+async def test_rows_are_filtered_and_sorted(words: str, field: str, left: str) -> None:
+    assert await ids(words, field) == left
 
 
-def test_a_viewer_gets_a_bounded_part_and_the_numbers() -> None:
+async def test_a_viewer_gets_a_bounded_part_and_the_numbers() -> None:
     many = [{"id": f"gpu-{n:05}", "kv": n} for n in range(5000)]
-    found = shown(many, ("gpu-00",), "-kv")
+    found = await shown(many, ("gpu-00",), "-kv")
     assert [row["kv"] for row in found["rows"]] == list(range(999, 999 - MAX_ROWS, -1))
     assert (found["all"], found["matching"]) == (5000, 1000)
 
