@@ -38,12 +38,12 @@ function stepItem(r, step, at) {
   const share = step.percent < 100 || !labels ? `${step.percent} % of the engines` : "the engines";
   const whom = labels ? `${share} with ${labels}` : share;
   if (at < r.step) return element("li", "done", `${whom}: done`);
-  if (at > r.step) return element("li", "", `${whom}: later, watched for ${lasting(step.bake_s)}`);
+  if (at > r.step) return element("li", "", `${whom}: later, watched for at least ${lasting(step.bake_s)}`);
   const bar = document.createElement("progress");
   bar.max = step.bake_s;
   bar.value = Math.min(r.baked_s, step.bake_s);
   bar.setAttribute("aria-label", "Elapsed time of this step");
-  const item = element("li", "now", `${whom}: watched ${lasting(r.baked_s)} of ${lasting(step.bake_s)} `, bar);
+  const item = element("li", "now", `${whom}: watched ${lasting(r.baked_s)} of at least ${lasting(step.bake_s)} `, bar);
   item.setAttribute("aria-current", "step");
   return item;
 }
