@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from tests.demo.load import Sample
     from tests.demo.report import Findings
 
-THINK_COLOUR, ANSWER_COLOUR = "#4c78a8", "#f58518"
+# The colours of the status page, for the phases and for a policy revision.
+THINK_COLOUR, ANSWER_COLOUR, REVISION_COLOUR = "#6b4fbb", "#0b7a4b", "#0b57d0"
 ACROSS_ALPHA = 0.45
 END_MARKS = {
-    "eat": ("|", "#b0163a", "forced end: EAT"),
-    "rpdi": ("|", "#6a3d9a", "forced end: RPDI"),
+    "eat": ("|", "#f0bd5a", "forced end: EAT"),
+    "rpdi": ("|", "#ff8a80", "forced end: RPDI"),
     "hard_cap": ("x", "black", "forced end: hard cap"),
 }
 ROW_INCHES, MIN_INCHES, MAX_INCHES = 0.04, 5.0, 12.0
@@ -38,10 +39,10 @@ def draw(findings: Findings, path: Path) -> None:
     begin_s = min(sample.sent_s for sample in samples)
     _bars(axes, samples, begin_s)
     marked = _marks(axes, samples, findings, begin_s)
-    axes.axvspan(findings.change.accepted_s - begin_s, findings.change.acked_s - begin_s, color="green", lw=0)
-    axes.axvline(findings.change.acked_s - begin_s, color="green", lw=1.5)
+    axes.axvspan(findings.change.accepted_s - begin_s, findings.change.acked_s - begin_s, color=REVISION_COLOUR, lw=0)
+    axes.axvline(findings.change.acked_s - begin_s, color=REVISION_COLOUR, lw=1.5)
     axes.set(
-        title=f"Phases of {len(samples)} requests; revision {findings.change.revision} in force from the green line on",
+        title=f"Phases of {len(samples)} requests; revision {findings.change.revision} in force from the blue line on",
         xlabel="time since the first request (s)",
         ylabel="request, in the order sent",
         xlim=(0, None),
@@ -88,5 +89,5 @@ def _legend(marked: set[str]) -> list[Patch | Line2D]:
         Patch(color=ANSWER_COLOUR, label="answer"),
         *marks,
         Patch(color=THINK_COLOUR, alpha=ACROSS_ALPHA, label="pale: between the two rounds"),
-        Line2D([], [], color="green", lw=1.5, label="policy accepted to acknowledged"),
+        Line2D([], [], color=REVISION_COLOUR, lw=1.5, label="policy accepted to acknowledged"),
     ]
