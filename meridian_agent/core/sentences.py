@@ -491,6 +491,13 @@ class SentenceTable:
         known = self.classes
         return self.after[state + known[token if token < len(known) else -1]]
 
+    def may_have_ended(self, before: int, newest: int) -> bool:
+        """Return False if the flags of the newest token of a request certainly tell of no end of a sentence. before:
+        the token before it."""
+        # The first token after a pending end shows that the sentence has ended.
+        known, number = self.may_end, len(self.may_end)
+        return (newest < number and known[newest] != 0) or (before < number and known[before] != 0)
+
     def classes_of(self, tokens: Sequence[int]) -> NDArray[np.uint16]:
         """Return the classes of tokens, [tokens]."""
         ids = np.array(tokens, np.intp)

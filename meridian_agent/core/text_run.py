@@ -97,6 +97,9 @@ class TextRun:
         self.sentences = NO_SENTENCES
         self._states, self.text_states = NO_STATES, NO_STATES
         self._unread = 0
+        # The newest token of each row, and the one before it; None if some row has, or may have, another one.
+        self._newest: Sequence[int] | None = None
+        self._before: Sequence[int] | None = None
         self.steps = 0
         self.number = 1
         # Number of members, and whether the newest step had no other live requests.
@@ -134,7 +137,7 @@ class TextRun:
         members without a row there leave."""
         known = self.request_ids
         self.changed()
-        self._stale = True
+        self._stale, self._newest = True, None
         rows = [row for row, (new, old) in enumerate(zip(request_ids, known, strict=False)) if new != old]
         both = min(len(request_ids), len(known))
         moved = {}
@@ -169,7 +172,7 @@ class TextRun:
         if (left := live.text_tokens()) < self.tokens_per_step:
             return
         self.changed()
-        self._by_row[row], self._stale = live, True
+        self._by_row[row], self._stale, self._newest = live, True, None
         self._slots[row], self._phases[row] = live.slot, int(live.own_state.phase)
         self.members += 1
         states = self._states.get().copy()
@@ -282,6 +285,7 @@ class TextRun:
 
     def _count_one_each(self, tokens: Sequence[int]) -> None:
         self.steps += 1
+        self._before, self._newest = self._newest, tokens
         if self._follows:
             table = self.sentences
             self._add_states(States(None, self._states, lambda states: table.steps(states, table.classes_of(tokens))))
@@ -301,6 +305,7 @@ class TextRun:
 
     def _count_several(self, several: Several) -> None:
         self.steps += 1
+        self._newest = None
         self._steps_until_cap -= max(several.lengths) - 1
         several.states, states = self._read_several(several, self._states)
         self._add_states(states)
@@ -407,6 +412,13 @@ class TextRun:
         """Return the members that have reached, in the newest counted step, the end of a sentence or a paragraph that
         is awaited in their row, each with the number of tokens after that end."""
         reached: dict[LiveRequest, int] = {}
+        newest, before = self._newest, self._before
+        if newest is not None and before is not None:
+            # Most steps bring none of these rows an end, and then nobody need read the states of all rows.
+            may_end = self.sentences.may_have_ended
+            awaited = {row: wanted for row, wanted in awaited.items() if may_end(before[row], newest[row])}
+            if not awaited:
+                return reached
         several = self._recent[-1] if self._recent else None
         flagged = {} if several is None else self._flagged(several)
         flags = self.sentences.flags_of(self._states.get())

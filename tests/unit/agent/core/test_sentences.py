@@ -209,7 +209,8 @@ START, STOP = 1, 2
 
 def shifted(table: SentenceTable) -> SentenceTable:
     """Return the table with its first token at the id FIRST; the ids below are markers, like the last token."""
-    return SentenceTable(array("H", [*[table.classes[-2]] * FIRST, *table.classes]), table.after, table.flags)
+    classes = array("H", [*[table.classes[-2]] * FIRST, *table.classes])
+    return SentenceTable(classes, table.after, table.flags, bytes(FIRST) + table.may_end)
 
 
 WORDS = st.integers(FIRST, FIRST + len(TEXTS) + 1)
@@ -241,6 +242,16 @@ def test_ends_do_not_depend_on_how_tokens_are_cut_into_steps(
     assert seen == expected
 
 
+def test_no_awaited_end_is_missed_in_a_long_run() -> None:
+    rng, tracker = random.Random(1), made(shifted(TABLE), 0)
+    thinking = [rng.choices(range(FIRST, FIRST + len(TEXTS) + 2), k=300) for _ in range(2)]
+    seen: dict[str, list[int]] = {name: [] for name in ("r0", "r1")}
+    for name in seen:
+        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
+    for _ in thinking[0]:
+        step(tracker, list(seen), thinking, seen, rng)
+
+
 def made(table: SentenceTable, drafts: int) -> Tracker:
     tracker = Tracker(Markers(((START,),), ((STOP,),)), 1 + drafts)
     tracker.lookahead, tracker.sentences = drafts, table
@@ -261,7 +272,8 @@ def handed_over(
 def step(
     tracker: Tracker, names: list[str], thinking: list[list[int]], seen: dict[str, list[int]], rng: random.Random
 ) -> None:
-    """Account a step as the agent does, and note the flags that its record reports."""
+    """Account a step as the agent does, note the flags that its record reports, and check the state and the newest end
+    of each request."""
     most, sampled = tracker.run.tokens_per_step, list[list[int]]()
     for name in names:
         at = len(seen[name])
@@ -286,6 +298,11 @@ def step(
         seen[slots[slot]].append(flags)
     for live in tracker.by_id.values():
         assert live.sentence == tracker.sentences.state_of(thinking[int(live.info.request_id[1:])][: live.think_tokens])
+    if most == 1:
+        members = [live for live in tracker.by_id.values() if live.run_row >= 0]
+        newest = {live: newest_end(tracker.sentences.flags[live.sentence]) for live in members}
+        awaited = {live.run_row: (FLAG_SENTENCE, CERTAIN) for live in members}
+        assert run.at_ends(awaited) == {live: end[0] for live, end in newest.items() if end is not None}
 
 
 @given(st.lists(WORDS, max_size=60))
