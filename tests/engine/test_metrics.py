@@ -40,10 +40,12 @@ OF_SOME_RUNS = {
     "meridian_pressure_missed_windows_total",
 }
 # Metrics that stay at 0 for a healthy engine with budgets that follow it. `test_handover.py` feeds the handovers, which
-# need a second engine, and `test_embeddings.py` the unread prompts, which need a server with `--enable-prompt-embeds`.
+# need a second engine, `test_embeddings.py` the unread prompts, which need a server with `--enable-prompt-embeds`, and
+# `test_gateway.py` the refused SLO classes, which need a gateway.
 QUIET = {
     "meridian_client_faults_total",
     "meridian_policy_nacks_total",
+    "meridian_refused_slo_classes_total",
     "meridian_unknown_outcomes_total",
     "meridian_stream_ends_total",
     "meridian_agent_output_critical_total",
