@@ -46,8 +46,9 @@ def may_preempt(scheduler: PreemptingScheduler, request: Request) -> bool:
 
 def waits_for_place(scheduler: PreemptingScheduler, request: Request) -> bool:
     """Whether a request waits in the queue, and vLLM takes it in as soon as places and KV blocks are free."""
-    ready = str(request.status.name) == "WAITING" and request in scheduler.waiting
-    return ready and (request.lora_request is None or scheduler_api.adapters_fit(scheduler))
+    if request not in scheduler.waiting or not request_api.is_ready(request) or scheduler_api.is_paused(scheduler):
+        return False
+    return request.lora_request is None or scheduler_api.adapters_fit(scheduler)
 
 
 def free_places(scheduler: PreemptingScheduler) -> int:

@@ -107,6 +107,14 @@ def is_queued(request: Request) -> bool:
     return str(request.status.name).startswith("WAITING")
 
 
+def is_ready(request: Request) -> bool:
+    """Whether a request waits for its first step and for nothing else. vLLM finds out that a grammar is complete only
+    when a place is free."""
+    name = str(request.status.name)
+    grammar = getattr(request.structured_output_request, "grammar", None)
+    return name == "WAITING" or (name == "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" and bool(grammar))
+
+
 def waits_for_input(request: Request) -> bool:
     """Whether a streaming session has answered all of its inputs so far."""
     return str(request.status.name) == "WAITING_FOR_STREAMING_REQ"

@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tests.bench import harness, random_model, scheduling_runs
+from tests.bench import harness, random_model, scheduling_load, scheduling_runs
 from tests.bench.harness import Column, Interval
 from tests.bench.scheduling_runs import QUIET, STOCK, Costs, Plan
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
@@ -90,6 +90,25 @@ COLUMNS = (
     Column("preempted", "preempted in all", 0),
     Column("kv_peak", "KV peak", 2),
     Column("waiting_mean", "mean of waiting requests", 1),
+)
+
+
+PREEMPTION = "preemption"
+CROWDED = "short requests while thinking has all places"
+PREEMPTIONS: dict[str, dict[str, Any]] = {
+    STOCK_FCFS: STOCK,
+    PREEMPTION: {
+        **STOCK,
+        "preemption": {"shadow": False},
+        "override": [{"tenant": scheduling_load.URGENT, "preemption": {"may_preempt": True}}],
+    },
+}
+CROWDED_COLUMNS = (
+    Column("urgent_ttft_p50_ms", "TTFT P50 of short requests, ms", 0, "ratio"),
+    Column("urgent_ttft_p99_ms", "P99", 0, "ratio"),
+    Column("throughput_tokens_per_s", "tokens/s", 0, "ratio"),
+    Column("preempted", "preemptions", 0),
+    Column("recomputed_share", "computed again, %", 2, factor=100.0),
 )
 
 
@@ -182,9 +201,37 @@ class Benchmark:
         )
 
 
+async def crowded(session: Session) -> dict[str, Any]:
+    """Measure the short requests of one tenant while thinking has all places, stock and with preemption."""
+    own, model = session.options, random_model.make(session.folder / "model")
+    with closing(StreamedEngine(Setup(model, AMPLE_BLOCKS), session.folder / "crowded")) as running:
+        await scheduling_runs.warm(running, WARM_REQUESTS)
+        costs = await session.measured(partial(scheduling_runs.measure_costs, running))
+
+        async def run(arm: str, seed: int) -> Figures:
+            return await scheduling_runs.run_crowded(running, PREEMPTIONS[arm], seed, own.crowded)
+
+        await session.rounds(list(PREEMPTIONS), run, own.repetitions, case=CROWDED)
+    text = (
+        f"{random_model.MEDIUM.parameters() / 1e6:.0f} M random weights, {PLACES} places, "
+        f"{PLACES + scheduling_load.BEHIND} requests present, which think {scheduling_load.LONG_THINK} tokens each; "
+        f"{own.crowded} short requests of {scheduling_load.PROMPT[0]} prompt tokens one after another. A decode step "
+        f"takes {costs.few_ms:.1f} ms with {scheduling_runs.FEW} sequences and {costs.full_ms:.1f} ms with {PLACES}."
+    )
+    session.table("Preemption", text, CROWDED_COLUMNS, STOCK_FCFS, [CROWDED])
+    wanted = {"urgent_ttft_p50_ms": "<= 0.2", "throughput_tokens_per_s": ">= 0.95"}
+    ratios = {name: session.runs.ratio(PREEMPTION, STOCK_FCFS, name, CROWDED) for name in wanted}
+    for name, found in ratios.items():
+        session.goal(f"{name} of preemption over stock, {CROWDED}", wanted[name], found)
+    return {name: found.rounded() for name, found in ratios.items()}
+
+
 async def measure(session: Session) -> dict[str, Any]:
+    if session.options.only_preemption:
+        return await crowded(session)
     benchmark, runs = Benchmark(session), session.runs
     await benchmark.run()
+    preemption = await crowded(session)
     session.table("Strategies", benchmark.text(), COLUMNS, STOCK_FCFS)
     ratios = {name: runs.ratio(DEFAULT, STOCK_FCFS, figure, JUDGED) for name, figure in RATIOS.items()}
     wanted = {"itl_p99": "<= 0.5", "ttot_p99": "<= 0.5", "ttfvt_p99": "<= 1.05", "throughput": ">= 0.97"}
@@ -204,19 +251,21 @@ async def measure(session: Session) -> dict[str, Any]:
         if arm != PLAIN
     }
     told = {name: found.rounded() for name, found in ratios.items()}
-    return {"arms": arms, "ratios": told | {"answers_preempted": preempted(DEFAULT)}}
+    return {"arms": arms, "ratios": told | {"answers_preempted": preempted(DEFAULT)}, "preemption": preemption}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm in each case, each with its own seed")
     add("--counted", type=int, default=64, help="requests of a run that count in the latencies")
+    add("--crowded", type=int, default=24, help="short requests of a run while thinking has all places")
+    add("--only-preemption", action="store_true", help="measure preemption alone")
     add("--quick", action="store_true", help="run one short repetition of the Poisson cases")
 
 
 def check(_: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.quick:
-        given.repetitions, given.counted = 1, min(given.counted, 24)
+        given.repetitions, given.counted, given.crowded = 1, min(given.counted, 24), min(given.crowded, 8)
 
 
 if __name__ == "__main__":

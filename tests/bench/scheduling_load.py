@@ -11,6 +11,8 @@ from tests.bench.random_model import FIRST_WORD, LAST_WORD
 from tests.bench.streamed import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.random import Generator
     from numpy.typing import NDArray
 
@@ -59,6 +61,25 @@ def uniform(count: int, prompt_tokens: int, think_tokens: int, seed: int = 0) ->
     """Return requests of one length that think and answer with a single token."""
     rng = np.random.default_rng(seed)
     return [Request(f"u{seed}-{count}-{i}", prompt(rng, prompt_tokens), think_tokens, 1) for i in range(count)]
+
+
+# Requests that only think, of which more than fit are present, and short ones of a tenant that people wait for.
+LONG_THINK, SHORT_ANSWER, BEHIND = 300, 8, 8
+FILLED_S, PAUSE_MS, URGENT = 2.0, 100, "interactive"
+
+
+def thinkers(seed: int, count: int = 4096) -> Iterator[Request]:
+    """Yield requests that think for LONG_THINK tokens, half of it in the mean of the first ones."""
+    rng = np.random.default_rng([seed, 3])
+    for i in range(count):
+        think = int(rng.integers(LONG_THINK // 2, LONG_THINK * 3 // 2))
+        yield Request(f"t{seed}-{i}", prompt(rng, PROMPT[0]), think, 1)
+
+
+def urgent(seed: int, count: int) -> list[Request]:
+    """Return short requests that hardly think."""
+    rng = np.random.default_rng([seed, 4])
+    return [Request(f"q{seed}-{i}", prompt(rng, PROMPT[0]), 1, SHORT_ANSWER, tenant=URGENT) for i in range(count)]
 
 
 def gaps(process: Process, rate: float, count: int, seed: int) -> NDArray[np.float64]:

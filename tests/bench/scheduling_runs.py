@@ -84,6 +84,43 @@ async def measure_costs(engine: StreamedEngine) -> Costs:
     return Costs(decode_ms[0], decode_ms[1], (first_ms[1] - first_ms[0]) / (high - low))
 
 
+async def run_crowded(engine: StreamedEngine, policy: dict[str, Any], seed: int, counted: int) -> Figures:
+    """Let thinking take all places, with more that wait, and measure the short requests of a tenant that arrive
+    meanwhile. Each of them comes when the one before has ended, after as many milliseconds as `load.PAUSE_MS` says."""
+    await engine.begin(policy)
+    before, done = engine.counters(), list[Any]()
+    thinkers = iter(load.thinkers(seed))
+    ended = False
+
+    async def place() -> None:
+        for request in thinkers:
+            if ended:
+                return
+            done.append(await engine.stream(request))
+
+    began_s = time.perf_counter()
+    tasks = [asyncio.create_task(place()) for _ in range(PLACES + load.BEHIND)]
+    await asyncio.sleep(load.FILLED_S)
+    urgent = []
+    for request in load.urgent(seed, counted):
+        urgent.append(await engine.stream(request))
+        await asyncio.sleep(load.PAUSE_MS / 1e3)
+    over_s, ended = time.perf_counter(), True
+    await asyncio.gather(*tasks)
+    stamps = np.concatenate([t.times_s for t in (*done, *urgent)])
+    first_ms = np.array([t.times_s[0] - t.due_s for t in urgent]) * 1e3
+    tokens = int((stamps <= over_s).sum())
+    figures = {
+        "urgent_ttft_p50_ms": float(np.median(first_ms)),
+        "urgent_ttft_p99_ms": float(np.quantile(first_ms, 0.99)),
+        "throughput_tokens_per_s": tokens / (over_s - began_s),
+    }
+    if before is not None and (after := engine.counters()) is not None:
+        figures["preempted"] = float(after.preempted_think - before.preempted_think)
+        figures["recomputed_share"] = (after.recomputed_tokens - before.recomputed_tokens) / tokens
+    return figures
+
+
 async def _together(engine: StreamedEngine, requests: Sequence[Request]) -> list[Timeline]:
     return list(await asyncio.gather(*(engine.stream(request) for request in requests)))
 

@@ -35,7 +35,7 @@ THINK_TOKENS = "think_tokens"
 class Request:
     """A request for think_tokens of thinking, the end marker, and answer_tokens of answer.
 
-    ends_with: a token that ends the answer, in addition to answer_tokens.
+    ends_with: a token that ends the answer, in addition to answer_tokens. tenant: as policies match it.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Request:
     think_tokens: int
     answer_tokens: int
     ends_with: int | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class StreamedEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={thinking: request.think_tokens, **STRIPPED},
+            extra_args={thinking: request.think_tokens, "meridian_tenant": request.tenant, **STRIPPED},
             **last,
         )
 

@@ -61,6 +61,11 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "max_num_active_seqs": (0, 1, 2, 3, 64),
     "max_num_scheduled_tokens": (0, 1, 20, 100),
     "long_prefill_token_threshold": (0, 1, 9, 40),
+    "max_prompt_tokens": (0, 0, 5, 30),
+    "preemptible_from_tokens": (0, 1, 10, 40),
+    "max_preemptions": (1, 2, 3),
+    "recomputed_tokens_per_s": (1, 50, 1000),
+    "max_wait_ms": (1, 100, 10_000),
 }
 # The sections that are always drawn, by name.
 SECTIONS: dict[str, type[Section]] = {

@@ -113,6 +113,26 @@ def place(engine: Engine) -> None:
         assert 0 < recomputed < whole or cached
 
 
+@feature("no request is preempted for others more often than the policy says", "v1", "async")
+def often(engine: Engine) -> None:
+    """More waiting requests come, one after another, than there are requests that may be preempted once."""
+    places = engine.scheduler.max_num_running_reqs
+    engine.control.apply(policy(max_preemptions=1))
+    asks = thinkers(engine, places, 150)
+    run = begin(engine, asks)
+    texts = maze.prompts(40, seed=11)[20 : 20 + places + 2]
+    named = {f"urgent{i}": urgent(engine.chat(text)) for i, text in enumerate(texts)}
+    for name, ask in named.items():
+        ask.put(run, name)
+        run.until(lambda name=name: name in run.finished, settled=engine.settled)
+    run.until()
+    engine.drain()
+    check_as_stock(engine, {**asks, **named}, run)
+    times = [len(preempted_for(engine, name)) for name in asks]
+    assert max(times) == 1, times
+    assert sum(times) >= places // 2, times
+
+
 @feature("preemption for a waiting request where thinking has taken all KV blocks: output as stock's", *TIGHT)
 def blocks(engine: Engine) -> None:
     engine.control.apply(policy())

@@ -101,6 +101,7 @@ class Engine:
                 "num_preemptions": 0,
                 "sampling_params": SimpleNamespace(seed=None),
                 "lora_request": None,
+                "structured_output_request": None,
                 "cached": 0,
                 "blocks": [block] * -(-computed // BLOCK),
                 **fields,
@@ -199,6 +200,27 @@ def test_a_free_place_is_enough() -> None:
     engine.tracker.by_id["w"].ref.status = SimpleNamespace(name="RUNNING")
     engine.obey()
     assert [(outcome, detail) for _, outcome, _, detail in engine.told] == [(Outcome.ENDED_NATURALLY, JOINED)]
+
+
+@pytest.mark.parametrize(
+    ("status", "grammar", "ready"),
+    [
+        ("WAITING", None, True),
+        ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", None, False),
+        ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", object(), True),
+        ("WAITING_FOR_REMOTE_KVS", None, False),
+    ],
+)
+@pytest.mark.parametrize("pause", ["UNPAUSED", "PAUSED_NEW"])
+def test_a_request_that_waits_for_something_else(status: str, grammar: object, ready: bool, pause: str) -> None:
+    engine = crowded()
+    request: Any = engine.tracker.by_id["w"].ref
+    request.status = SimpleNamespace(name=status)
+    request.structured_output_request = SimpleNamespace(grammar=grammar)
+    setattr(engine.scheduler, "pause_state", SimpleNamespace(name=pause))  # noqa: B010
+    engine.decide()
+    engine.obey()
+    assert [outcome for _, outcome, *_ in engine.told] == [Outcome.APPLIED] * (ready and pause == "UNPAUSED")
 
 
 def test_as_many_as_the_blocks_need() -> None:
