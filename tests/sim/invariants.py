@@ -90,7 +90,7 @@ class Invariants:
         assert session.policy is in_force, "decided by a policy that is not in force"
         table, directives = session.table, response.directives
         names = {slot: info.request_id for slot, info in table.requests()}
-        for kind in ("forces", "caps", "tiers", "probes"):
+        for kind in ("forces", "caps", "tiers", "probes", "preempts"):
             for decision in getattr(directives, kind):
                 shadow = getattr(decision, "shadow", False)
                 self._new(session, decision.decision_id, Made(kind, names[decision.slot], shadow))

@@ -86,4 +86,5 @@ def nothing_left(engine: Engine, opened: Iterable[str], limits: tuple[int, ...])
     kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held)
     assert not any(kept), f"left behind: {kept}"
     assert not directives.probes
+    assert not directives.preempts.claims
     assert (tracker.thinking, tracker.answering) == (0, 0)
