@@ -39,6 +39,8 @@ TENANT, SLO_CLASS, ASKED_SLO_CLASS = "meridian_tenant", "meridian_slo_class", "m
 # says that these settings do not tell how later turns are rendered; so does a missing value.
 EFFORT, TEMPLATE = "meridian_effort", "meridian_chat_template"
 MAX_TEMPLATE, TOOLS, UNKNOWN_TEMPLATE = 256, "tools", "unknown"
+# Name, with the value 1, of a chat whose earlier turns of the assistant have all come without their thinking.
+THINKING_ABSENT = "meridian_thinking_absent"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
 
@@ -76,6 +78,8 @@ class RequestInfo:
     # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
     # request continues another engine's, whose thinking is a part of the prompt.
     repeated_tokens: int = NEVER
+    # Whether all earlier turns of the assistant have come without their thinking, and there are some.
+    thinking_absent: bool = False
     # SLO class that the client asked for and may not choose; empty if there is none.
     refused_slo_class: str = ""
 
@@ -140,6 +144,7 @@ def info_of(
         hand_over_candidate=_extra(request, CANDIDATE) == 1,
         handed_over_ref=ref,
         chat_template=template_settings(request),
+        thinking_absent=_extra(request, THINKING_ABSENT) == 1,
         repeated_tokens=own.repeated_tokens if ref else request.num_prompt_tokens,
     )
 

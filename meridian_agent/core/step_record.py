@@ -36,6 +36,7 @@ COUNTERS = (
     "calm_steps",
     "full_steps",
     "recomputed_tokens",
+    "blocks_expired",
 )
 
 # The first fields of a StepRecord, in their order: a step that brought each request of the run text and changed nothing

@@ -17,7 +17,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import probe_admission, request_info
 from meridian_agent.core.catch_up import CatchUp, state_of_new
-from meridian_agent.core.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
+from meridian_agent.core.directives import CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase, PhaseState
 from meridian_agent.core.step_signals import REQUEST, WorkerRequest, WorkerRequestEncoder
@@ -25,6 +25,7 @@ from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.capabilities import Measuring
 from meridian_agent.engine.hand_over import HandOverRunner
+from meridian_agent.engine.kept_thinking import KeptThinking
 from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
 from meridian_agent.engine.preemption import Preemption
 from meridian_agent.engine.probe_runner import ProbeRunner
@@ -77,7 +78,7 @@ class Agent:
         able_to_answer = not facts.no_answer_handed_over
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
         self.masks = TokenMasks(tracker, directives, *scheduler_api.mask_facts(scheduler))
-        self.blocks = KvBlocks(directives, facts.later_turns)
+        self.blocks = KvBlocks(directives, facts.later_turns, KeptThinking(link.lease.clock))
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.accounts = StepAccounting(
             tracker,
@@ -119,6 +120,7 @@ class Agent:
         self.default_cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
         self.default_reserve = settings.answer_reserve_tokens
         self._client_slo_classes = tuple(settings.client_slo_classes)
+        self.blocks.kept.set_seconds(settings.keep_thinking_s)
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
@@ -209,6 +211,8 @@ class Agent:
         info = self._info_of(request, scheduler)
         self.hand_over.opened(info)
         self.facts.later_turns.arrived(info, request.block_hashes)
+        if not (self.frozen or self._lapsed & MEMORY):
+            self.blocks.kept.arrived(scheduler, request)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None and not self.tracker.is_full:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
@@ -504,4 +508,5 @@ class Agent:
             self.calm.calm_steps,
             self.calm.full_steps,
             self.preemption.recomputed.total,
+            self.blocks.kept.given_up,
         )

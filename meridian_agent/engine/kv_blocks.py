@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import Outcome, Tier
+from meridian_agent.vllm_adapter.prefix_cache import free_anew
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.engine.kept_thinking import KeptThinking
     from meridian_agent.engine.later_turns import LaterTurns
-    from meridian_agent.vllm_types import Block, BlockPool, Request, Scheduler
+    from meridian_agent.vllm_types import Request, Scheduler
 
 
 # The agent searches the freed blocks of a request with at most this many output tokens, because a longer search would
@@ -27,10 +29,11 @@ LONGEST_TOKENS = 65_536
 
 
 class KvBlocks:
-    """The KV blocks of one engine. later_turns: knows whether later turns repeat a request's thinking."""
+    """The KV blocks of one engine. later_turns: knows whether later turns repeat a request's thinking. kept: gives up
+    kept thinking after a time."""
 
-    def __init__(self, directives: Directives, later_turns: LaterTurns) -> None:
-        self._directives, self._later_turns = directives, later_turns
+    def __init__(self, directives: Directives, later_turns: LaterTurns, kept: KeptThinking) -> None:
+        self._directives, self._later_turns, self.kept = directives, later_turns, kept
         self.reclaimed = 0
 
     def freeing(self, scheduler: Scheduler, request: Request, live: LiveRequest, probes: Iterable[str]) -> None:
@@ -41,6 +44,7 @@ class KvBlocks:
                 _remember(scheduler, request, live)
             return
         if (decided := live.take_tier()) is None:
+            self.kept.ended(scheduler, request)
             return
         decision_id, tier, shadow = decided
         outcome, detail = Outcome.APPLIED, ""
@@ -51,10 +55,15 @@ class KvBlocks:
     def _reclaim(
         self, scheduler: Scheduler, request: Request, live: LiveRequest, probes: Iterable[str], shadow: bool
     ) -> tuple[Outcome, str]:
-        if refusal := self._refusal(scheduler, request, live):
+        if refusal := self._cannot(scheduler, request):
             return Outcome.REFUSED, refusal
         reachable = min(live.info.prompt_tokens, live.info.repeated_tokens)
         first = reachable // scheduler.block_size
+        if refusal := self._repeats(request, live):
+            if not shadow and self.kept.seconds:
+                self.kept.keep(scheduler, request, first)
+                refusal += f"; kept for {self.kept.seconds} s"
+            return Outcome.REFUSED, refusal
         if first < len(request.block_hashes):
             self._later_turns.gave_up(live, request.block_hashes[first])
         if shadow:
@@ -63,11 +72,17 @@ class KvBlocks:
         self.reclaimed += count
         return Outcome.APPLIED, f"{count} blocks"
 
-    def _refusal(self, scheduler: Scheduler, request: Request, live: LiveRequest) -> str:
+    @staticmethod
+    def _cannot(scheduler: Scheduler, request: Request) -> str:
+        """Return why the blocks of a request cannot be given up; empty if they can."""
         if request.num_output_tokens > LONGEST_TOKENS:
             return f"an output of over {LONGEST_TOKENS} tokens"
         if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             return "several KV cache groups"
+        return ""
+
+    def _repeats(self, request: Request, live: LiveRequest) -> str:
+        """Return why a later turn may repeat the thinking of a request; empty if none does."""
         if str(request.get_finished_reason()) != "stop":
             return "the answer was cut: a later request may go on with it"
         structured = request.structured_output_request is not None
@@ -109,17 +124,7 @@ def reuse_answers_last(scheduler: Scheduler, preempted: Iterable[LiveRequest]) -
     pool = scheduler.kv_cache_manager.block_pool
     for live in preempted:
         kept = [block for block, known in live.kept if block.block_hash == known and block.ref_cnt == 0]
-        _free_anew(pool, kept)
-
-
-def _free_anew(pool: BlockPool, blocks: list[Block]) -> None:
-    """Put free blocks last in the order of reuse, with the first of these blocks at the very end.
-
-    An exception between the two calls would leave blocks that no request owns and that are never free again. The two
-    calls are one expression, so that an exception raised at the beginning of a line cannot come between them; `touch`
-    returns None.
-    """
-    pool.touch(blocks) or pool.free_blocks(blocks[::-1])
+        free_anew(pool, kept)
 
 
 def _remember(scheduler: Scheduler, request: Request, live: LiveRequest) -> None:

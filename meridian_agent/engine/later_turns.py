@@ -1,10 +1,12 @@
 """Knows whether later turns of a conversation repeat the thinking of a request, so that its KV blocks may be needed
 again.
 
-Two things tell it. The first is how the request was rendered: with the model's own chat template, under settings with
+Three things tell it. The first is how the request was rendered: with the model's own chat template, under settings with
 which this template strips thinking from earlier turns. If a request was rendered in any other way, or not from a chat,
-nothing is known, and its blocks are kept. The second is experience: if a prompt arrives that begins with blocks which
-this engine has given up, later turns do repeat the thinking of such requests, and their blocks are kept from then on.
+nothing is known, and its blocks are kept. The second is the conversation: if its earlier turns have come back without
+their thinking, the next turn will come without it, too, whatever the template keeps. The third is experience: if a
+prompt arrives that begins with blocks which this engine has given up, later turns do repeat the thinking of such
+requests, and their blocks are kept from then on.
 
 The object belongs to the engine and outlives an agent's faults. The engine-core thread asks it; a thread of its own
 renders templates with settings that have not been seen before.
@@ -18,13 +20,12 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meridian_agent.vllm_adapter.tokenizer import Template
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.request_info import RequestInfo
+    from meridian_agent.vllm_adapter.tokenizer import Template
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -42,6 +43,7 @@ class Kind(NamedTuple):
     model: str
     tenant: str
     chat_template: str
+    thinking_absent: bool
 
 
 class LaterTurns:
@@ -50,6 +52,8 @@ class LaterTurns:
 
     def __init__(self, read: Callable[[str], Template], note_changed: Callable[[], None]) -> None:
         self._read, self._note_changed = read, note_changed
+        # Whether the model has a chat template of its own.
+        self.has_template = False
         # By the template's settings as JSON text; and the settings that wait to be rendered, or are.
         self._templates: dict[str, Template] = {}
         self._asked = set[str]()
@@ -59,11 +63,6 @@ class LaterTurns:
         self._given_up: dict[Any, Kind] = {}
         # Kinds of requests whose thinking has come back.
         self._repeating: dict[Kind, None] = {}
-
-    @property
-    def usual(self) -> Template:
-        """How the model's own chat template treats thinking if no setting is given."""
-        return self._templates.get("{}", Template())
 
     @property
     def note(self) -> str:
@@ -114,12 +113,14 @@ class LaterTurns:
         is known. output: the tokens that it has generated. structured: a grammar has constrained the answer."""
         if not live.info.chat_template:
             return "it is not known whether a later turn repeats the thinking"
-        if (template := self._templates.get(live.info.chat_template)) is None:
-            return "it is not known yet whether the chat template strips the thinking"
-        if not template.strips_think:
-            return "the chat template keeps the thinking"
         if _kind(live.info) in self._repeating or len(self._repeating) > MAX_KINDS:
             return "a later turn has repeated the thinking of such a request"
+        if live.info.thinking_absent:
+            return ""
+        template = self._templates.get(live.info.chat_template)
+        if template is None or not template.strips_think:
+            keeps = "the chat template keeps the thinking"
+            return keeps if template else "it is not known yet whether the chat template strips the thinking"
         # With the tool choice `required`, or a named tool, the call is JSON text without the template's token.
         if template.tool_call is not None and (structured or template.tool_call in output):
             return f"{'perhaps ' * structured}a tool call: the next turn repeats its thinking"
@@ -133,9 +134,10 @@ class LaterTurns:
 
 
 def _kind(info: RequestInfo) -> Kind:
-    return Kind(info.model, info.tenant, info.chat_template)
+    return Kind(info.model, info.tenant, info.chat_template, info.thinking_absent)
 
 
 def _text(kind: Kind) -> str:
     tenant = f" of tenant {kind.tenant!r}" if kind.tenant else ""
-    return f"of model {kind.model!r}{tenant}, template settings {kind.chat_template!r}"
+    absent = ", earlier turns without thinking" if kind.thinking_absent else ""
+    return f"of model {kind.model!r}{tenant}, template settings {kind.chat_template!r}{absent}"

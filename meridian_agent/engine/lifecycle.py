@@ -108,6 +108,7 @@ class Lifecycle:
         self._markers = markers or no_markers(self._start.why("markers"))
         self._rendered_with = self._markers
         self._chat_template = tokenizer.chat_template_of(config)
+        self._later_turns.has_template = self._chat_template is not None
         self._later_turns.read_anew()
         self._unknown_in_hello = self._markers.unknown
         self._log_markers()

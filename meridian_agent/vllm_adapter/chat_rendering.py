@@ -1,5 +1,6 @@
 """Tells the engine core how vLLM rendered the chat of a request: with the model's own chat template and with which
-settings, as `meridian_chat_template` in the request's sampling parameters.
+settings, as `meridian_chat_template` in the request's sampling parameters; and whether the client has sent earlier
+turns back without their thinking, as `meridian_thinking_absent`.
 
 Only the process that renders chats knows it: a server has --chat-template and --default-chat-template-kwargs, and a
 request may have a template and settings of its own. The engine core finds out whether that template strips thinking
@@ -12,18 +13,28 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.request_info import EFFORT, MAX_TEMPLATE, TEMPLATE, TOOLS, UNKNOWN_TEMPLATE
+from meridian_agent.core.request_info import (
+    EFFORT,
+    MAX_TEMPLATE,
+    TEMPLATE,
+    THINKING_ABSENT,
+    TOOLS,
+    UNKNOWN_TEMPLATE,
+)
 from meridian_agent.vllm_adapter import after_import, required_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("vllm.meridian")
 
 # Name of the text in vLLM's rendered prompt, which is a dictionary, and of the effort that the template was given.
-RENDERED, RENDERED_EFFORT = "meridian_chat_template", "meridian_effort"
+RENDERED, RENDERED_EFFORT, ABSENT = "meridian_chat_template", "meridian_effort", "meridian_thinking_absent"
+# Words of which one stands in an assistant's text that contains its thinking, whatever the model's markers are.
+THINKING = re.compile("think|thought|reason|analysis", re.IGNORECASE)
 WITHOUT = "the KV blocks of all finished requests stay in vLLM's own order of reuse"
 
 
@@ -86,8 +97,19 @@ def _note(chat_params: Any, rendered: Any) -> None:
     """Note in the rendered prompts how their chats were rendered."""
     effort = (chat_params.chat_template_kwargs or {}).get("reasoning_effort")
     noted = {RENDERED: text_of(chat_params), RENDERED_EFFORT: effort if isinstance(effort, str) else ""}
-    for prompt in rendered[1]:
-        prompt.update({name: value for name, value in noted.items() if value})
+    for conversation, prompt in zip(*rendered, strict=True):
+        said = {**noted, ABSENT: int(comes_without_thinking(conversation))}
+        prompt.update({name: value for name, value in said.items() if value})
+
+
+def comes_without_thinking(conversation: Sequence[Any]) -> bool:
+    """Return whether a conversation has turns of the assistant, and surely all of them without their thinking: neither
+    in a field of its own nor in the text. The next turn of such a conversation will probably come without it, too."""
+    turns = [turn for turn in conversation if turn.get("role") == "assistant"]
+    return bool(turns) and not any(
+        turn.get("reasoning") or turn.get("reasoning_content") or THINKING.search(str(turn.get("content") or ""))
+        for turn in turns
+    )
 
 
 def _copy(prompt: Any, request: Any) -> None:
@@ -96,7 +118,11 @@ def _copy(prompt: Any, request: Any) -> None:
     if params is None or not isinstance(prompt, dict):
         return
     extra = params.extra_args or {}
-    noted = {TEMPLATE: prompt.get(RENDERED, ""), EFFORT: prompt.get(RENDERED_EFFORT, "")}
+    noted = {
+        TEMPLATE: prompt.get(RENDERED, ""),
+        EFFORT: prompt.get(RENDERED_EFFORT, ""),
+        THINKING_ABSENT: prompt.get(ABSENT, 0),
+    }
     if added := {name: value for name, value in noted.items() if value and name not in extra}:
         # The dictionary belongs to the caller's parameters, too.
         params.extra_args = {**extra, **added}

@@ -1,5 +1,5 @@
 """Connects EAT probes with vLLM's prefix cache: a probe starts on the KV blocks of the request that it measures, and
-vLLM's prefix-cache metrics do not count probes."""
+vLLM's prefix-cache metrics do not count probes. Changes the order in which vLLM reuses free blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.guard import hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from meridian_agent.core.guard import Guard
-    from meridian_agent.vllm_types import Scheduler
+    from meridian_agent.vllm_types import Block, BlockPool, Scheduler
+
+
+def free_anew(pool: BlockPool, blocks: Sequence[Block]) -> None:
+    """Put free blocks where vLLM puts blocks that it frees: those without a hash first in the order of reuse, and all
+    others last, with the first of these blocks at the very end.
+
+    An exception between the two calls would leave blocks that no request owns and that are never free again. The two
+    calls are one expression, so that an exception raised at the beginning of a line cannot come between them; `touch`
+    returns None.
+    """
+    pool.touch(blocks) or pool.free_blocks(blocks[::-1])
 
 
 def hide_from_cache_stats(manager: Any, prefix: str) -> None:

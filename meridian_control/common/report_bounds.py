@@ -27,6 +27,7 @@ COUNTERS = (
     "preempted_think",
     "output_critical",
     "blocks_reclaimed",
+    "blocks_expired",
     "think_skips",
     "reports_dropped",
     "probe_tokens",

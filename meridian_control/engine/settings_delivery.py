@@ -149,6 +149,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
     )
     if observe_entropy and (share := effects.measured_share(policy)) < 1:
         message.measured_share = share
+    if policy.kv_memory.enabled and not policy.kv_memory.shadow:
+        message.keep_thinking_s = policy.kv_memory.keep_thinking_s
     if limits := policy.engine_limits(hello.labels):
         message.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:

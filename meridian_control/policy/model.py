@@ -99,6 +99,7 @@ NEW_SECTIONS = ("loop", "disagg", "budget", "pressure", "engine", "extension", "
 NEW_FIELDS = {
     "scheduler": _new_fields(SchedulerPolicy),
     "entropy": _new_fields(EntropyPolicy),
+    "kv_memory": _new_fields(KvMemoryPolicy),
     "telemetry": _new_fields(TelemetryPolicy),
     "budget": _new_fields(BudgetPolicy),
     "pressure": _new_fields(PressurePolicy),

@@ -325,6 +325,15 @@ class KvMemoryPolicy(Section):
         "that share no new request is admitted.",
         advice="Lower it if preempted answers wait long; 1.0 never holds a request back.",
     )
+    keep_thinking_s: Count = field(
+        0,
+        description="Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait "
+        "for that turn, before they are reused first; each turn that repeats it begins the time anew. 0 keeps them for "
+        "as long as vLLM does.",
+        advice="Set it to the time after which a conversation has ended, such as 600, if kept thinking crowds other "
+        "prompts out of the prefix cache.",
+        new=True,
+    )
     lease_ms: SectionLease = 0
 
 

@@ -327,7 +327,8 @@ AGENTS = (
     counter(
         "meridian_agent_blocks_reclaimed_total",
         ("engine", "tier"),
-        "KV blocks put first in line for reuse, by tier.",
+        "KV blocks put first in line for reuse, by tier: `unreachable`, or `kept_too_long` after "
+        "`kv_memory.keep_thinking_s`.",
         "0 in multi-turn load with thinking: the chat template keeps thinking, the requests are no chats that the "
         "model's own template renders (`meridianctl explain` shows the reason), or `kv_memory` is in shadow.",
     ),

@@ -255,7 +255,10 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
     reports = {e: s.gauges for e, s in engines.items() if s.gauges is not None}
     for name, of_report in REPORTED.items():
         yield name, [((engine,), of_report(report)) for engine, report in reports.items()]
-    reclaimed = [((engine, "unreachable"), report.counters.blocks_reclaimed) for engine, report in reports.items()]
+    tiers = ("unreachable", "blocks_reclaimed"), ("kept_too_long", "blocks_expired")
+    reclaimed = [
+        ((engine, tier), getattr(report.counters, name)) for engine, report in reports.items() for tier, name in tiers
+    ]
     yield "meridian_agent_blocks_reclaimed_total", reclaimed
 
 

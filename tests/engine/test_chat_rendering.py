@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.core.request_info import EFFORT, MAX_TEMPLATE, TEMPLATE, UNKNOWN_TEMPLATE
+from meridian_agent.core.request_info import EFFORT, MAX_TEMPLATE, TEMPLATE, THINKING_ABSENT, UNKNOWN_TEMPLATE
 from meridian_agent.vllm_adapter import chat_rendering
 
 BEGINS = {"add_generation_prompt": True, "continue_final_message": False}
@@ -40,7 +40,7 @@ def test_the_settings_of_a_rendered_chat(given: dict[str, Any], text: str) -> No
 def test_what_was_noted_is_copied_unless_the_client_has_said_it() -> None:
     prompt: dict[str, Any] = {"type": "token"}
     params = SimpleNamespace(chat_template=None, chat_template_kwargs={**BEGINS, "reasoning_effort": "low"})
-    chat_rendering._note(params, ([], [prompt]))
+    chat_rendering._note(params, ([[{"role": "user", "content": "q"}]], [prompt]))
     own = {"a": 1}
     for extra, expected in (
         (None, {TEMPLATE: '{"reasoning_effort": "low"}', EFFORT: "low"}),
@@ -56,6 +56,30 @@ def test_what_was_noted_is_copied_unless_the_client_has_said_it() -> None:
         chat_rendering._copy(untouched, request)
         assert request.sampling_params.extra_args is None
     chat_rendering._copy(prompt, SimpleNamespace(sampling_params=None))
+
+
+@pytest.mark.parametrize(
+    ("turns", "absent"),
+    [
+        ([], False),
+        ([{"content": "four"}], True),
+        ([{"content": None, "tool_calls": [{}]}, {"content": "four"}], True),
+        ([{"content": "four", "reasoning": "2 + 2"}], False),
+        ([{"content": "four", "reasoning_content": "2 + 2"}], False),
+        ([{"content": "four"}, {"content": "five", "reasoning": "2 + 3"}], False),
+        ([{"content": "<think>2 + 2</think>four"}], False),
+        ([{"content": [{"type": "text", "text": "[THINK]2 + 2[/THINK]four"}]}], False),
+        ([{"content": "I thought about it: four"}], False),
+    ],
+)
+def test_a_conversation_whose_thinking_has_not_come_back(turns: list[dict[str, Any]], absent: bool) -> None:
+    said = [part for turn in turns for part in ({"role": "user", "content": "q"}, {"role": "assistant", **turn})]
+    prompt: dict[str, Any] = {}
+    params = SimpleNamespace(chat_template=None, chat_template_kwargs=dict(BEGINS))
+    chat_rendering._note(params, ([[*said, {"role": "user", "content": "and?"}]], [prompt]))
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None))
+    chat_rendering._copy(prompt, request)
+    assert request.sampling_params.extra_args == {TEMPLATE: "{}"} | ({THINKING_ABSENT: 1} if absent else {})
 
 
 def test_an_error_of_the_agent_never_reaches_vllm() -> None:

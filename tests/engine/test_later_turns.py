@@ -88,11 +88,19 @@ class Server:
         return dict(self.control.settled().outcomes)
 
     def reclaimed(self) -> float:
-        """Return the number of blocks that were given up."""
+        """Return the number of blocks that were given up, because no later turn can hit them."""
+        return self._blocks("unreachable")
+
+    def expired(self) -> float:
+        """Return the number of blocks that were given up, because no later turn has hit them for too long."""
+        return self._blocks("kept_too_long")
+
+    def _blocks(self, tier: str) -> float:
         self.control.settled()
         text = httpx.get(f"http://{self.control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
         name = "meridian_agent_blocks_reclaimed_total{"
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+        lines = [line for line in text.splitlines() if line.startswith(name) and f'tier="{tier}"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def _turn(answer: dict[str, Any], content: str, prompt: list[int], tokens: list[int]) -> Turn:
@@ -160,6 +168,54 @@ def test_a_request_may_keep_its_thinking(governed: Server, stock: Server) -> Non
     ours, theirs = both(governed, stock, 2, chat_template_kwargs=KEEPS)
     assert ours.cached == theirs.cached > 3 * BLOCK
     assert governed.reclaimed() == before
+
+
+def test_a_client_that_sends_no_thinking_back_decides_for_its_conversation(governed: Server, stock: Server) -> None:
+    """The template keeps thinking, but the client sends answers only, so no later turn can hit the thinking. From the
+    second turn on the engine knows it, and the third turn finds as much in the cache as on stock vLLM."""
+    before, found = governed.reclaimed(), []
+    for server in (governed, stock):
+        said, cached = [PROMPTS[1]], []
+        for nxt in (PROMPTS[11], PROMPTS[9], ""):
+            turn = server.chat(*said, chat_template_kwargs=KEEPS, max_tokens=800)
+            cached.append((turn.cached, turn.content))
+            said += [turn.content.partition("</think>")[2].strip(), nxt]
+            if server is governed and len(cached) == 1:
+                assert governed.reclaimed() == before, "nothing is known of the first turn's successor"
+        found.append(cached)
+    assert found[0] == found[1]
+    assert governed.reclaimed() > before
+
+
+def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(governed: Server, stock: Server) -> None:
+    """Within the time the next turn hits as much as on stock vLLM, and begins the time anew; after it the blocks are
+    reused first, and only the prompt is hit. The explanation says for how long a request's thinking is kept."""
+    memory = POLICY["kv_memory"]
+    governed.control.apply({**POLICY, "kv_memory": {**memory, "keep_thinking_s": 100_000}})
+    try:
+        ours, theirs = both(governed, stock, 4, chat_template_kwargs=KEEPS)
+        assert ours.cached == theirs.cached > 3 * BLOCK
+        assert governed.expired() == 0
+        first = governed.chat(PROMPTS[12], chat_template_kwargs=KEEPS, request_id="kept")
+        governed.control.settled()
+        details = [event.decision.detail for event in governed.control.explain("kept").events]
+        assert "the chat template keeps the thinking; kept for 100000 s" in details
+        # The time also holds for the requests that ended before it was set.
+        governed.control.apply({**POLICY, "kv_memory": {**memory, "keep_thinking_s": 1}})
+
+        def expired() -> bool:
+            governed.chat("left", max_tokens=1)
+            return governed.expired() > 3
+
+        wait_for(expired, 60, "the kept thinking to be given up")
+        late = governed.chat(PROMPTS[12], first.content, PROMPTS[13], chat_template_kwargs=KEEPS)
+        assert late.cached <= first.prompt_tokens
+        assert stock.chat(PROMPTS[12], chat_template_kwargs=KEEPS).content == first.content
+        same = stock.chat(PROMPTS[12], first.content, PROMPTS[13], chat_template_kwargs=KEEPS)
+        assert same.content == late.content
+        assert same.cached > 3 * BLOCK
+    finally:
+        governed.control.apply(POLICY)
 
 
 def test_settings_that_change_nothing_are_learned(governed: Server) -> None:

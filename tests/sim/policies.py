@@ -54,6 +54,7 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "report_interval_steps": (0, 0, 1, 2, 5),
     "lease_ms": (100, 500, 3000, 30000),
     "think_phase_memory_fraction": (0.01, 0.2, 0.4),
+    "keep_thinking_s": (0, 1, 60),
     "min_rounds": (2, 3, 4),
     "min_tokens": (32, 32, 48, 192),
     "offload_threshold_blocks": (1, 2, 4),

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 
 def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable) -> NDArray[np.intp]:
-    """Return thinking slots that have another tier and whose finished blocks no later prompt can hit.
-
-    No prompt can hit them if the chat template strips thinking from earlier turns.
-    """
+    """Return thinking slots that have another tier and whose finished blocks later prompts may be unable to hit; the
+    agent decides so for each request when it ends."""
     if not (capabilities.reclaim and capabilities.template_strips_think):
         return np.zeros(0, np.intp)
     unmarked: NDArray[np.bool_] = table.thinking & (table.tier != agent_pb2.EVICTION_TIER_UNREACHABLE)

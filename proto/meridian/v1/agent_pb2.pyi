@@ -952,8 +952,8 @@ class Capabilities(_message.Message):
     reclaim: _builtins.bool
     """The engine can apply eviction tiers: TierChange."""
     template_strips_think: _builtins.bool
-    """The chat template removes thinking from earlier turns, so the next turn cannot reach a finished request's blocks
-    past its prompt.
+    """The engine's model has a chat template, so the agent decides for each request whether a later turn can reach its
+    blocks past the prompt. An older agent sets it only if the template removes thinking from earlier turns.
     """
     hand_over: _builtins.bool
     """The engine can stop a request at the end of its thinking and keep the KV blocks for another engine: HandOver."""
@@ -1750,6 +1750,7 @@ class AgentCounters(_message.Message):
     CALM_STEPS_FIELD_NUMBER: _builtins.int
     FULL_STEPS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_EXPIRED_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
     """Requests that were not answering when vLLM preempted them."""
     output_critical: _builtins.int
@@ -1774,6 +1775,10 @@ class AgentCounters(_message.Message):
     """Steps before which the agent took in messages, ordered the queues and placed probes."""
     recomputed_tokens: _builtins.int
     """Tokens that requests computed again after the agent had preempted them for waiting ones."""
+    blocks_expired: _builtins.int
+    """KV blocks with kept thinking that the agent marked for reuse first, because no later turn has repeated it for
+    Settings.keep_thinking_s.
+    """
     def __init__(
         self,
         *,
@@ -1789,10 +1794,11 @@ class AgentCounters(_message.Message):
         calm_steps: _builtins.int = ...,
         full_steps: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
+        blocks_expired: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "recomputed_tokens", b"recomputed_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_expired", b"blocks_expired", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "recomputed_tokens", b"recomputed_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2035,6 +2041,7 @@ class Settings(_message.Message):
     ONLY_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     MEASURED_SHARE_FIELD_NUMBER: _builtins.int
     CLIENT_SLO_CLASSES_FIELD_NUMBER: _builtins.int
+    KEEP_THINKING_S_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -2097,6 +2104,10 @@ class Settings(_message.Message):
     """Share of new requests, a fraction, that the engine measures; absent for all requests, live ones included. A hash of
     the id chooses them.
     """
+    keep_thinking_s: _builtins.int
+    """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn; 0
+    for as long as vLLM keeps them.
+    """
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the start marker, in place of those that the tokenizer and the reasoning parser name; empty keeps
@@ -2142,10 +2153,11 @@ class Settings(_message.Message):
         only_sentence_ends: _builtins.bool = ...,
         measured_share: _builtins.float | None = ...,
         client_slo_classes: _abc.Iterable[_builtins.str] | None = ...,
+        keep_thinking_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

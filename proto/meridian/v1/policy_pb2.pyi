@@ -1601,6 +1601,7 @@ class KvMemoryPolicy(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     THINK_PHASE_MEMORY_FRACTION_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    KEEP_THINKING_S_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Act on KV pressure; false leaves eviction and admission to the engine."""
     shadow: _builtins.bool
@@ -1613,6 +1614,10 @@ class KvMemoryPolicy(_message.Message):
     """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
     experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
+    keep_thinking_s: _builtins.int
+    """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn; 0
+    for as long as the engine keeps them.
+    """
     def __init__(
         self,
         *,
@@ -1620,13 +1625,16 @@ class KvMemoryPolicy(_message.Message):
         shadow: _builtins.bool | None = ...,
         think_phase_memory_fraction: _builtins.float | None = ...,
         lease_ms: _builtins.int | None = ...,
+        keep_thinking_s: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "lease_ms", b"lease_ms", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_keep_thinking_s", b"_keep_thinking_s", "_lease_ms", b"_lease_ms", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "keep_thinking_s", b"keep_thinking_s", "lease_ms", b"lease_ms", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "lease_ms", b"lease_ms", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_keep_thinking_s", b"_keep_thinking_s", "_lease_ms", b"_lease_ms", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "keep_thinking_s", b"keep_thinking_s", "lease_ms", b"lease_ms", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__keep_thinking_s: _TypeAlias = _typing.Literal["keep_thinking_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_thinking_s: _TypeAlias = _typing.Literal["_keep_thinking_s", b"_keep_thinking_s"]  # noqa: Y015
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
@@ -1635,6 +1643,8 @@ class KvMemoryPolicy(_message.Message):
     _WhichOneofArgType__think_phase_memory_fraction: _TypeAlias = _typing.Literal["_think_phase_memory_fraction", b"_think_phase_memory_fraction"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_thinking_s) -> _WhichOneofReturnType__keep_thinking_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
     @_typing.overload

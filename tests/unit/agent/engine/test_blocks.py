@@ -29,7 +29,7 @@ def test_a_probe_gives_back_its_blocks_of_each_group() -> None:
     evicted: list[set[int]] = []
     scheduler = scheduler_of(((16, [1, 2, 3]), (32, [0, 5]), (8, [0, 0, 6, 7, 8])), evicted)
     probe = SimpleNamespace(request_id="meridian-probe-1")
-    assert KvBlocks(SimpleNamespace(), None).evict(scheduler, probe, 33) == 3  # type: ignore[arg-type]
+    assert KvBlocks(SimpleNamespace(), None, None).evict(scheduler, probe, 33) == 3  # type: ignore[arg-type]
     assert evicted == [{3, 5, 8}]
 
 

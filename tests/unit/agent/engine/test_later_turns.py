@@ -49,6 +49,22 @@ def test_what_is_not_known_is_kept(settings: str, output: list[int], refusal: st
     assert told.turns.refusal(told.live("a", settings), output) == refusal
 
 
+def test_a_conversation_without_its_thinking_gives_the_next_turns_up_until_it_comes_back() -> None:
+    """Whatever the template keeps, and also if the answer calls a tool."""
+    told = Told()
+    absent = told.live("a", '{"keep": true}', thinking_absent=True)
+    called = told.live("b", thinking_absent=True)
+    unknown = told.live("c", "", thinking_absent=True)
+    assert [told.turns.refusal(live, [TOOL_CALL]) for live in (absent, called)] == ["", ""]
+    assert "not known" in told.turns.refusal(unknown, [])
+    told.turns.gave_up(absent, b"1")
+    told.turns.arrived(told.live("d", "").info, [b"1"])
+    assert "has repeated" in told.turns.refusal(absent, [])
+    assert told.turns.refusal(called, [TOOL_CALL]) == ""
+    (note,) = told.notes
+    assert "earlier turns without thinking" in note
+
+
 def test_a_structured_answer_may_be_a_tool_call() -> None:
     """vLLM writes the call of a named or required tool as JSON text, without the template's token."""
     told = Told()

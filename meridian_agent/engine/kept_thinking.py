@@ -1,0 +1,98 @@
+"""Gives up, after a time, the KV blocks of thinking that later turns may repeat and have not repeated.
+
+vLLM reuses the blocks of finished requests least recently used first, however long a conversation has been silent. The
+policy may say for how long kept thinking waits for the next turn; each turn that repeats it begins this time anew.
+Blocks whose time is over are given up when the next request arrives, so that steps pay nothing for it. Runs on the
+engine-core thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_agent.vllm_adapter.prefix_cache import free_anew
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian_agent.vllm_types import Request, Scheduler
+
+# Most conversations whose kept thinking has a time; with one more, the oldest stays as in stock vLLM.
+MAX_KEPT = 4096
+
+
+class Kept(NamedTuple):
+    """The blocks of a conversation from its first kept thinking on, by number, each with its hash.
+
+    first: index of the first of these blocks in the request. since_s: time at which the newest of its requests ended.
+    """
+
+    first: int
+    since_s: float
+    blocks: dict[int, Any]
+
+
+class KeptThinking:
+    """The kept thinking of one engine's finished requests.
+
+    seconds: time for which it is kept, 0 for as long as vLLM keeps it. given_up: number of blocks so far whose time was
+    over.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self.seconds = clock, 0
+        self.given_up = 0
+        # By the hash of the first of the blocks; the one whose time is over first stands first.
+        self._kept: dict[Any, Kept] = {}
+        # Requests that repeat kept thinking, each with the index of its first block.
+        self._repeating: dict[str, int] = {}
+
+    def set_seconds(self, seconds: int) -> None:
+        """Keep thinking for this time from now on, that of earlier requests included."""
+        self.seconds = seconds
+        if not seconds:
+            self._kept, self._repeating = {}, {}
+
+    def arrived(self, scheduler: Scheduler, request: Request) -> None:
+        """Give up what has waited too long, and see whether a new request repeats what still waits."""
+        if not self._kept:
+            return
+        self._expire(scheduler)
+        if not self._kept.keys().isdisjoint(request.block_hashes):
+            known = next(known for known in request.block_hashes if known in self._kept)
+            self._repeating[request.request_id] = self._kept.pop(known).first
+
+    def keep(self, scheduler: Scheduler, request: Request, first: int) -> None:
+        """Note the blocks of a request that ends and whose thinking is kept. first: index of the first block with a
+        generated token."""
+        first = self._repeating.pop(request.request_id, first)
+        if not self.seconds or first >= len(request.block_hashes):
+            return
+        manager = scheduler.kv_cache_manager
+        pool, numbers = manager.block_pool.blocks, manager.get_block_ids(request.request_id)[0][first:]
+        blocks = {number: known for number in numbers if (known := pool[number].block_hash) is not None}
+        key = request.block_hashes[first]
+        earlier = self._kept.pop(key).blocks if key in self._kept else {}
+        self._kept[key] = Kept(first, self._clock(), {**earlier, **blocks})
+        if len(self._kept) > MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+
+    def ended(self, scheduler: Scheduler, request: Request) -> None:
+        """Note a request that ends without kept thinking of its own, but may repeat that of earlier turns."""
+        if request.request_id in self._repeating:
+            self.keep(scheduler, request, 0)
+
+    def _expire(self, scheduler: Scheduler) -> None:
+        last_s, pool = self._clock() - self.seconds, scheduler.kv_cache_manager.block_pool
+        while self._kept:
+            key = next(iter(self._kept))
+            if self._kept[key].since_s > last_s:
+                return
+            free = [
+                number
+                for number, known in self._kept.pop(key).blocks.items()
+                if pool.blocks[number].block_hash == known and pool.blocks[number].ref_cnt == 0
+            ]
+            scheduler.kv_cache_manager.evict_blocks(set(free))
+            free_anew(pool, [pool.blocks[number] for number in free])
+            self.given_up += len(free)

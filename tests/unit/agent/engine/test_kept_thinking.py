@@ -1,0 +1,109 @@
+"""Kept thinking waits for the next turn of its conversation, for as long as the policy says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from meridian_agent.engine.kept_thinking import MAX_KEPT, KeptThinking
+
+
+class Engine:
+    """An engine whose block `n` has the hash `n`, and a clock."""
+
+    def __init__(self, seconds: int = 10) -> None:
+        self.now_s = 0.0
+        self.kept = KeptThinking(lambda: self.now_s)
+        self.kept.set_seconds(seconds)
+        self.blocks = {n: SimpleNamespace(block_hash=n, ref_cnt=0) for n in range(100)}
+        self.evicted: list[int] = []
+        self.freed: list[Any] = []
+        self.held: dict[str, list[int]] = {}
+        pool = SimpleNamespace(blocks=self.blocks, touch=lambda _: None, free_blocks=self.freed.extend)
+        self.scheduler: Any = SimpleNamespace(
+            kv_cache_manager=SimpleNamespace(
+                block_pool=pool, evict_blocks=self._evict, get_block_ids=lambda name: (self.held[name],)
+            )
+        )
+
+    def _evict(self, numbers: set[int]) -> None:
+        self.evicted += sorted(numbers)
+        for number in numbers:
+            self.blocks[number].block_hash = None
+
+    def request(self, name: str, *numbers: int) -> Any:
+        self.held[name] = list(numbers)
+        return SimpleNamespace(request_id=name, block_hashes=list(numbers))
+
+    def arrives(self, name: str, *numbers: int) -> list[int]:
+        """Let a request with a prompt of these blocks arrive; return all blocks that were given up so far."""
+        self.kept.arrived(self.scheduler, self.request(name, *numbers))
+        return self.evicted
+
+    def ends(self, name: str, *numbers: int, first: int | None = None) -> None:
+        """End a request that has these blocks. first: index of the first one with a generated token, None if the
+        request has no kept thinking of its own."""
+        request = self.request(name, *numbers)
+        if first is None:
+            self.kept.ended(self.scheduler, request)
+        else:
+            self.kept.keep(self.scheduler, request, first)
+
+
+def test_blocks_wait_and_each_turn_that_repeats_them_begins_their_time_anew() -> None:
+    engine = Engine()
+    engine.ends("a", 1, 2, 3, 4, first=2)
+    engine.now_s = 9
+    assert engine.arrives("b", 1, 2, 3, 4, 5) == []
+    # The second turn runs past the first one's time, and ends without thinking.
+    engine.now_s = 30
+    assert engine.arrives("other", 50) == []
+    engine.ends("b", 1, 2, 3, 4, 5, 6)
+    engine.now_s = 39
+    assert engine.arrives("other", 50) == []
+    engine.now_s = 40
+    assert engine.arrives("other", 50) == [3, 4, 5, 6]
+    assert [block.block_hash for block in engine.freed] == [None] * 4
+    assert engine.kept.given_up == 4
+
+
+def test_two_answers_to_one_question_wait_together() -> None:
+    engine = Engine()
+    engine.ends("a", 1, 2, 3, first=1)
+    engine.now_s = 5
+    engine.ends("b", 1, 2, 4, first=1)
+    engine.now_s = 12
+    assert engine.arrives("other", 50) == []
+    engine.now_s = 15
+    assert engine.arrives("other", 50) == [2, 3, 4]
+
+
+def test_blocks_that_are_used_or_were_reused_stay() -> None:
+    engine = Engine()
+    engine.ends("a", 1, 2, 3, 4, first=1)
+    engine.blocks[3].block_hash, engine.blocks[4].ref_cnt = "another request's", 1
+    engine.now_s = 10
+    assert engine.arrives("other", 50) == [2]
+
+
+def test_the_time_changes_while_blocks_wait() -> None:
+    engine = Engine(0)
+    engine.ends("never", 1, 2, first=1)
+    engine.kept.set_seconds(100)
+    engine.ends("a", 3, 4, first=1)
+    engine.now_s = 20
+    assert engine.arrives("other", 50) == []
+    engine.kept.set_seconds(20)
+    assert engine.arrives("other", 50) == [4]
+    engine.ends("b", 5, 6, first=1)
+    engine.kept.set_seconds(0)
+    engine.now_s = 1000
+    assert engine.arrives("other", 50) == [4]
+
+
+def test_conversations_are_not_remembered_without_end() -> None:
+    engine = Engine()
+    for n in range(MAX_KEPT + 1):
+        engine.held["r"] = []
+        engine.kept.keep(engine.scheduler, SimpleNamespace(request_id="r", block_hashes=[f"h{n}"]), 0)
+    assert len(engine.kept._kept) == MAX_KEPT
