@@ -44,8 +44,8 @@ class KeptThinking:
         self.given_up = 0
         # By the hash of the first of the blocks; the one whose time is over first stands first.
         self._kept: dict[Any, Kept] = {}
-        # Requests that repeat kept thinking, each with the index of its first block.
-        self._repeating: dict[str, int] = {}
+        # What the prompts of live requests repeat, by the request.
+        self._repeating: dict[str, Kept] = {}
 
     def set_seconds(self, seconds: int) -> None:
         """Keep thinking for this time from now on, that of earlier requests included."""
@@ -59,26 +59,31 @@ class KeptThinking:
             return
         self._expire(scheduler)
         if not self._kept.keys().isdisjoint(request.block_hashes):
-            known = next(known for known in request.block_hashes if known in self._kept)
-            self._repeating[request.request_id] = self._kept.pop(known).first
+            found = [self._kept.pop(known) for known in request.block_hashes if known in self._kept]
+            blocks = {number: known for kept in found for number, known in kept.blocks.items()}
+            self._repeating[request.request_id] = found[0]._replace(blocks=blocks)
+            if len(self._repeating) > MAX_KEPT:
+                del self._repeating[next(iter(self._repeating))]
 
     def keep(self, scheduler: Scheduler, request: Request, first: int) -> None:
         """Note the blocks of a request that ends and whose thinking is kept. first: index of the first block with a
         generated token."""
-        first = self._repeating.pop(request.request_id, first)
+        repeated = self._repeating.pop(request.request_id, None)
+        first = first if repeated is None else repeated.first
         if not self.seconds or first >= len(request.block_hashes):
             return
         manager = scheduler.kv_cache_manager
         pool, numbers = manager.block_pool.blocks, manager.get_block_ids(request.request_id)[0][first:]
         blocks = {number: known for number in numbers if (known := pool[number].block_hash) is not None}
         key = request.block_hashes[first]
-        earlier = self._kept.pop(key).blocks if key in self._kept else {}
-        self._kept[key] = Kept(first, self._clock(), {**earlier, **blocks})
+        for earlier in (repeated, self._kept.pop(key, None)):
+            blocks = blocks if earlier is None else earlier.blocks | blocks
+        self._kept[key] = Kept(first, self._clock(), blocks)
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
 
     def ended(self, scheduler: Scheduler, request: Request) -> None:
-        """Note a request that ends without kept thinking of its own, but may repeat that of earlier turns."""
+        """Note a request that ends; without kept thinking of its own it may repeat that of earlier turns."""
         if request.request_id in self._repeating:
             self.keep(scheduler, request, 0)
 

@@ -43,14 +43,13 @@ class KvBlocks:
             if live.phase is Phase.OUTPUT:
                 _remember(scheduler, request, live)
             return
-        if (decided := live.take_tier()) is None:
-            self.kept.ended(scheduler, request)
-            return
-        decision_id, tier, shadow = decided
-        outcome, detail = Outcome.APPLIED, ""
-        if tier == Tier.UNREACHABLE:
-            outcome, detail = self._reclaim(scheduler, request, live, probes, shadow)
-        self._directives.report(decision_id, outcome, detail=detail)
+        if (decided := live.take_tier()) is not None:
+            decision_id, tier, shadow = decided
+            outcome, detail = Outcome.APPLIED, ""
+            if tier == Tier.UNREACHABLE:
+                outcome, detail = self._reclaim(scheduler, request, live, probes, shadow)
+            self._directives.report(decision_id, outcome, detail=detail)
+        self.kept.ended(scheduler, request)
 
     def _reclaim(
         self, scheduler: Scheduler, request: Request, live: LiveRequest, probes: Iterable[str], shadow: bool

@@ -78,6 +78,20 @@ def test_two_answers_to_one_question_wait_together() -> None:
     assert engine.arrives("other", 50) == [2, 3, 4]
 
 
+def test_a_turn_that_repeats_a_part_takes_all_with_it() -> None:
+    """The last block of a turn may differ from what the next prompt has there, and a conversation may branch."""
+    engine = Engine()
+    engine.ends("a", 1, 2, 3, 4, first=1)
+    engine.ends("branch", 1, 2, 3, 5, 6, first=3)
+    engine.now_s = 9
+    engine.arrives("b", 1, 2, 3, 5, 7)
+    engine.now_s = 19
+    assert engine.arrives("other", 50) == []
+    engine.ends("b", 1, 2, 3, 5, 7, 8)
+    engine.now_s = 29
+    assert engine.arrives("other", 50) == [2, 3, 4, 5, 6, 7, 8]
+
+
 def test_blocks_that_are_used_or_were_reused_stay() -> None:
     engine = Engine()
     engine.ends("a", 1, 2, 3, 4, first=1)
