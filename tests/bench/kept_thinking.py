@@ -46,7 +46,7 @@ def main() -> None:
         stock += time.process_time() - begin
         for block, known in zip(held[name], hashes, strict=True):
             key = make_block_hash_with_group_id(known, 0)
-            block.block_hash = key
+            block._block_hash = key
             pool.cached_block_hash_to_block.insert(key, block)
         request.block_hashes = hashes
         begin = time.process_time()
