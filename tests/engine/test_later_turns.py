@@ -190,18 +190,24 @@ def test_a_client_that_sends_no_thinking_back_decides_for_its_conversation(gover
 def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(governed: Server, stock: Server) -> None:
     """Within the time the next turn hits as much as on stock vLLM, and begins the time anew; after it the blocks are
     reused first, and only the prompt is hit. The explanation says for how long a request's thinking is kept."""
-    memory = POLICY["kv_memory"]
-    governed.control.apply({**POLICY, "kv_memory": {**memory, "keep_thinking_s": 100_000}})
+
+    def keep(seconds: int) -> None:
+        governed.control.apply({**POLICY, "kv_memory": {"enabled": True, "keep_thinking_s": seconds}})
+
+    keep(100_000)
     try:
         ours, theirs = both(governed, stock, 4, chat_template_kwargs=KEEPS)
         assert ours.cached == theirs.cached > 3 * BLOCK
         assert governed.expired() == 0
+        # Only the next request's thinking is to wait.
+        keep(0)
+        keep(100_000)
         first = governed.chat(PROMPTS[12], chat_template_kwargs=KEEPS, request_id="kept")
         governed.control.settled()
         details = [event.decision.detail for event in governed.control.explain("kept").events]
         assert "the chat template keeps the thinking; kept for 100000 s" in details
         # The time also holds for the requests that ended before it was set.
-        governed.control.apply({**POLICY, "kv_memory": {**memory, "keep_thinking_s": 1}})
+        keep(1)
 
         def expired() -> bool:
             governed.chat("left", max_tokens=1)
