@@ -196,13 +196,14 @@ def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(govern
 
     keep(100_000)
     try:
-        ours, theirs = both(governed, stock, 4, chat_template_kwargs=KEEPS)
+        ours, theirs = both(governed, stock, 11, chat_template_kwargs=KEEPS)
         assert ours.cached == theirs.cached > 3 * BLOCK
         assert governed.expired() == 0
-        # Only the next request's thinking is to wait.
+        # Only the next request's thinking is to wait. An idle engine obeys a policy from its next request on.
         keep(0)
+        governed.chat("left", max_tokens=1)
         keep(100_000)
-        first = governed.chat(PROMPTS[12], chat_template_kwargs=KEEPS, request_id="kept")
+        first = governed.chat(PROMPTS[13], chat_template_kwargs=KEEPS, request_id="kept")
         governed.control.settled()
         details = [event.decision.detail for event in governed.control.explain("kept").events]
         assert "the chat template keeps the thinking; kept for 100000 s" in details
@@ -214,10 +215,10 @@ def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(govern
             return governed.expired() > 3
 
         wait_for(expired, 60, "the kept thinking to be given up")
-        late = governed.chat(PROMPTS[12], first.content, PROMPTS[13], chat_template_kwargs=KEEPS)
+        late = governed.chat(PROMPTS[13], first.content, PROMPTS[0], chat_template_kwargs=KEEPS)
         assert late.cached <= first.prompt_tokens
-        assert stock.chat(PROMPTS[12], chat_template_kwargs=KEEPS).content == first.content
-        same = stock.chat(PROMPTS[12], first.content, PROMPTS[13], chat_template_kwargs=KEEPS)
+        assert stock.chat(PROMPTS[13], chat_template_kwargs=KEEPS).content == first.content
+        same = stock.chat(PROMPTS[13], first.content, PROMPTS[0], chat_template_kwargs=KEEPS)
         assert same.content == late.content
         assert same.cached > 3 * BLOCK
     finally:
