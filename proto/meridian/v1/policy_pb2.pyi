@@ -1615,8 +1615,9 @@ class KvMemoryPolicy(_message.Message):
     experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     keep_thinking_s: _builtins.int
-    """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn; 0
-    for as long as the engine keeps them.
+    """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn,
+    before they are reused first; each turn that repeats it begins the time anew. 0 keeps them for as long as vLLM
+    does.
     """
     def __init__(
         self,
