@@ -10,6 +10,7 @@ block of YAML.
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,10 @@ PRINTED = re.compile(r"'@= ([^\n]*)'$", re.MULTILINE)
 BLOCK = re.compile(r"^( *)([\w.]+): '@yaml ([^\n]*)'$", re.MULTILINE)
 
 
-def chart() -> dict[Path, str]:
-    """Return the content of each of the chart's files by its path."""
-    values = _values()
+def chart(rule: Object, runbooks: str) -> dict[Path, str]:
+    """Return the content of each of the chart's files by its path. rule: the PrometheusRule. runbooks: address of the
+    alerts' runbooks."""
+    values = _values() | {"prometheusRule": {"enabled": False, "runbooks": runbooks}}
     described = {
         "apiVersion": "v2",
         "name": "meridian",
@@ -53,6 +55,7 @@ def chart() -> dict[Path, str]:
         "poddisruptionbudget": _only_if(POSTGRES, _read("overlays/postgres/poddisruptionbudget.yaml")),
         "access": _access(),
         "podmonitor": _only_if(".Values.podMonitor.enabled", _pod_monitor()),
+        "prometheusrule": _only_if(".Values.prometheusRule.enabled", _prometheus_rule(rule)),
     }
     files = {CHART / "templates" / f"{name}.yaml": NOTICE + template(made) for name, made in templates.items()}
     files[CHART / "Chart.yaml"] = NOTICE + _dump(described)
@@ -144,6 +147,18 @@ def _pod_monitor() -> Object:
     made: Object = _read("addons/monitoring/servicemonitor.yaml")
     made["kind"] = "PodMonitor"
     made["spec"]["podMetricsEndpoints"] = made["spec"].pop("endpoints")
+    return made
+
+
+def _prometheus_rule(rule: Object) -> Object:
+    """Return the PrometheusRule with runbooks at the address that a value gives; Prometheus fills in the braces of the
+    other annotations."""
+    made = copy.deepcopy(rule)
+    for alert in (alert for group in made["spec"]["groups"] for alert in group["rules"]):
+        texts = alert["annotations"]
+        anchor = texts.pop("runbook_url").partition("#")[2]
+        texts |= {name: text.replace("{{", '{{ "{{" }}') for name, text in texts.items()}
+        texts["runbook_url"] = f'@= printf "%s#{anchor}" .Values.prometheusRule.runbooks'
     return made
 
 

@@ -1,15 +1,17 @@
 """Writes the files in `deploy` that are generated: the dashboards, the PrometheusRule, the Helm chart, and the
 catalogue of metrics in metrics.md.
 
-`python -m deploy.generate` lists the stale files and exits with 1 if there are any; `--write` writes them.
+`python -m deploy.generate` lists the stale files and exits with 1 if there are any; `--write` writes them. `--runbooks`
+puts the address of your copy of alerts.md into the alerts first.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 ADDONS = HERE / "kubernetes" / "addons"
 RULES = HERE / "prometheus" / "rules.yaml"
+RULES_TEST = RULES.with_name("rules_test.yaml")
+FROM_RULES = "# deploy/generate.py generates this file from prometheus/rules.yaml.\n"
 BEGIN, END = "<!-- catalogue: begin -->\n", "<!-- catalogue: end -->\n"
 
 
@@ -33,11 +37,13 @@ def generated() -> dict[Path, str]:
         ADDONS / "dashboards" / f"{name}.json": json.dumps(content, indent=1) + "\n"
         for name, content in DASHBOARDS.items()
     }
-    files[ADDONS / "monitoring" / "prometheusrule.yaml"] = _rule()
+    rule = _rule()
+    text = yaml.safe_dump(rule, sort_keys=False, width=120)
+    files[ADDONS / "monitoring" / "prometheusrule.yaml"] = f"{FROM_RULES}{text}"
     guide = (HERE / "metrics.md").read_text(encoding="utf-8")
     before, after = guide.split(BEGIN)[0], guide.split(END)[1]
     files[HERE / "metrics.md"] = f"{before}{BEGIN}{_metrics()}{END}{after}"
-    return files | chart()
+    return files | chart(rule, runbooks())
 
 
 def _metrics() -> str:
@@ -55,16 +61,30 @@ def _row(entry: Entry) -> str:
     return f"| `{entry.name}{labels}` | {kind}{entry.text} | {entry.act} |"
 
 
-def _rule() -> str:
-    spec = yaml.safe_load(RULES.read_text(encoding="utf-8"))
-    rule = {
+def _rule() -> dict[str, Any]:
+    return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
         "metadata": {"name": "meridian-control", "namespace": "meridian"},
-        "spec": spec,
+        "spec": yaml.safe_load(RULES.read_text(encoding="utf-8")),
     }
-    text = yaml.safe_dump(rule, sort_keys=False, width=120)
-    return f"# deploy/generate.py generates this file from prometheus/rules.yaml.\n{text}"
+
+
+def runbooks() -> str:
+    """Return the address of the runbooks' page, which is the same in all alerts."""
+    groups_of_alerts = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    (address,) = {
+        alert["annotations"]["runbook_url"].partition("#")[0] for group in groups_of_alerts for alert in group["rules"]
+    }
+    return str(address)
+
+
+def set_runbooks(address: str) -> None:
+    """Put another address of the runbooks' page into the alerts and their test."""
+    before = runbooks()
+    for file in (RULES, RULES_TEST):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace(f"runbook_url: {before}#", f"runbook_url: {address}#"), encoding="utf-8")
 
 
 def main(write: bool) -> int:
@@ -78,4 +98,10 @@ def main(write: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--write" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m deploy.generate", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the files that are stale")
+    parser.add_argument("--runbooks", metavar="URL", help="absolute address of your copy of deploy/alerts.md")
+    asked = parser.parse_args()
+    if asked.runbooks:
+        set_runbooks(asked.runbooks)
+    sys.exit(main(asked.write))

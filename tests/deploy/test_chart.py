@@ -6,8 +6,10 @@ import tomllib
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from deploy.chart import CHART, KUBERNETES, STORES
+from deploy.generate import RULES
 from tests.deploy.rendering import objects, only, rendered
 from tests.deploy.test_manifests import check
 from tests.needed import HELM
@@ -65,6 +67,7 @@ def test_each_value_changes_what_it_names() -> None:
         "networkPolicy": {"enabled": False},
         "podMonitor": {"enabled": True},
         "pageLinks": {"Grafana": "https://grafana.example/d/x?a=1&b=2", "Our runbooks": "https://wiki.example/"},
+        "prometheusRule": {"enabled": True, "runbooks": "https://wiki/runbooks"},
     }
     things = helm(values, "elsewhere")
     for thing in things:
@@ -82,12 +85,24 @@ def test_each_value_changes_what_it_names() -> None:
     assert {"own-tls", "own-postgres"} <= set(_texts(spec))
     assert only("ConfigMap", things)["data"]["access.toml"] == values["access"]
     assert only("PodMonitor", things)["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
+    alerts = only("PrometheusRule", things)["spec"]
+    for group in alerts["groups"]:
+        for alert in group["rules"]:
+            address, anchor = alert["annotations"].pop("runbook_url").split("#")
+            assert (address, anchor) == ("https://wiki/runbooks", alert["alert"].lower())
+    assert alerts == _without_runbooks(yaml.safe_load(RULES.read_text()))
     assert "NetworkPolicy" not in {thing["kind"] for thing in things}
 
 
 def test_replicas_in_another_namespace_have_their_role() -> None:
     access = tomllib.loads(only("ConfigMap", helm({}, "elsewhere"))["data"]["access.toml"])
     assert {"dns": "meridian-control.elsewhere.svc", "role": "operator"} in access["identity"]
+
+
+def _without_runbooks(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {name: _without_runbooks(value) for name, value in part.items() if name != "runbook_url"}
+    return [_without_runbooks(each) for each in part] if isinstance(part, list) else part
 
 
 def _texts(part: Any) -> list[str]:

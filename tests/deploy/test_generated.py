@@ -11,6 +11,8 @@ import promql_parser
 import pytest
 import yaml
 
+from deploy import generate
+from deploy.chart import CHART
 from deploy.dashboards import DASHBOARDS
 from deploy.generate import ADDONS, HERE, RULES, generated
 from meridian_control.capabilities.listed import CAPABILITIES
@@ -76,9 +78,28 @@ def test_every_panels_query_is_of_metrics_that_exist(expression: str) -> None:
 def test_every_alert_is_of_metrics_that_exist_and_has_a_runbook(name: str) -> None:
     rule = ALERTS[name]
     check(rule["expr"])
-    page, anchor = rule["annotations"]["runbook_url"].split("#")
-    headings = [line.removeprefix("## ") for line in (HERE.parent / page).read_text().splitlines()]
+    address, anchor = rule["annotations"]["runbook_url"].split("#")
+    assert address.startswith("https://")
+    headings = [line.removeprefix("## ") for line in (HERE / address.rpartition("/")[2]).read_text().splitlines()]
     assert anchor in [heading.lower() for heading in headings if heading == name]
+
+
+def test_another_address_of_the_runbooks_reaches_alerts_and_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RULES", "RULES_TEST"):
+        file = getattr(generate, name)
+        (tmp_path / file.name).write_text(file.read_text())
+        monkeypatch.setattr(generate, name, tmp_path / file.name)
+    generate.set_runbooks("https://wiki/runbooks")
+    assert generate.runbooks() == "https://wiki/runbooks"
+    for changed in tmp_path.iterdir():
+        text = changed.read_text()
+        assert text.count("runbook_url: https://wiki/runbooks#") == text.count("runbook_url:") > 0
+    files = generate.generated()
+    rule = files[ADDONS / "monitoring" / "prometheusrule.yaml"]
+    assert rule.count("runbook_url: https://wiki/runbooks#") == len(ALERTS)
+    assert yaml.safe_load(files[CHART / "values.yaml"])["prometheusRule"]["runbooks"] == "https://wiki/runbooks"
 
 
 @pytest.mark.parametrize("expression", ["sum(meridian_no_such_total)", 'meridian_engines{engine="a"}', "sum(up"])
