@@ -34,7 +34,7 @@ class Judge:
 
     Places are sorted by request, then by thinking tokens. `natural` is the probability after all of the thinking; NaN
     for a request that cannot be judged. `groups` names the group of each request, for example the problem that it asks
-    about; empty if the requests are independent.
+    about; empty if the requests are independent. `strangers`: labelled requests that are not in the traces.
     """
 
     owner: NDArray[np.int64]
@@ -43,6 +43,7 @@ class Judge:
     natural: NDArray[np.float64]
     is_proxy: bool
     groups: tuple[str, ...] = ()
+    strangers: int = 0
 
     def right_at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability at the nearest known place at or after each given place, else that of `natural`."""
@@ -77,18 +78,22 @@ def from_probes(episodes: Episodes) -> Judge:
 def from_labels(path: Path, episodes: Episodes) -> Judge:
     """Judge by the user's labels. A request without both a natural and a cut label cannot be judged.
 
-    Raises FileError with the line of a label that is malformed or whose request is not in the trace, or if some of the
-    judged requests have a group and others have none.
+    Labels of other requests than those in the trace are left out, because a recording may begin after the traffic or
+    end before it. Raises FileError with the line of a label that is malformed, or if no label is of a request in the
+    trace, or if some of the judged requests have a group and others have none.
     """
     numbers = _numbers(path, episodes)
     natural = np.full(len(episodes.ids), np.nan)
     places: dict[tuple[int, int], float] = {}
     groups: dict[int, str] = {}
-    for line, row in _rows(path):
-        request = numbers.get(row["request_id"])
-        if request is None:
-            raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} is not in the trace")
-        if request < 0:
+    rows = _rows(path)
+    labelled = {row["request_id"] for _, row in rows}
+    strangers = labelled - set(numbers)
+    if rows and strangers == labelled:
+        line, row = rows[0]
+        raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} is not in the trace, nor is any other")
+    for line, row in rows:
+        if (request := numbers.get(row["request_id"], -1)) < 0:
             continue
         if (group := row.get("group")) is not None and groups.setdefault(request, group) != group:
             raise FileError(path, f"{line}:", f"group must be {groups[request]!r} as in an earlier line; got {group!r}")
@@ -110,6 +115,7 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
         natural,
         False,
         tuple(groups.get(number, "") for number in range(len(natural))) if groups else (),
+        len(strangers),
     )
 
 

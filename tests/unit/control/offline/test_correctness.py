@@ -39,7 +39,6 @@ def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ('{"request_id": "nobody", "correct": true}', "request_id 'nobody' is not in the trace"),
         ("{", "is not JSON: "),
         ("[" * 100_000, "is not JSON: "),
         ("[]", "must be an object"),
@@ -60,6 +59,20 @@ def test_labels_that_cannot_be_used(tmp_path: Path, row: str, complaint: str) ->
     with pytest.raises(FileError) as raised:
         from_labels(path, episodes)
     assert str(raised.value).startswith(f"{path}:3: {complaint}")
+
+
+def test_labels_of_requests_that_were_not_recorded_are_left_out(tmp_path: Path) -> None:
+    requests = made(3)
+    episodes = recorded_in(tmp_path, requests)
+    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    before, foreign = from_labels(path, episodes), '{"request_id": "nobody", "correct": true}'
+    path.write_text(f"{foreign}\n{path.read_text()}\n{foreign}")
+    after = from_labels(path, episodes)
+    assert (before.strangers, after.strangers) == (0, 1)
+    assert (after.right == before.right).all()
+    path.write_text(f"\n{foreign}")
+    with pytest.raises(FileError, match="2: request_id 'nobody' is not in the trace, nor is any other"):
+        from_labels(path, episodes)
 
 
 @pytest.mark.parametrize("prefix", ["", "chatcmpl-"])
