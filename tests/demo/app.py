@@ -156,7 +156,7 @@ async def _waiting(console: Console, child: Child) -> AsyncIterator[None]:
     began = time.monotonic()
 
     def line() -> str:
-        return f"starting {child.name}, {time.monotonic() - began:.0f} s: {child.last_message()[:70]}"
+        return f"starting {child.name}, {time.monotonic() - began:.0f} s; its log is {child.log}"
 
     async with shown(console, line):
         yield

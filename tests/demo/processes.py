@@ -74,16 +74,9 @@ class Child:
             raise ChildDiedError(f"{self.name} ended with status {code}; the end of {self.log}:\n{self.tail()}")
 
     def tail(self) -> str:
-        return "\n".join(f"  {line}" for line in self._lines()[-TAIL_LINES:])
-
-    def last_message(self) -> str:
-        """Return the newest line of the log, without the logger's prefix."""
-        lines = self._lines()
-        return lines[-1].rpartition("] ")[2].strip() if lines else ""
-
-    def _lines(self) -> list[str]:
         lines = self.log.read_text(errors="replace").splitlines()
-        return [line for line in lines if line.strip() and not NOISE.search(line)]
+        kept = [line for line in lines if line.strip() and not NOISE.search(line)]
+        return "\n".join(f"  {line}" for line in kept[-TAIL_LINES:])
 
     def signal_group(self, number: int) -> bool:
         """Send a signal to the whole group; return False if the group is empty."""
