@@ -7,6 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.enum_names import phase_name
+from meridian_control.common.look import ANSWERING_COLOUR, PHASE_WORDS, THINKING_COLOUR
 from meridian_control.telemetry.catalogue import catalogue
 
 if TYPE_CHECKING:
@@ -19,6 +21,19 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE = "[$__rate_interval]"
 TOKENS = "suffix:tokens/s"
 KNOWN = catalogue(CAPABILITIES)
+# Colour of each phase, by the value of the metrics' label.
+PHASE_COLOURS = {"think": THINKING_COLOUR, "output": ANSWERING_COLOUR}
+
+
+def phases() -> list[dict[str, Any]]:
+    """Return the overrides that show the series of a phase in words and, if it has one, in its colour."""
+    found = []
+    for number, words in PHASE_WORDS.items():
+        properties: list[dict[str, Any]] = [{"id": "displayName", "value": words}]
+        if (colour := PHASE_COLOURS.get(phase_name(number))) is not None:
+            properties.append({"id": "color", "value": {"mode": "fixed", "fixedColor": colour}})
+        found.append({"matcher": {"id": "byName", "options": phase_name(number)}, "properties": properties})
+    return found
 
 
 def panel(
@@ -37,12 +52,13 @@ def panel(
         custom["thresholdsStyle"] = {"mode": "line"}
         steps = [{"color": "green", "value": None}, {"color": "red", "value": limit}]
         defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    overrides = phases() if any(legend == "{{phase}}" for _, legend in queries) else []
     return {
         "type": "timeseries",
         "title": title,
         "description": text or described(queries[0][0]),
         "datasource": SOURCE,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": overrides},
         "options": {"tooltip": {"mode": "multi"}, "legend": {"displayMode": "list", "placement": "bottom"}},
         "targets": [
             {"refId": chr(ord("A") + number), "datasource": SOURCE, "expr": query, "legendFormat": legend}
@@ -51,14 +67,17 @@ def panel(
     }
 
 
-def stat(title: str, unit: str, query: str) -> dict[str, Any]:
-    """Return a tile with the newest value of a query."""
+def stat(title: str, unit: str, query: str, phase: str = "") -> dict[str, Any]:
+    """Return a tile with the newest value of a query. phase: the phase whose colour its curve has."""
+    defaults: dict[str, Any] = {"unit": unit, "noValue": "not known"}
+    if phase:
+        defaults["color"] = {"mode": "fixed", "fixedColor": PHASE_COLOURS[phase]}
     return {
         "type": "stat",
         "title": title,
         "description": described(query),
         "datasource": SOURCE,
-        "fieldConfig": {"defaults": {"unit": unit, "noValue": "not known"}, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"},
         "targets": [{"refId": "A", "datasource": SOURCE, "expr": query}],
     }
@@ -255,8 +274,8 @@ CONTROL_GROUP = [
 
 GLANCE = [
     stat("Engines connected", "none", "count(max by (engine) (meridian_engine_info))"),
-    stat("Thinking now", "none", 'sum(meridian_engine_requests{phase="think"}) or vector(0)'),
-    stat("Answering now", "none", 'sum(meridian_engine_requests{phase="output"}) or vector(0)'),
+    stat("Thinking now", "none", 'sum(meridian_engine_requests{phase="think"}) or vector(0)', "think"),
+    stat("Answering now", "none", 'sum(meridian_engine_requests{phase="output"}) or vector(0)', "output"),
     stat("Thinking saved", "percentunit", 'max(meridian_saved_ratio{bound="value"})'),
     stat("Harm, at most", "percentunit", 'max(meridian_harm_ratio{bound="high"})'),
     stat("First answer token, P99", "s", quantiles("meridian_ttot_seconds")[-1][0]),
@@ -300,7 +319,7 @@ FLEET = {
         panel(
             "Requests by phase",
             "short",
-            ("sum by (phase, state) (meridian_engine_requests)", "{{phase}} {{state}}"),
+            ("sum by (phase) (meridian_engine_requests)", "{{phase}}"),
             stacked=True,
         ),
         panel(

@@ -10,16 +10,19 @@ from meridian.v1 import audit_pb2
 from meridian_control.cli.console import (
     Output,
     OutputOption,
+    SinceOption,
     add,
     connect,
     first,
+    moment,
     new_table,
     show,
-    utc,
+    stamp_text,
 )
 
-Since = Annotated[datetime | None, typer.Option(help="Show only calls from this time on, in UTC.")]
-Until = Annotated[datetime | None, typer.Option(help="Show only calls before this time, in UTC.")]
+Until = Annotated[
+    datetime | None, typer.Option(parser=moment, metavar="TIME", help="Show only calls before this time.")
+]
 
 
 def audit(
@@ -29,7 +32,7 @@ def audit(
     method: Annotated[str, typer.Option(help="Show only calls of a method, as in PolicyService/UpdatePolicy.")] = "",
     outcome: Annotated[str, typer.Option(help="Show only calls with a status, as in PERMISSION_DENIED.")] = "",
     request_id: Annotated[str, typer.Option(help="Show only calls with this request id.")] = "",
-    since: Since = None,
+    since: SinceOption = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many calls.")] = 50,
     output: OutputOption = Output.table,
@@ -50,7 +53,7 @@ def audit(
     for r in records:
         method = r.method.removeprefix("meridian.v1.")
         what = " ".join(f"{name}={r.details[name]}" for name in sorted(r.details))
-        who = (r.time.ToJsonString(), r.principal, r.role, r.peer)
+        who = (stamp_text(r.time), r.principal, r.role, r.peer)
         add(table, *who, method, r.outcome, r.before_etag, r.after_etag, what, r.error or r.reason)
     show(records, output, table, "no recorded call matches")
 
@@ -59,5 +62,5 @@ def _stamp(time: datetime | None) -> Timestamp | None:
     if time is None:
         return None
     stamp = Timestamp()
-    stamp.FromDatetime(utc(time))
+    stamp.FromDatetime(time)
     return stamp

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -22,6 +22,7 @@ import yaml
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc
@@ -39,6 +40,7 @@ from meridian_control.common.channels import proxy_option
 from meridian_control.common.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.common.environment import BadVariable, read
 from meridian_control.common.errors import PolicyError
+from meridian_control.common.look import time_text
 from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document
 from meridian_control.offline.trace_file import FileError
 
@@ -54,6 +56,9 @@ NAME_WIDTH = 80
 LARGEST_ID = 2**63 - 1
 # Largest number of characters of a request's id in a call. The control plane knows the beginning of a longer id.
 LONGEST_REQUEST_ID = 1000
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# The largest duration that a message of the API can hold, 10,000 years.
+MOST_S = 315_576_000_000
 
 FAILED = 1
 INVALID = 2
@@ -100,15 +105,25 @@ class Target:
 
     def resolve(self) -> tuple[str, ClientCredentials]:
         """Return the address of the server and the credentials for it. Raises FileError, BadVariable."""
+        server, credentials, _ = self._resolve()
+        return server, credentials
+
+    def where(self) -> str:
+        """Return the address of the server and what gives it. Raises FileError, BadVariable."""
+        server, _, source = self._resolve()
+        return f"{server}, {source}"
+
+    def _resolve(self) -> tuple[str, ClientCredentials, str]:
+        """Return the address of the server, the credentials for it, and what gives the address."""
         named, server, context = "--server", self.server, self.context
         if not server and not context:
             named, server, context = "MERIDIAN_SERVER", read("MERIDIAN_SERVER"), read("MERIDIAN_CONTEXT")
         stored_context = None if server else contexts.find(context)
         if stored_context is not None:
             server = _address("the server of the context", stored_context.server)
-            return server, self.credentials.filled_from(stored_context.credentials())
-        server = _address(named, server) if server else DEFAULT_SERVER
-        return server, self.credentials.filled_from(ClientCredentials.from_environment())
+            return server, self.credentials.filled_from(stored_context.credentials()), "from the context"
+        server, source = (_address(named, server), f"from {named}") if server else (DEFAULT_SERVER, "the default")
+        return server, self.credentials.filled_from(ClientCredentials.from_environment()), source
 
     def channel(self) -> grpc.Channel:
         """Return a channel to the server. Raises FileError or BadVariable, also if a file cannot be read."""
@@ -331,8 +346,10 @@ def reported(target: Target | None = None) -> Iterator[None]:
     except (FileError, BadVariable) as error:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
+        code = _EXIT_CODES.get(error.code(), FAILED)
         cause = tls_look.trouble(*target.resolve()) if target and error.code() in MAY_BE_TLS else ""
-        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error), *([cause] if cause else []))
+        where = f"; the called address is {target.where()}" if target and code == UNREACHABLE else ""
+        fail(code, *(f"{line}{where}" for line in error_lines(error)), *([cause] if cause else []))
 
 
 # Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
@@ -359,9 +376,56 @@ def error_lines(error: Any) -> list[str]:
     return [f"{error.code().name}: {' '.join((error.details() or '').split())}{again}"]
 
 
-def utc(time: datetime) -> datetime:
-    """Return a time of the command line, which is in UTC unless it says otherwise."""
+def id_number(text: str | int) -> int:
+    """Return the number of a revision, a freeze or a rollout, or 0; an option's default is a number already. Raises
+    typer.BadParameter."""
+    if isinstance(text, int):
+        return text
+    # Python refuses to convert numbers with thousands of digits.
+    digits = len(str(LARGEST_ID))
+    if not (text.isdecimal() and len(text) <= digits and int(text) <= LARGEST_ID):
+        raise typer.BadParameter(f"must be a whole number; got {text!r}")
+    return int(text)
+
+
+def duration_s(text: str) -> int:
+    """Return the seconds of a duration such as `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
+    number, unit = text[:-1], text[-1:]
+    if not number.isdecimal() or unit not in UNITS_S:
+        raise typer.BadParameter(f"must be a number and one of s, m, h, d, for example 10m; got {text!r}")
+    # Python refuses to convert numbers with thousands of digits.
+    if len(number) > len(str(MOST_S)) or (seconds := int(number) * UNITS_S[unit]) > MOST_S:
+        raise typer.BadParameter(f"must be at most {MOST_S // UNITS_S['d']}d; got {text!r}")
+    return seconds
+
+
+def moment(text: str) -> datetime:
+    """Return a time of the command line: ISO 8601, in UTC unless it says otherwise, or a duration before the present.
+    Raises typer.BadParameter."""
+    try:
+        if text[-1:] in UNITS_S and text[:-1].isdecimal():
+            return datetime.now(UTC) - timedelta(seconds=duration_s(text))
+        time = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        wanted = "a time such as 2026-01-31T12:00, in UTC, or a duration before the present such as 10m"
+        raise typer.BadParameter(f"must be {wanted}; got {text!r}") from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+# Option of the commands that list what has happened.
+SinceOption = Annotated[
+    datetime | None,
+    typer.Option(
+        parser=moment,
+        metavar="TIME",
+        help="Show only what happened from this time on, such as 2026-01-31T12:00 in UTC, or 10m for the last minutes.",
+    ),
+]
+
+
+def stamp_text(stamp: Timestamp) -> str:
+    """Return a time of the API as all tables show it."""
+    return time_text(stamp.ToDatetime(UTC))
 
 
 def fail(code: int, *lines: str) -> NoReturn:

@@ -31,7 +31,7 @@ def context_list() -> None:
 
 @context_app.command("use")
 def context_use(
-    name: Annotated[str, typer.Argument(help="Name of the context.", autocompletion=context_names)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.", autocompletion=context_names)],
 ) -> None:
     """Make a context the current one, which holds for commands without --server, --context and their variables."""
     if not name:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.cli.completion import engine_ids
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
@@ -44,10 +45,14 @@ ENDED = (
 
 def end(
     context: typer.Context,
-    request: Annotated[str, typer.Argument(help="Request id, as the engine, the client or the answer has it.")],
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="Request id, as the engine, the client or the answer has it.")
+    ],
     *,
     reason: Annotated[str, typer.Option(help="Reason, stored in the audit record and in the decision log.")] = "",
-    engine: Annotated[str, typer.Option(help="Look only at the requests of this engine.")] = "",
+    engine: Annotated[
+        str, typer.Option(help="Look only at the requests of this engine.", autocompletion=engine_ids)
+    ] = "",
     wait: Annotated[float, typer.Option(min=0, max=5, help="Seconds to wait for the outcome.")] = 2.0,
     output: OutputOption = Output.table,
 ) -> None:

@@ -5,11 +5,11 @@ The module uses the control plane only through its gRPC API, on one thread with 
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Annotated
 
 import typer
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import fleet_pb2
 from rich.table import Table
 
 from meridian_control.cli.completion import engine_ids
@@ -19,6 +19,7 @@ from meridian_control.cli.console import (
     LONGEST_REQUEST_ID,
     Output,
     OutputOption,
+    SinceOption,
     add,
     as_dict,
     connect,
@@ -28,11 +29,12 @@ from meridian_control.cli.console import (
     pages,
     show,
     show_value,
-    utc,
+    stamp_text,
     warn_unreachable,
 )
 from meridian_control.cli.tables import ends_table, handover_table, harm_table, savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.look import percent, phase_text
 
 KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
 
@@ -41,7 +43,9 @@ Engine = Annotated[str, typer.Option(help="Show only requests of this engine.", 
 
 def explain(
     context: typer.Context,
-    request: Annotated[str, typer.Argument(help="Request id, as the engine, the client or the answer has it.")],
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="Request id, as the engine, the client or the answer has it.")
+    ],
     engine: Engine = "",
     output: OutputOption = Output.table,
 ) -> None:
@@ -82,7 +86,7 @@ def decisions(
     request: Annotated[str, typer.Option(help="Show only decisions about this request.")] = "",
     kind: Annotated[str, typer.Option(help=f"Show only this kind: {', '.join(KINDS)}.")] = "",
     reason: Annotated[str, typer.Option(help="Show only this reason, for example eat.")] = "",
-    since: Annotated[datetime | None, typer.Option(help="Show only decisions from this time on, in UTC.")] = None,
+    since: SinceOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many decisions.")] = 50,
     output: OutputOption = Output.table,
 ) -> None:
@@ -98,21 +102,24 @@ def decisions(
         for page in pages(client.fleet.ListDecisions, asked):
             logged += page.decisions
             unreachable |= set(page.unreachable_replicas)
-            if len(logged) >= limit or (since and logged and logged[-1].time.ToDatetime(UTC) < utc(since)):
+            if len(logged) >= limit or (since and logged and logged[-1].time.ToDatetime(UTC) < since):
                 break
-    logged = [d for d in logged if since is None or d.time.ToDatetime(UTC) >= utc(since)][:limit]
-    rows = new_table("time", "engine", "request", "revision", "decision", "think", "why", "outcome")
+    logged = [d for d in logged if since is None or d.time.ToDatetime(UTC) >= since][:limit]
+    rows = new_table("time", "engine", "request", "revision", "decision", "thinking", "why", "outcome")
     for d in logged:
         about = (d.engine_id, d.request_id, d.revision, _name(d), d.signals.think_tokens)
-        add(rows, d.time.ToJsonString(), *about, _why(d), _outcome(d))
+        add(rows, stamp_text(d.time), *about, _why(d), _outcome(d))
     is_filtered = engine or request or kind or reason or since
     show(logged, output, rows, "no decision matches" if is_filtered else "no decision is logged")
     warn_unreachable(unreachable)
 
 
-def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = Output.table) -> None:
-    """Compare, for each engine, the ends of thinking that rules in shadow would have forced with the real ends, and sum
-    up the handovers in shadow."""
+def shadow(
+    context: typer.Context,
+    engine: Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids)] = "",
+    output: OutputOption = Output.table,
+) -> None:
+    """Compare what rules and handovers in shadow would have done on each engine with what happened."""
     with connect(context) as client:
         request = fleet_pb2.ListEnginesRequest()
         answers = list(pages(client.fleet.ListEngines, request))
@@ -130,7 +137,7 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
     for e in engines:
         for row in e.shadow:
             mean = f"{row.would_end_think_tokens / row.would_end:.0f}" if row.would_end else ""
-            share = f"{row.saved_tokens / row.think_tokens:.1%}" if row.think_tokens else ""
+            share = percent(row.saved_tokens / row.think_tokens) if row.think_tokens else ""
             counts = row.since_revision, row.requests, row.would_end, mean, row.saved_tokens, share
             add(rows, e.engine_id, row.section, row.reason or "first rule to fire", *counts)
     moved = [e for e in engines if e.HasField("shadow_handovers")]
@@ -151,6 +158,11 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
     terminal = console()
     if answer.withdrawn_revision:
         terminal.say(f"revision {answer.withdrawn_revision} withdrew what did harm: {answer.withdrawn_reason}")
+    if not any(row.treated.requests or row.control.requests for row in answer.savings):
+        terminal.say(
+            "no request counts: nothing in force shortens thinking, entropy.holdout_share is 0, or none has ended"
+        )
+        return
     for row in answer.savings:
         which = "current" if row.in_force else "earlier"
         terminal.say(f"{which} rules, since revision {row.since_revision}")
@@ -160,11 +172,6 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
             terminal.print(harm_table(row))
         for line in savings_lines(row):
             terminal.say(line)
-    if not any(row.treated.requests or row.control.requests for row in answer.savings):
-        none = (
-            "No request counts: nothing in force shortens thinking, or entropy.holdout_share is 0, or none has ended."
-        )
-        terminal.say(none)
 
 
 # -------------------------------------------------------------------------------------------------------------- words
@@ -181,7 +188,7 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     wishes = f"; asked for {' and '.join(own)} thinking tokens" if own else ""
     late = " or earlier, when this replica first received it" if life.joined_late else ""
     limits = f"{life.prompt_tokens} prompt tokens, max_tokens {life.max_tokens}{wishes}"
-    yield f"opened {life.open_time.ToJsonString()}{late}; {limits}"
+    yield f"opened {stamp_text(life.open_time)}{late}; {limits}"
     counts = f"{life.think_tokens} thinking and {life.output_tokens} answer tokens"
     if life.HasField("close_time"):
         seconds = _seconds(life.close_time, life)
@@ -189,7 +196,7 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     elif answer.HasField("live"):
         live = answer.live
         counts = f"{live.think_tokens} thinking and {live.output_tokens} answer tokens"
-        yield f"live, {_phase(live.phase)}{', preempted' if live.preempted else ''}: {counts}, rank {live.rank}"
+        yield f"live, {phase_text(live.phase)}{', preempted' if live.preempted else ''}: {counts}, rank {live.rank}"
     else:
         yield f"end unknown, because the stream is lost: {counts} in the last report"
 
@@ -202,7 +209,7 @@ def _related(related: fleet_pb2.RequestLife, life: fleet_pb2.RequestLife) -> str
 
 
 def _life_table(life: fleet_pb2.RequestLife) -> Table:
-    rows = new_table("seconds", "think", "answer", "event", "why", "outcome")
+    rows = new_table("seconds", "thinking", "answer", "event", "why", "outcome")
     for event in life.events:
         cells: Sequence[str] = (_happened(event), "", "")
         if event.kind == "decision":
@@ -213,10 +220,10 @@ def _life_table(life: fleet_pb2.RequestLife) -> Table:
 
 def _happened(event: fleet_pb2.RequestEvent) -> str:
     if event.kind in ("opened", "stream_back"):
-        words = event.kind.replace("_", " "), _phase(event.phase), event.detail
+        words = event.kind.replace("_", " "), phase_text(event.phase), event.detail
         return ", ".join(filter(None, words))
     if event.kind == "phase":
-        return _phase(event.phase)
+        return phase_text(event.phase)
     if event.kind == "think_end":
         return f"thinking ended: {event.detail}"
     return f"{event.kind.replace('_', ' ')}{f': {event.detail}' if event.detail else ''}"
@@ -246,11 +253,6 @@ def _outcome(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = N
         text += f" ({_seconds(d.outcome_time, life):+.3f})"
     text += f": {d.detail}" if d.detail else ""
     return f"{text}; {d.hand_over.result}: {d.hand_over.result_detail}" if d.hand_over.result else text
-
-
-def _phase(phase: agent_pb2.Phase.ValueType) -> str:
-    names = {agent_pb2.PHASE_PROMPT: "in its prompt", agent_pb2.PHASE_THINK: "thinking"}
-    return names.get(phase, "answering" if phase == agent_pb2.PHASE_OUTPUT else "phase unknown")
 
 
 def _seconds(time: object, life: fleet_pb2.RequestLife) -> float:

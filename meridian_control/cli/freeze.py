@@ -16,17 +16,19 @@ from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
     INVALID,
-    LARGEST_ID,
     Client,
     Output,
     OutputOption,
     add,
     connect,
+    duration_s,
     fail,
+    id_number,
     new_table,
     pages,
     say,
     show,
+    stamp_text,
 )
 from meridian_control.cli.expected import AllowNone, Expected, LeastEngines, all_engines, connected
 from meridian_control.cli.policy import Author
@@ -35,27 +37,16 @@ from meridian_control.engine.freeze_state import Match
 POLL_INTERVAL_S = 0.1
 # Seconds within which other replicas learn of a freeze.
 HEARD_S = 1.0
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# The largest duration that a message of the API can hold, 10,000 years.
-MOST_S = 315_576_000_000
-
-
-def duration_s(text: str) -> int:
-    """Return the seconds of a duration such as `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
-    number, unit = text[:-1], text[-1:]
-    if not number.isdecimal() or unit not in UNITS_S:
-        raise typer.BadParameter(
-            f"must be a number and one of s, m, h, d, for example 10m; got {text!r}", param_hint="--for"
-        )
-    # Python refuses to convert numbers with thousands of digits.
-    if len(number) > len(str(MOST_S)) or (seconds := int(number) * UNITS_S[unit]) > MOST_S:
-        raise typer.BadParameter(f"must be at most {MOST_S // UNITS_S['d']}d; got {text!r}", param_hint="--for")
-    return seconds
 
 
 def freeze(
     context: typer.Context,
-    duration: Annotated[str, typer.Option("--for", help="Duration of the freeze, for example 30s, 10m or 2h.")],
+    duration: Annotated[
+        int,
+        typer.Option(
+            "--for", parser=duration_s, metavar="DURATION", help="Duration of the freeze, for example 30s, 10m or 2h."
+        ),
+    ],
     *,
     reason: Annotated[str, typer.Option(help="Reason, stored with the freeze and written to the engines' logs.")],
     engine: Annotated[list[str] | None, typer.Option(help="Glob of engine ids to freeze; may be repeated.")] = None,
@@ -75,10 +66,10 @@ def freeze(
     labels = dict(pair.split("=", 1) if "=" in pair else fail(INVALID, _bad_label(pair)) for pair in label or ())
     match = freeze_pb2.FreezeMatch(engine_ids=engine or (), model=model, engine_labels=labels)
     request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
-    request.duration.FromSeconds(duration_s(duration))
+    request.duration.FromSeconds(duration)
     with connect(context) as client:
         stored = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
-        say(f"freeze {stored.freeze_id} until {_time(stored)}")
+        say(f"freeze {stored.freeze_id} until {stamp_text(stored.end_time)}")
         _wait_for_confirmations(client, stored, wait, Expected(engines, allow_none))
 
 
@@ -145,7 +136,8 @@ def _is_frozen(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> boo
 def thaw(
     context: typer.Context,
     freeze_id: Annotated[
-        int, typer.Argument(min=0, max=LARGEST_ID, help="Number of the freeze; default: all freezes.")
+        int,
+        typer.Argument(parser=id_number, metavar="FREEZE", help="Number of the freeze.", show_default="all freezes"),
     ] = 0,
 ) -> None:
     """End one freeze, or all freezes, before the time limit, and print the ended freezes."""
@@ -175,9 +167,5 @@ def _table(rows: Sequence[freeze_pb2.StoredFreeze]) -> Table:
         labels = (f"{name}={value}" for name, value in sorted(row.match.engine_labels.items()))
         model = (f"model {row.match.model}",) if row.match.model else ()
         engines = " ".join((*row.match.engine_ids, *model, *labels)) or "all"
-        add(shown, row.freeze_id, _time(row), engines, row.author, row.reason)
+        add(shown, row.freeze_id, stamp_text(row.end_time), engines, row.author, row.reason)
     return shown
-
-
-def _time(stored: freeze_pb2.StoredFreeze) -> str:
-    return stored.end_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -7,7 +7,7 @@ through its gRPC API, on one thread with blocking calls.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -17,13 +17,12 @@ from typer.main import get_command
 
 from meridian_control import __version__
 from meridian_control.cli.audit import audit
-from meridian_control.cli.completion import engine_ids
+from meridian_control.cli.completion import context_names, engine_ids, revisions
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     DEFAULT_SERVER,
     FAILED,
     INVALID,
-    LARGEST_ID,
     Output,
     OutputOption,
     Target,
@@ -32,10 +31,12 @@ from meridian_control.cli.console import (
     connect,
     console,
     fail,
+    id_number,
     pages,
     say,
     show,
     show_value,
+    stamp_text,
     warn_unreachable,
     watched,
 )
@@ -67,14 +68,16 @@ from meridian_control.cli.tables import (
 )
 from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
-from meridian_control.common.client_credentials import ClientCredentials
+from meridian_control.common.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.common.enum_names import entropy_backend_name
 from meridian_control.journal.request_ids import is_called
 
 POLL_INTERVAL_S = 0.3
 
-EngineGlob = Annotated[str, typer.Option(help="Glob of the engine ids to show.", autocompletion=engine_ids)]
-ModelGlob = Annotated[str, typer.Option(help="Glob of the models to show.")]
+EngineGlob = Annotated[
+    str, typer.Option(help="Glob of the engine ids to show.", show_default="all", autocompletion=engine_ids)
+]
+ModelGlob = Annotated[str, typer.Option(help="Glob of the models to show.", show_default="all")]
 
 HELP = """Read and change Meridian's policy, show engines, requests and decisions, end the thinking of a
 request, and record and replay traces.
@@ -93,26 +96,6 @@ Exit codes:
 """
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(policy_app, name="policy")
-app.add_typer(rollout_app, name="rollout")
-app.add_typer(context_app, name="context")
-for command in (
-    status,
-    audit,
-    freeze,
-    thaw,
-    freezes,
-    top,
-    end,
-    explain,
-    decisions,
-    shadow,
-    savings,
-    record,
-    calibrate,
-    replay,
-):
-    app.command()(command)
 
 
 def _version(is_asked: bool) -> None:
@@ -131,18 +114,35 @@ def options(
     server: Annotated[
         str,
         typer.Option(
-            help=f"Address of the control plane, HOST[:PORT]; default: MERIDIAN_SERVER, else {DEFAULT_SERVER}."
+            envvar="MERIDIAN_SERVER",
+            help="Address of the control plane, HOST[:PORT].",
+            show_default=f"that of the context, else {DEFAULT_SERVER}",
         ),
     ] = "",
     context: Annotated[
-        str, typer.Option(help="Name of a context in the context file; default: MERIDIAN_CONTEXT.")
+        str,
+        typer.Option(
+            envvar="MERIDIAN_CONTEXT",
+            help="Name of a context in the context file.",
+            show_default="the current one",
+            autocompletion=context_names,
+        ),
     ] = "",
-    ca: Annotated[str, typer.Option(help="PEM file of the control plane's CA; default: MERIDIAN_TLS_CA.")] = "",
-    cert: Annotated[str, typer.Option(help="PEM file of the client certificate; default: MERIDIAN_TLS_CERT.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of the client certificate's key; default: MERIDIAN_TLS_KEY.")] = "",
-    token_file: Annotated[str, typer.Option(help="File with a bearer token; default: MERIDIAN_TOKEN_FILE.")] = "",
+    ca: Annotated[str, typer.Option(envvar=VARIABLES["ca"], help="PEM file of the control plane's CA.")] = "",
+    cert: Annotated[str, typer.Option(envvar=VARIABLES["cert"], help="PEM file of the client certificate.")] = "",
+    key: Annotated[str, typer.Option(envvar=VARIABLES["key"], help="PEM file of the client certificate's key.")] = "",
+    token_file: Annotated[str, typer.Option(envvar=VARIABLES["token_file"], help="File with a bearer token.")] = "",
 ) -> None:
-    call.obj = Target(server, context, ClientCredentials(ca, cert, key, token_file))
+    def typed(name: str, value: str) -> str:
+        """Return a value of the command line; `Target` itself reads the environment, whose place is behind a context
+        of the command line."""
+        source = call.get_parameter_source(name)
+        return value if source is not None and source.name == "COMMANDLINE" else ""
+
+    credentials = ClientCredentials(
+        typed("ca", ca), typed("cert", cert), typed("key", key), typed("token_file", token_file)
+    )
+    call.obj = Target(typed("server", server), typed("context", context), credentials)
 
 
 # ------------------------------------------------------------------------------------------------------------- fleet
@@ -153,7 +153,6 @@ def matches(name: str, glob: str) -> bool:
     return not glob or fnmatchcase(name, glob)
 
 
-@app.command()
 def engines(
     context: typer.Context,
     *,
@@ -201,7 +200,6 @@ def _say_notes(listed: Sequence[fleet_pb2.Engine]) -> None:
         say(line)
 
 
-@app.command()
 def requests(
     context: typer.Context,
     *,
@@ -210,7 +208,7 @@ def requests(
         str, typer.Option("--request", help="Show only the request with this id, as the engine or the client has it.")
     ] = "",
     model: ModelGlob = "",
-    tenant: Annotated[str, typer.Option(help="Glob of the tenants whose requests to show.")] = "",
+    tenant: Annotated[str, typer.Option(help="Glob of the tenants whose requests to show.", show_default="all")] = "",
     output: OutputOption = Output.table,
     watch: WatchOption = False,
 ) -> None:
@@ -233,25 +231,22 @@ def requests(
     watched(show_requests, watch)
 
 
-@app.command()
 def budgets(context: typer.Context, output: OutputOption = Output.table) -> None:
     """List the thinking budgets with their usage over the whole fleet, what is left of them, and their stages."""
     with connect(context) as client:
         answer = client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S)
     show(list(answer.budgets), output, budget_table(answer.budgets), "the policy in force has no budget")
     if output.is_table and answer.budgets:
-        shared_at = answer.share_time.ToJsonString() if answer.HasField("share_time") else "never"
+        shared_at = stamp_text(answer.share_time) if answer.HasField("share_time") else "never"
         say(f"usage of all replicas as of {shared_at}")
 
 
-@app.command()
 def pressure(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(help="Show only this engine.")] = "",
+    engine: Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids)] = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """List the pressure entries of each connected engine: their levels, the measured values and their targets, and the
-    newest changes of the level."""
+    """List the pressure entries of each connected engine: level, measured value, target, newest change of the level."""
     with connect(context) as client:
         listed, unreachable = all_engines(client)
     warn_unreachable(unreachable)
@@ -267,11 +262,17 @@ def pressure(
     show_value(pressure_rows, output, "pressures")
 
 
-@app.command()
 def wait(
     context: typer.Context,
     revision: Annotated[
-        int | None, typer.Option(min=1, max=LARGEST_ID, help="Revision to wait for; default: the one in force.")
+        int | None,
+        typer.Option(
+            parser=id_number,
+            metavar="N",
+            help="Revision to wait for.",
+            show_default="the one in force",
+            autocompletion=revisions,
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 60.0,
     engines: LeastEngines = None,
@@ -304,6 +305,21 @@ def wait(
 def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
     """Return whether the engine has refused the revision or a newer one; `nack_error` is about `engine.revision`."""
     return bool(engine.nack_error) and engine.revision >= revision
+
+
+# The commands in the order of the help, by its headings.
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Look at the fleet": (status, engines, requests, top, budgets, pressure, savings),
+    "Find out why": (explain, decisions, shadow, audit),
+    "Act": (end, freeze, freezes, thaw, wait),
+    "Calibrate": (record, calibrate, replay),
+}
+GROUPS = {"policy": (policy_app, "Act"), "rollout": (rollout_app, "Act"), "context": (context_app, "Connect")}
+for heading, several in COMMANDS.items():
+    for command in several:
+        app.command(rich_help_panel=heading)(command)
+for name, (group, heading) in GROUPS.items():
+    app.add_typer(group, name=name, rich_help_panel=heading)
 
 
 def _hide_types_of_flags(command: Any) -> None:

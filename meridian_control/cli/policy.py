@@ -15,12 +15,11 @@ from meridian.v1 import policy_pb2
 from rich.table import Table
 
 from meridian_control import __version__
-from meridian_control.cli.completion import field_names, revisions
+from meridian_control.cli.completion import engine_ids, field_names, revisions
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
     INVALID,
-    LARGEST_ID,
     Client,
     Output,
     OutputOption,
@@ -30,12 +29,14 @@ from meridian_control.cli.console import (
     console,
     fail,
     first,
+    id_number,
     new_table,
     reported,
     say,
     say_document,
     show,
     show_value,
+    stamp_text,
 )
 from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy import formats as forms
@@ -48,12 +49,20 @@ policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_
 
 File = Annotated[Path, typer.Option("-f", "--file", help="Policy file in TOML; - for standard input.")]
 Revision = Annotated[
-    int, typer.Option(min=0, max=LARGEST_ID, help="Revision of the policy; default: the one in force.")
+    int,
+    typer.Option(
+        parser=id_number,
+        metavar="N",
+        help="Revision of the policy.",
+        show_default="the one in force",
+        autocompletion=revisions,
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the control plane check the call, but change nothing.")]
 Diff = Annotated[bool, typer.Option("--diff", help="Print the fields that change.")]
 Etag = Annotated[
-    str | None, typer.Option(help="Etag that the policy in force must have; default: its current etag; '' for any.")
+    str | None,
+    typer.Option(help="Etag that the policy in force must have; '' for any.", show_default="its current etag"),
 ]
 Author = Annotated[
     str,
@@ -113,7 +122,7 @@ def policy_set(
     context: typer.Context,
     fields: Annotated[
         list[str],
-        typer.Argument(metavar="FIELD=VALUE...", help="Fields and values, as in TOML.", autocompletion=field_names),
+        typer.Argument(metavar="FIELD=VALUE", help="Fields and values, as in TOML.", autocompletion=field_names),
     ],
     *,
     dry_run: DryRun = False,
@@ -139,7 +148,9 @@ def policy_rollback(
     context: typer.Context,
     revision: Annotated[
         int,
-        typer.Argument(min=1, max=LARGEST_ID, help="Revision to put in force.", autocompletion=revisions),
+        typer.Argument(
+            parser=id_number, metavar="REVISION", help="Revision to put in force.", autocompletion=revisions
+        ),
     ],
     *,
     dry_run: DryRun = False,
@@ -173,8 +184,12 @@ def policy_validate(file: File) -> None:
 
 @policy_app.command("families")
 def policy_families(
-    family: Annotated[str, typer.Argument(help="Family whose settings to print; default: a list of all.")] = "",
-    model: Annotated[str, typer.Option(help="Name under which the engine serves the model; default: FAMILY.")] = "",
+    family: Annotated[
+        str, typer.Argument(metavar="FAMILY", help="Family whose settings to print.", show_default="a list of all")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="Name under which the engine serves the model.", show_default="FAMILY")
+    ] = "",
 ) -> None:
     """List the model families whose settings ship with Meridian, or print those of FAMILY as a section of a policy."""
     known = model_families()
@@ -200,7 +215,7 @@ def policy_history(
     with connect(context) as client:
         request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
         revisions = first(limit, client.policy.ListRevisions, request, "revisions")
-    rows = [(r.revision, r.create_time.ToJsonString(), r.author, r.reason, r.etag) for r in revisions]
+    rows = [(r.revision, stamp_text(r.create_time), r.author, r.reason, r.etag) for r in revisions]
     shown = _rows(("revision", "time", "author", "reason", "etag"), rows)
     show(revisions, output, shown, "no policy is stored yet")
 
@@ -209,9 +224,25 @@ def policy_history(
 def policy_diff(
     context: typer.Context,
     before: Annotated[
-        int, typer.Argument(min=0, max=LARGEST_ID, help="Older revision; default: the one before AFTER.")
+        int,
+        typer.Argument(
+            parser=id_number,
+            metavar="BEFORE",
+            help="Older revision.",
+            show_default="the one before AFTER",
+            autocompletion=revisions,
+        ),
     ] = 0,
-    after: Annotated[int, typer.Argument(min=0, max=LARGEST_ID, help="Newer revision; default: the one in force.")] = 0,
+    after: Annotated[
+        int,
+        typer.Argument(
+            parser=id_number,
+            metavar="AFTER",
+            help="Newer revision.",
+            show_default="the one in force",
+            autocompletion=revisions,
+        ),
+    ] = 0,
     output: OutputOption = Output.table,
 ) -> None:
     """Print the fields that differ between two policy revisions, with both values."""
@@ -231,7 +262,9 @@ def policy_explain(
     slo_class: Annotated[str, typer.Option(help="SLO class of the request.")] = "",
     effort: Annotated[str, typer.Option(help="Effort level of the request.")] = "",
     label: Annotated[list[str] | None, typer.Option(help="Label of the engine, NAME=VALUE; may be repeated.")] = None,
-    engine: Annotated[str, typer.Option(help="Connected engine that gives the values not given above.")] = "",
+    engine: Annotated[
+        str, typer.Option(help="Connected engine that gives the values not given above.", autocompletion=engine_ids)
+    ] = "",
     request: Annotated[str, typer.Option(help="Live request that gives the values not given above.")] = "",
     revision: Revision = 0,
     output: OutputOption = Output.table,

@@ -18,7 +18,6 @@ from rich.table import Table
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
-    LARGEST_ID,
     Client,
     Output,
     OutputOption,
@@ -28,10 +27,12 @@ from meridian_control.cli.console import (
     console,
     fail,
     first,
+    id_number,
     new_table,
     say,
     show,
     show_value,
+    stamp_text,
 )
 from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table, print_warnings
 from meridian_control.policy import formats as forms
@@ -50,11 +51,19 @@ rollout_app = typer.Typer(
 
 Rollout = Annotated[
     int,
-    typer.Argument(min=0, max=LARGEST_ID, help="Number of the rollout; default: the active one, or else the newest."),
+    typer.Argument(
+        parser=id_number,
+        metavar="ROLLOUT",
+        help="Number of the rollout.",
+        show_default="the active one, or else the newest",
+    ),
 ]
-Active = Annotated[int, typer.Argument(min=0, max=LARGEST_ID, help="Number of the rollout; default: the active one.")]
+Active = Annotated[
+    int,
+    typer.Argument(parser=id_number, metavar="ROLLOUT", help="Number of the rollout.", show_default="the active one"),
+]
 Reason = Annotated[str, typer.Option(help="Reason, stored with the rollout.")]
-Etag = Annotated[str, typer.Option(help="Etag that the rollout must have; default: any.")]
+Etag = Annotated[str, typer.Option(help="Etag that the rollout must have.", show_default="any")]
 
 
 @rollout_app.command("start")
@@ -65,7 +74,7 @@ def rollout_start(
     steps: Annotated[Path, typer.Option(help="Steps and guardrails in TOML; see rollout/staged_rollout.md.")],
     dry_run: DryRun = False,
     diff: Diff = False,
-    etag: Annotated[str, typer.Option(help="Etag that the policy in force must have; default: any.")] = "",
+    etag: Annotated[str, typer.Option(help="Etag that the policy in force must have.", show_default="any")] = "",
     author: Author = "",
     reason: Reason = "",
     request_id: RequestId = "",
@@ -126,7 +135,7 @@ def rollout_list(
         rollouts = first(limit, client.rollout.ListRollouts, request, "rollouts")
     shown = new_table("rollout", "state", "step", "candidate", "started", "author", "reason")
     for r in rollouts:
-        started = r.create_time.ToJsonString()
+        started = stamp_text(r.create_time)
         add(shown, r.rollout_id, _word(r), _step(r), r.candidate_revision, started, r.author, r.reason)
     show(rollouts, output, shown, "no rollout has been started")
 
@@ -206,7 +215,7 @@ def _facts(rollout: rollout_pb2.Rollout) -> Table:
 
 
 def _steps(rollout: rollout_pb2.Rollout) -> Table:
-    shown = new_table("step", "engines", "bake s", "")
+    shown = new_table("step", "engines", "bake, s", "")
     done = rollout.state == rollout_pb2.ROLLOUT_STATE_COMPLETED
     for index, step in enumerate(rollout.plan.step, 1):
         labels = " ".join(f"{name}={glob}" for name, glob in sorted(step.engine_labels.items()))
@@ -228,7 +237,7 @@ def _readings(rollout: rollout_pb2.Rollout) -> Table:
 def _events(rollout: rollout_pb2.Rollout) -> Table:
     shown = new_table("time", "event", "step", "author", "reason")
     for event in rollout.events:
-        add(shown, event.time.ToJsonString(), event.event, event.step, event.author, event.reason)
+        add(shown, stamp_text(event.time), event.event, event.step, event.author, event.reason)
     return shown
 
 

@@ -20,6 +20,7 @@ from meridian_control.cli.console import (
     console,
     first,
     new_table,
+    stamp_text,
     warn_unreachable,
     watched,
 )
@@ -29,6 +30,7 @@ from meridian_control.cli.policy import current
 from meridian_control.cli.rollout import short_text
 from meridian_control.cli.tables import harm_text, saved_text
 from meridian_control.common.enum_names import stage_name
+from meridian_control.common.look import percent
 
 # Number of names that a line shows.
 SHOWN = 3
@@ -70,7 +72,7 @@ def _policy(client: Client) -> str:
         return "none is stored yet: the defaults hold"
     author = f" by {stored.author}" if stored.author else ""
     reason = f": {stored.reason}" if stored.reason else ""
-    return f"revision {stored.revision}, {stored.create_time.ToJsonString()}{author}{reason}"
+    return f"revision {stored.revision}, {stamp_text(stored.create_time)}{author}{reason}"
 
 
 def _engines(engines: Sequence[fleet_pb2.Engine]) -> str:
@@ -120,7 +122,7 @@ def _savings(client: Client) -> Iterator[tuple[str, str]]:
 
 def _budgets(client: Client) -> str:
     rows = client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets
-    texts = [f"{row.policy.name} {row.left_ratio:.0%} left, {stage_name(row.stage)}" for row in rows]
+    texts = [f"{row.policy.name} {percent(row.left_ratio, 0)} left, {stage_name(row.stage)}" for row in rows]
     return "; ".join(texts) or "none in the policy"
 
 

@@ -10,38 +10,39 @@ from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, wors
 from meridian_control.cli.console import (
     add,
     new_table,
+    stamp_text,
 )
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import (
     entropy_backend_name,
     outcome_name,
-    phase_name,
     stage_name,
     state_name,
     tier_name,
 )
 from meridian_control.common.harm_words import kind_text, unmeasured_reason
+from meridian_control.common.look import percent, phase_text
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine], *, wide: bool = False) -> Table:
     """Return the engines. Their KV connectors and roles have a column if an engine has a connector; their pools and
     URLs have columns if an engine is in a pool. wide: add versions, labels, replica and the time of the connection."""
     more = ("vLLM", "agent", "replica", "connected since", "labels") if wide else ()
-    load_columns = ("step ms", "KV", "running", "waiting", "think", "answer")
+    load_columns = ("step, ms", "KV", "running", "waiting", "thinking", "answering")
     has_connectors = any(e.kv_connector for e in rows)
     has_pools = any(e.pool for e in rows)
     optional = (*(("KV connector",) if has_connectors else ()), *(("pool", "URL") if has_pools else ()))
-    columns = ("entropy", *optional, *load_columns)
+    columns = (*load_columns, "entropy", *optional)
     shown = new_table("engine", "state", "model", "revision", *columns, *more)
     for e in rows:
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
-        load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
+        load = (f"{e.step_time_ms:.1f}", percent(e.kv_used, 0), e.running, e.waiting, e.thinking, e.answering)
         connector = (f"{e.kv_connector} {e.kv_role}".strip(),) if has_connectors else ()
         pool = (e.pool or "none", e.answering_engine.url) if has_pools else ()
         labels = " ".join(f"{name}={value}" for name, value in sorted(e.labels.items()))
-        since = e.connect_time.ToJsonString() if e.HasField("connect_time") else ""
+        since = stamp_text(e.connect_time) if e.HasField("connect_time") else ""
         rest = (e.vllm_version, e.agent_version, e.replica, since, labels) if wide else ()
-        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *connector, *pool, *load, *rest)
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, *load, _entropy(e), *connector, *pool, *rest)
     return shown
 
 
@@ -91,7 +92,7 @@ def _limit(row: fleet_pb2.EngineLimitState, engine: fleet_pb2.Engine) -> str:
 
 def handover_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
     """Return what the handovers in shadow would have cost and saved, in mean milliseconds for each of them."""
-    shown = new_table("engine", "handovers", "transfer ms", "recompute ms", "gain ms")
+    shown = new_table("engine", "handovers", "transfer, ms", "recompute, ms", "gain, ms")
     for e in rows:
         if count := e.shadow_handovers.requests:
             sums = e.shadow_handovers.transfer_ms, e.shadow_handovers.recompute_ms, e.shadow_handovers.gain_ms
@@ -113,7 +114,7 @@ def budget_table(rows: Iterable[fleet_pb2.Budget]) -> Table:
             f"{row.minute_left_tokens:.0f}/{most}" if minute else "",
             f"{row.day_left_tokens:.0f}/{entry.tokens_per_day}" if day else "",
         )
-        add(shown, entry.name, who, stage, f"{row.left_ratio:.0%}", *limits, row.used_tokens)
+        add(shown, entry.name, who, stage, percent(row.left_ratio, 0), *limits, row.used_tokens)
     return shown
 
 
@@ -129,7 +130,7 @@ def pressure_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
             if reading is not None:
                 value = reading.target, f"{reading.measured:.4g}", f"{reading.limit:.4g}", str(reading.samples)
             newest = row.changes[0] if row.changes else None
-            changed = f"{newest.level_before} to {newest.level}, {newest.time.ToJsonString()}" if newest else ""
+            changed = f"{newest.level_before} to {newest.level}, {stamp_text(newest.time)}" if newest else ""
             add(shown, e.engine_id, row.name, level, *value, changed)
     return shown
 
@@ -202,7 +203,7 @@ def _harm(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, row: fleet_pb2.Sav
     if not harm.HasField("harm_ratio"):
         return f"not measured, {unmeasured_reason(harm, row)}"
     value, high = harm.harm_ratio.value, harm.harm_ratio.high
-    return f"{value:.2%}, at most {high:.2%}; allowed {row.max_loss:.2%}"
+    return f"{percent(value, 2)}, at most {percent(high, 2)}; allowed {percent(row.max_loss, 2)}"
 
 
 def _followed(side: fleet_pb2.EndCounts) -> str:
@@ -218,7 +219,8 @@ def saved_text(row: fleet_pb2.Savings) -> str:
         return "not known yet, because an arm has too few requests"
     total = row.treated.requests * row.saved_tokens.value
     low, high = (row.treated.requests * end for end in (row.saved_tokens.low, row.saved_tokens.high))
-    share = f"{row.saved_ratio.value:.1%} of the thinking ({row.saved_ratio.low:.1%} to {row.saved_ratio.high:.1%})"
+    ratio = row.saved_ratio
+    share = f"{percent(ratio.value)} of the thinking ({percent(ratio.low)} to {percent(ratio.high)})"
     return f"{share}, {total:,.0f} tokens in all ({low:,.0f} to {high:,.0f})"
 
 
@@ -228,14 +230,14 @@ def harm_text(row: fleet_pb2.Savings) -> str:
     if not row.HasField("harm_ratio"):
         return f"not measured, {unmeasured_reason(row, row)}{unjudged}"
     harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"
-    return f"{harm.value:.2%} ({of}), at most {harm.high:.2%}; allowed {row.max_loss:.2%}"
+    return f"{percent(harm.value, 2)} ({of}), at most {percent(harm.high, 2)}; allowed {percent(row.max_loss, 2)}"
 
 
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     """Yield what follows from a comparison: the saving, the shadow's own estimate, spilled ends, and the harm."""
     yield f"saved: {saved_text(row)}"
     if row.control.think_tokens:
-        yield f"shadow's own estimate: {row.shadow_saved_tokens / row.control.think_tokens:.1%} of the thinking"
+        yield f"shadow's own estimate: {percent(row.shadow_saved_tokens / row.control.think_tokens)} of the thinking"
     if row.HasField("spills"):
         spills, longer = (
             f"{interval.value * 100:+.1f} points ({interval.low * 100:+.1f} to {interval.high * 100:+.1f})"
@@ -262,23 +264,24 @@ def _distributions(row: fleet_pb2.Savings) -> Iterator[str]:
             yield f"{named.value}: no request yet"
             continue
         shares = (
-            f"{b.seen / seen:.0%} (calibrated {b.calibrated / calibrated:.0%}) up to {b.max_value:.3g}" for b in bins
+            f"{percent(b.seen / seen, 0)} (calibrated {percent(b.calibrated / calibrated, 0)}) up to {b.max_value:.3g}"
+            for b in bins
         )
         unit = f", in {named.unit}" * bool(named.unit)
         yield f"{named.value} of {seen} requests{unit}: {', '.join(shares)}"
 
 
 def _share(count: int, of: int) -> str:
-    return f"{count / of:.1%}" if of else ""
+    return percent(count / of) if of else ""
 
 
 def request_table(rows: Iterable[fleet_pb2.LiveRequest], *, wide: bool = False) -> Table:
     """Return the live requests. wide: add model, tenant, class, cap and eviction tier."""
     more = ("model", "tenant", "class", "cap", "tier") if wide else ()
-    columns = ("phase", "think", "output", "entropy", "EAT", "RPDI", "rank", "last decision")
+    columns = ("phase", "thinking", "answer", "entropy, nats", "EAT, nats", "RPDI", "rank", "last decision")
     shown = new_table("engine", "request", *columns, *more)
     for r in rows:
-        phase = phase_name(r.phase) + (" preempted" if r.preempted else "")
+        phase = phase_text(r.phase) + (", preempted" if r.preempted else "")
         measured = (r.entropy_nats, r.eat_ema_nats, r.rpdi)
         signals = ("" if math.isnan(value) else f"{value:.3g}" for value in measured)
         outcome = outcome_name(r.last_decision.outcome) if r.last_decision.outcome else "open"

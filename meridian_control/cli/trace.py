@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meridian_control.cli.completion import engine_ids
 from meridian_control.cli.console import (
     FAILED,
     Output,
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 def record(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="Trace file to write; must not exist yet.")],
-    engine: Annotated[str, typer.Option(help="Record only this engine.")] = "",
+    out: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file to write; must not exist yet.")],
+    engine: Annotated[str, typer.Option(help="Record only this engine.", autocompletion=engine_ids)] = "",
     duration: Annotated[float, typer.Option(min=0, help="Seconds to record; 0 for until Ctrl-C.")] = 0.0,
     requests: Annotated[int, typer.Option(min=0, help="Number of finished requests to record; 0 for no limit.")] = 0,
 ) -> None:
@@ -69,7 +70,7 @@ def _recorded(writer: TraceWriter, wanted: int = 0) -> str:
 
 
 def calibrate(
-    traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="Trace files of `record`.")],
     *,
     labels: Annotated[
         Path | None,
@@ -89,7 +90,7 @@ def calibrate(
     ] = 2,
     model: Annotated[str, typer.Option(help="Use only requests of this model.")] = "",
     base: Annotated[
-        Path | None, typer.Option(help="Policy file for all other fields; default: the trace's policy.")
+        Path | None, typer.Option(help="Policy file for all other fields.", show_default="the trace's policy")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the recommended policy to, in TOML.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the frontier to, as PNG, SVG or PDF.")] = None,
@@ -148,7 +149,7 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
 
 
 def replay(
-    traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="Trace files of `record`.")],
     policy: Annotated[Path, typer.Option(help="Policy file to replay the traces under.")],
     output: OutputOption = Output.table,
 ) -> None:

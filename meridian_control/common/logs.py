@@ -12,6 +12,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from meridian_control.common.look import time_text
 from meridian_control.common.plain_text import PlainFormatter
 
 if TYPE_CHECKING:
@@ -22,8 +23,21 @@ FORMATS = ("text", "json")
 VARIABLE = "MERIDIAN_LOG_FORMAT"
 # Largest number of lines a minute about callers that do not speak HTTP, and of characters that each shows of them.
 STRANGERS_A_MINUTE, MAX_STRANGER_CHARS = 10, 100
-TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 LEVELS = ("debug", "info", "warning", "error")
+
+
+def _time(record: logging.LogRecord) -> str:
+    return time_text(datetime.fromtimestamp(record.created, UTC))
+
+
+class TextFormatter(PlainFormatter):
+    """Writes a record as one line with time, level, logger and message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return _time(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -31,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -83,7 +97,7 @@ def begin(args: argparse.Namespace, *filters: logging.Filter) -> None:
     handler = logging.StreamHandler()
     for log_filter in filters:
         handler.addFilter(log_filter)
-    handler.setFormatter(JsonFormatter() if args.log_format == "json" else PlainFormatter(TEXT))
+    handler.setFormatter(JsonFormatter() if args.log_format == "json" else TextFormatter())
     logging.basicConfig(level="WARNING", handlers=[handler])
     logging.captureWarnings(True)
     logging.getLogger("aiohttp.server").addFilter(StrangerFilter())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from meridian_control.common.look import percent
 from meridian_control.offline.rule_replay import CAP
 from meridian_control.offline.statistics import needed_to_prove
 from meridian_control.policy import formats as forms
@@ -85,7 +86,7 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
     yield (
         f"{judged} of {len(episodes.seen)} requests can be judged; a request thinks for "
         f"{episodes.natural_tokens.mean():.0f} tokens on average. Rules were chosen on one half of the requests; all "
-        f"figures are from the other half, with {goal.confidence:.0%} confidence intervals."
+        f"figures are from the other half, with {percent(goal.confidence, 0)} confidence intervals."
     )
     if result.groups:
         yield (
@@ -95,6 +96,8 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
     left_out = [f"{count} {reason}" for reason, count in episodes.left_out.items()]
     if unjudged := len(episodes.ids) - judged:
         left_out.append(f"{unjudged} without {'a trial answer' if judge.is_proxy else 'a natural and a cut label'}")
+    if judge.strangers:
+        left_out.append(f"labels of {judge.strangers} requests that are not in the traces")
     if left_out:
         yield "Left out: " + ", ".join(left_out) + "."
     if judge.is_proxy:
@@ -149,7 +152,7 @@ def recommendation(result: Calibration, goal: Goal) -> str:
         f"less the probes' tokens, and changes accuracy by {points_of(figures.accuracy_change)} points "
         f"{_range(figures.accuracy_interval)}. "
         f"The stop made {figures.harmful} of {figures.requests} requests wrong. The rule costs at most "
-        f"{_bound(figures)} points of accuracy with {goal.confidence:.0%} confidence"
+        f"{_bound(figures)} points of accuracy with {percent(goal.confidence, 0)} confidence"
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
     if result.confirmed:
@@ -181,7 +184,7 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
         text += f"It saves {percent(figures.saved)} of the thinking"
     text += (
         f" and gives up {second.given_up} of {figures.requests} requests. {'Both cost' if first else 'It costs'} at "
-        f"most {_bound(figures)} points of accuracy with {goal.confidence:.0%} confidence, "
+        f"most {_bound(figures)} points of accuracy with {percent(goal.confidence, 0)} confidence, "
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
     if second.in_force:
@@ -212,10 +215,6 @@ def _needed(result: Calibration, goal: Goal) -> str:
     needed = needed_to_prove(goal.max_loss, goal.confidence)
     what = "groups" if result.groups else "requests"
     return f"at least {needed:.0f} {what}" if needed < math.inf else f"more {what} than there can be"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
 
 
 def points_of(change: float) -> str:

@@ -134,4 +134,4 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 async for record in recording.records():
                     yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)
         finally:
-            logger.info("recording ended: %s", request.engine_id or "all engines")
+            logger.info("recording ends: %s", request.engine_id or "all engines")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.look import time_text
 from meridian_control.common.paging import page
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.server.interceptor import said_by
@@ -44,14 +45,12 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
         for name in ("author", "reason"):
             _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
         stored = await self._store.add_freeze(match, self._clock() + duration, request.author, request.reason)
-        whom, until = stored.match, f"{stored.end_time:%Y-%m-%d %H:%M:%S} UTC"
         logger.warning(
-            "freeze %d of %s until %s by %s: %s",
+            "freeze %d of %s until %s by %s",
             stored.freeze_id,
-            "all engines" if whom == Match() else whom,
-            until,
-            said_by(request.author),
-            request.reason,
+            "all engines" if stored.match == Match() else stored.match,
+            time_text(stored.end_time),
+            said_by(request.author, request.reason),
         )
         return freeze_pb2.FreezeResponse(freeze=_to_message(stored))
 

@@ -318,9 +318,11 @@ def host_of(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-def said_by(author: str = "") -> str:
-    """Return who makes a change, for the log: the author that the request names, or else the caller, and the host."""
-    return f"{author or caller.get().name or 'an unnamed caller'} at {caller_host.get()}"
+def said_by(author: str = "", reason: str = "") -> str:
+    """Return who makes a change, for the log: the author that the request names, or else the caller, the host, and the
+    reason if there is one."""
+    who = f"{author or caller.get().name or 'an unnamed caller'} at {caller_host.get()}"
+    return f"{who}: {reason}" if reason else who
 
 
 def _outcome(error: Exception, context: Context) -> AuditOutcome:

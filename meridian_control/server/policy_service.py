@@ -138,7 +138,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 stored = StoredRevision(0, "", policy, request.author, reason, self._clock())
         else:
             stored = await self._commit(policy, request, reason)
-            logger.info("policy revision %d by %s: %s", stored.revision, said_by(request.author), reason)
+            logger.info("policy revision %d by %s", stored.revision, said_by(request.author, reason))
         before = await self._readable(stored.revision - 1 if stored.revision else newest)
         if before is not None:
             before_etag.set(before.etag)

@@ -71,8 +71,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 )
             else:
                 rollout = await self._store.start(plan, policy, request.etag, by)
-                who = said_by(request.author)
-                logger.info("rollout %d is started by %s: %s", rollout.rollout_id, who, request.reason)
+                who = said_by(request.author, request.reason)
+                logger.info("rollout %d is started by %s", rollout.rollout_id, who)
                 await self._rollouts.look()
         before = await self._store.policies.get(rollout.stable_revision)
         before_etag.set(before.etag)
@@ -138,7 +138,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         before_etag.set(stored.etag)
         saved = await self._store.change(stored, steered)
         if saved.changes != stored.changes:
-            who = said_by(request.author)
-            logger.info("rollout %d is %s by %s: %s", saved.rollout_id, saved.events[-1].event, who, request.reason)
+            who = said_by(request.author, request.reason)
+            logger.info("rollout %d is %s by %s", saved.rollout_id, saved.events[-1].event, who)
         await self._rollouts.look()
         return saved.message()

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from meridian_control.common.look import ANSWERING_COLOUR, THINKING_COLOUR
 from tests.demo.load import ACROSS
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from tests.demo.load import Sample
     from tests.demo.report import Findings
 
-# The colours of the status page, for the phases and for a policy revision.
-THINK_COLOUR, ANSWER_COLOUR, REVISION_COLOUR = "#6b4fbb", "#0b7a4b", "#0b57d0"
+# The status page's colour for a policy revision.
+REVISION_COLOUR = "#0b57d0"
 ACROSS_ALPHA = 0.45
 END_MARKS = {
     "eat": ("|", "#f0bd5a", "forced end: EAT"),
@@ -58,12 +59,11 @@ def _bars(axes: Axes, samples: list[Sample], begin_s: float) -> None:
         alpha = ACROSS_ALPHA if sample.period == ACROSS else 1.0
         if not math.isnan(sample.think_began_s):
             width = sample.think_ended_s - sample.think_began_s
-            axes.barh(row, width, left=sample.think_began_s - begin_s, height=0.8, color=THINK_COLOUR, alpha=alpha)
+            axes.barh(row, width, left=sample.think_began_s - begin_s, height=0.8, color=THINKING_COLOUR, alpha=alpha)
         if sample.answer_s:
             began_s = sample.answer_s[0] if math.isnan(sample.think_ended_s) else sample.think_ended_s
-            axes.barh(
-                row, sample.answer_s[-1] - began_s, left=began_s - begin_s, height=0.8, color=ANSWER_COLOUR, alpha=alpha
-            )
+            width = sample.answer_s[-1] - began_s
+            axes.barh(row, width, left=began_s - begin_s, height=0.8, color=ANSWERING_COLOUR, alpha=alpha)
 
 
 def _marks(axes: Axes, samples: list[Sample], findings: Findings, begin_s: float) -> set[str]:
@@ -85,9 +85,9 @@ def _legend(marked: set[str]) -> list[Patch | Line2D]:
         if reason in marked
     ]
     return [
-        Patch(color=THINK_COLOUR, label="thinking"),
-        Patch(color=ANSWER_COLOUR, label="answer"),
+        Patch(color=THINKING_COLOUR, label="thinking"),
+        Patch(color=ANSWERING_COLOUR, label="answering"),
         *marks,
-        Patch(color=THINK_COLOUR, alpha=ACROSS_ALPHA, label="pale: between the two rounds"),
+        Patch(color=THINKING_COLOUR, alpha=ACROSS_ALPHA, label="pale: between the two rounds"),
         Line2D([], [], color=REVISION_COLOUR, lw=1.5, label="policy accepted to acknowledged"),
     ]

@@ -44,7 +44,7 @@ class Recording:
     def follows(self) -> bool:
         """Return whether the running control plane is being recorded."""
         said = self._control.process.output().rpartition("listening on")[2]
-        return said.count("recording begins") > said.count("recording ended")
+        return said.count("recording begins") > said.count("recording ends")
 
     async def finish(self) -> None:
         """End the control plane and the recording, after the recording has written everything that the control plane

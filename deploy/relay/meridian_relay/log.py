@@ -36,8 +36,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def _time(record: logging.LogRecord) -> str:
+    """Return a record's time as the control plane's log writes it, such as 2026-01-31T12:00:00.250Z."""
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class TextFormatter(logging.Formatter):
     """Writes a record as one line, and a traceback below it in indented lines."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return _time(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return printable(super().formatMessage(record))
@@ -54,7 +62,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

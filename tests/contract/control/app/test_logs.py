@@ -101,7 +101,7 @@ def test_changes_and_their_authors(control: Logged, tmp_path: Path) -> None:
         rf"policy revision 3 by bob\nCRITICAL forged {where}: rollback to revision 1"
     )
     assert " WARNING " in control.line("freeze 1 of all engines until")
-    assert control.line("freeze 1 of").endswith(f" UTC by ann {where}: incident 7")
+    assert control.line("freeze 1 of").endswith(f"Z by ann {where}: incident 7")
     assert control.line("freeze 1 is thawed").endswith(f"freeze 1 is thawed by an unnamed caller {where}")
     assert control.line("rollout 1 is started").endswith(f"rollout 1 is started by ann {where}: try")
     assert control.line("rollout 1 is aborted").endswith(f"rollout 1 is aborted by ann {where}: no")
@@ -201,4 +201,4 @@ def test_json(tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (applied,) = (record for record in records if record["message"].startswith("policy revision 2 by ann"))
     assert (applied["level"], applied["logger"]) == ("info", "meridian_control.server.policy_service")
     assert applied["message"].endswith('a "b"\n\u202ec')
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", applied["time"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", applied["time"])

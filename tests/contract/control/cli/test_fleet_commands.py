@@ -31,7 +31,7 @@ async def test_engines(control: Control) -> None:
     assert reason.startswith("b refused revision ")
     assert reason.endswith(": no")
     assert first.split()[:2] == ["a[b]", "connected"]
-    assert "25%" in first
+    assert "25 %" in first
     assert "fault: tripped" in second
     assert "0/1 refused" in second
     control.fleet.engines = [engine("c", 1, unknown_markers="started without --reasoning-parser")]
@@ -76,7 +76,7 @@ async def test_requests(control: Control) -> None:
     only = json.loads((await control("requests", "--engine", "b", "-o", "json")).stdout)
     assert [r["request_id"] for r in only] == ["r2"]
     first, second = (await control("requests")).stdout.splitlines()[1:]
-    assert first.split() == ["a", "r1", "think", "0", "0", "0", "0", "0"], "entropy is not known"
+    assert first.split() == ["a", "r1", "thinking", "0", "0", "0", "0", "0"], "entropy is not known"
     assert second.strip().endswith("force eat applied")
 
 
@@ -282,8 +282,8 @@ async def test_budgets(control: Control) -> None:
     assert result.exit_code == OK
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert rows[1:] == [
-        "acme tenant=a* effort=high floor -10% -90/900 5000",
-        "all all unshortened (shadow) 100% 999999988/1000000000 12",
+        "acme tenant=a* effort=high floor -10 % -90/900 5000",
+        "all all unshortened (shadow) 100 % 999999988/1000000000 12",
         "usage of all replicas as of never",
     ]
     (first, _) = json.loads((await control("budgets", "-o", "json")).stdout)

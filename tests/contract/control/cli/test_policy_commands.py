@@ -332,7 +332,7 @@ async def test_history(control: Control, file: Path) -> None:
         )
     heading, *shown = rows(await control("policy", "history"))
     assert heading == ["revision", "time", "author", "reason", "etag"]
-    assert [row[:3] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}"] for n in (2, 1, 0)]
+    assert [row[:3] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01.000Z", f"a{n}"] for n in (2, 1, 0)]
     assert all(row[3:5] == ["the", "why"] for row in shown), "a reason of two lines"
     listed = json.loads((await control("policy", "history", "--limit", 2, "-o", "json")).stdout)
     assert [revision["revision"] for revision in listed] == [3, 2]

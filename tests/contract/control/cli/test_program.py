@@ -24,11 +24,21 @@ def test_version() -> None:
     assert said.stdout == f"meridianctl {__version__}\n"
 
 
-def test_help_shows_flags_without_a_type_and_options_with_their_defaults() -> None:
-    said = run([*MERIDIANCTL, "policy", "apply", "--help"]).stdout
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("", ("[env var: MERIDIAN_SERVER] [default: (that of the context, else 127.0.0.1:50051)]",)),
+        ("policy apply", ("[env var: MERIDIAN_AUTHOR, USER]", "[default: (its current etag)]", "--dry-run")),
+        ("policy diff", ("[BEFORE] [AFTER]", "[default: (the one before AFTER)]")),
+        ("wait", ("[default: (the one in force)]", "[default: 60.0]")),
+    ],
+)
+def test_help_shows_variables_and_defaults_and_flags_without_a_type(command: str, words: tuple[str, ...]) -> None:
+    said = run([*MERIDIANCTL, *command.split(), "--help"]).stdout
+    said = " ".join(said.replace("│", " ").split())
+    assert [word for word in words if word not in said] == []
     assert "<bool>" not in said
-    assert "--dry-run" in said
-    assert "[env var: MERIDIAN_AUTHOR, USER]" in " ".join(said.replace("│", " ").split())
+    assert str(2**63 - 1) not in said, "a bound that only the API has"
 
 
 async def test_a_shell_completes_names(control: Control, tmp_path: Path) -> None:
@@ -47,6 +57,7 @@ async def test_a_shell_completes_names(control: Control, tmp_path: Path) -> None
 
     assert await completed("policy set scheduler.max_t") == ["scheduler.max_think_tokens="]
     assert await completed("context use sta") == ["stage2", "staging"]
+    assert await completed("--context sta") == ["stage2", "staging"]
     assert await completed("requests --engine vl") == ["vllm-0"], "the page that the server gives first"
     assert await completed("policy rollback 1") == ["1"]
     assert await completed("requests --engine vl", "127.0.0.1:1") == []

@@ -39,22 +39,22 @@ async def test_savings(control: Control) -> None:
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines[0] == "current rules, since revision 4"
     assert lines[2:4] == [
-        "treated 100 60.0 0.0% 10.0 0.0% 0.0% 0.0%",
-        "control 100 100.0 0.0% 0.0% 3.0% 0.0%",
+        "treated 100 60.0 0.0 % 10.0 0.0 % 0.0 % 0.0 %",
+        "control 100 100.0 0.0 % 0.0 % 3.0 % 0.0 %",
     ]
-    assert lines[5:7] == ["forced, treated 60 10.0% 20.0% 0.0% 5.0%", "natural, control 50 0.0% 4.0% 2.0% 0.0%"]
+    assert lines[5:7] == ["forced, treated 60 10.0 % 20.0 % 0.0 % 5.0 %", "natural, control 50 0.0 % 4.0 % 2.0 % 0.0 %"]
     assert lines[4] == "end requests re-entries answer over 80 answer empty aborted"
     assert lines[7].startswith("shortened by judged would end harmful not judged harm")
-    after = "40: 10.0% empty, 0.0% thought again, 0.0% by length"
-    assert lines[8] == f"budget acme 90 50 9 1 10.00%, at most 16.80%; allowed 1.00% {after}"
+    after = "40: 10.0 % empty, 0.0 % thought again, 0.0 % by length"
+    assert lines[8] == f"budget acme 90 50 9 1 10.00 %, at most 16.80 %; allowed 1.00 % {after}"
     assert lines[9] == "the policy's cap 0 0 0 0 not measured, no request is judged yet"
     saved, own, spilled, harm, evidence = lines[10:]
     assert spilled.startswith("spilled after forced ends, against natural ends: +26.0 points (")
     assert "; long answers alone: +16.0 points (" in spilled
-    assert saved.startswith("saved: 40.0% of the thinking (")
+    assert saved.startswith("saved: 40.0 % of the thinking (")
     assert "4,000 tokens in all (" in saved
-    assert own == "shadow's own estimate: 39.0% of the thinking"
-    assert harm == "harm: 2.00% (2 of 100 requests), at most 6.16%; allowed 1.00%"
+    assert own == "shadow's own estimate: 39.0 % of the thinking"
+    assert harm == "harm: 2.00 % (2 of 100 requests), at most 6.16 %; allowed 1.00 %"
     assert evidence.startswith("evidence of more harm by budget acme: 0.25 ")
     assert result.stderr == "replicas that did not answer, so that their data is missing: b\n"
     as_json = json.loads((await control("savings", "-o", "json")).stdout)
@@ -69,14 +69,14 @@ async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
     control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row])
     result = await control("savings")
     lines = " ".join(result.stdout.split())
-    shares = "90% (calibrated 25%) up to 0.123, 10% (calibrated 75%) up to 1.5"
+    shares = "90 % (calibrated 25 %) up to 0.123, 10 % (calibrated 75 %) up to 1.5"
     assert f"first EAT sample of 100 requests, in nats: {shares} first margin" in lines
     assert "first margin at a sentence end: no request yet evidence of drift: 0.5 of the level" in lines
 
 
 async def test_savings_say_what_is_not_known(control: Control) -> None:
     result = await control("savings")
-    assert result.stdout.startswith("No request counts: nothing in force shortens thinking")
+    assert result.stdout.startswith("no request counts: nothing in force shortens thinking")
     few = compared(unjudged=7, judged=3, judged_stops=0)
     for field in ("saved_tokens", "spills"):
         few.ClearField(field)

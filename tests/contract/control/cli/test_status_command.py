@@ -36,7 +36,7 @@ def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:
         assert after["policy"].startswith("revision 2, ")
         assert after["freezes"].startswith("1 until ")
         assert after["freezes"].endswith(": look closer")
-        assert after["budgets"].startswith("day 100% left, ")
+        assert after["budgets"].startswith("day 100 % left, ")
     finally:
         control.process.stop()
 

@@ -91,9 +91,9 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
     assert 0.05 < told.spills.low < told.spills.value < told.spills.high
     text = (await run("savings", server=control.target)).stdout
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    share = f"{len(spilling) / len(TREATED):.1%}"
-    assert [line.split()[:4] for line in lines if line.startswith("forced, treated")] == [
-        ["forced,", "treated", str(len(TREATED)), share]
+    share = f"{100 * len(spilling) / len(TREATED):.1f}"
+    assert [line.split()[:5] for line in lines if line.startswith("forced, treated")] == [
+        ["forced,", "treated", str(len(TREATED)), share, "%"]
     ]
     assert any(
         line.startswith(f"spilled after forced ends, against natural ends: {told.spills.value:+.1%}"[:-1])

@@ -80,7 +80,7 @@ async def test_a_finished_request_is_explained(control: Control) -> None:
     assert heading == "request chatcmpl-mine-9f on engine (1), model model, tenant acme, SLO class slo"
     assert "1 prompt tokens, max_tokens 1000" in opened
     assert "(stop): 90 thinking and " in closed
-    assert columns.split() == ["seconds", "think", "answer", "event", "why", "outcome"]
+    assert columns.split() == ["seconds", "thinking", "answer", "event", "why", "outcome"]
     text = "\n".join(rows)
     assert "cap hard_cap" in text
     assert "max_think_tokens 90 = scheduler.max_think_tokens 90" in text
@@ -153,7 +153,7 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
     ]
     assert (rows[2]["would_end_think_tokens"], rows[2]["saved_tokens"]) == (100, 20)
     assert "first rule to fire" in text
-    assert "16.7%" in text
+    assert "16.7 %" in text
 
 
 # ------------------------------------------------------------------------------------------------------------- replay

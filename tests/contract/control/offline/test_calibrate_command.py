@@ -52,7 +52,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["recommended"]["held_out"]["saved"] > 0.25
     bound = found["recommended"]["held_out"]["harm_bound"]
     assert bound <= 0.1
-    proved = f"The rule costs at most {100 * bound:.2f} points of accuracy with 95% confidence, which is within the"
+    proved = f"The rule costs at most {100 * bound:.2f} points of accuracy with 95 % confidence, which is within the"
     assert f"{proved} allowed 10.0." in told
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -64,8 +64,8 @@ def test_the_command_says_what_is_not_proved(tmp_path: Path) -> None:
     result = run(trace, "--labels", labels, "--report", report)
     assert result.exit_code == FAILED
     assert (
-        "half of the allowed loss, with an upper bound of at most 1.0%. Without any harm, the bound needs at least 299 "
-        "requests in each half. The policy stays in shadow."
+        "half of the allowed loss, with an upper bound of at most 1.0 %. Without any harm, the bound needs at least "
+        "299 requests in each half. The policy stays in shadow."
     ) in " ".join(result.stdout.split())
     assert json.loads(report.read_text())["recommended"] is None
 

@@ -214,7 +214,7 @@ def test_requests_that_become_right_late_are_not_given_up(tmp_path: Path) -> Non
     assert (found.policy.entropy.give_up_tokens, found.policy.entropy.give_up_shadow) == (0, True)
     assert report(found, replayed, GOAL)["second_threshold"] is None
     told = second_threshold(found, replayed, GOAL)
-    assert "none that saves more keeps the upper bound of the harm within 10.0%" in told
+    assert "none that saves more keeps the upper bound of the harm within 10.0 %" in told
     assert told.endswith("the bound needs at least 29 requests in each half.")
 
 
