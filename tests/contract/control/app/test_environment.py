@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(meridian_control.__file__).parent
 # Variables that the agent reads, which the control plane's code names in its texts.
-OF_THE_AGENT = {"MERIDIAN_CONTROL", "MERIDIAN_ENGINE_ID", "MERIDIAN_URL", "MERIDIAN_FREEZE"}
+OF_THE_AGENT = {"MERIDIAN_CONTROL", "MERIDIAN_ENGINE_ID", "MERIDIAN_URL", "MERIDIAN_FREEZE", "MERIDIAN_TENANT_FROM"}
 SERVER = ("MERIDIAN_STORE", "MERIDIAN_LOG_FORMAT")
 CLIENT = (
     "MERIDIAN_SERVER",
