@@ -177,7 +177,7 @@ class StepRecord:
     def is_text(self) -> bool:
         """Whether the report of the step has nothing but token rows and gauges."""
         requests = self.opened or self.joined or self.preempted or self.resumed or self.closed or self.continued
-        return not (requests or self.probes or self.loops or self.outcomes)
+        return not (requests or self.probes or self.loops or self.preemptions or self.outcomes)
 
     def tell(self, step: TextStep) -> None:
         """Take over a step that brought each request of the run text and nothing else."""
