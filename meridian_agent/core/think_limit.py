@@ -140,8 +140,3 @@ def reserve_note(left_tokens: int, most_tokens: int, reserve_tokens: int) -> str
     if left >= reserve_tokens:
         return f"answer_reserve_tokens: {left} of {most_tokens} tokens are left for the answer"
     return f"answer_reserve_tokens: {reserve_tokens} tokens do not fit, {left} of {most_tokens} are left for the answer"
-
-
-def stop_note(left_tokens: int, most_tokens: int) -> str:
-    """Return the detail of the outcome of an end that replaces a stop of the model. Arguments: as in `reserve_note`."""
-    return f"the model stopped while it thought, {left_tokens} of {most_tokens} tokens are left for the answer"

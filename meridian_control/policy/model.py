@@ -67,7 +67,6 @@ PER_REQUEST = {
         "soft_close_rank",
         "empty_answer_extension_tokens",
         "answer_reserve_tokens",
-        "answer_reserve_for",
     ),
     "entropy": (
         "enabled",

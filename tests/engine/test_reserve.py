@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reserve(tokens: int, **scheduler: Any) -> dict[str, Any]:
-    return {"scheduler": {"answer_reserve_tokens": tokens, "answer_reserve_for": "all", **scheduler}}
+    return {"scheduler": {"answer_reserve_tokens": tokens, **scheduler}}
 
 
 def ends(control: Control) -> dict[str, int]:

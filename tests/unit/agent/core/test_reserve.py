@@ -129,7 +129,7 @@ def test_the_smaller_of_cap_and_reserve_holds_and_the_cap_wins_a_tie() -> None:
 
 def test_the_reserve_of_the_settings_holds_until_the_first_decision() -> None:
     engine = FakeEngine()
-    engine.tracker.limit_new(None, (8, 8), over=False)
+    engine.tracker.limit_new(None, 8, over=False)
     ended, replaced, lifted, shadowed = (engine.open(name, max_tokens=20 if name == "a" else 60) for name in "abcd")
     assert text_until_end(engine, "a") == 20 - 8
     engine.accept(
@@ -139,7 +139,7 @@ def test_the_reserve_of_the_settings_holds_until_the_first_decision() -> None:
     engine.take()
     assert engine.outcomes[1] == [Outcome.APPLIED], "the settings' reserve had ended thinking before the decision came"
     assert details(engine)[1] == "answer_reserve_tokens: 8 of 20 tokens are left for the answer"
-    engine.tracker.limit_new(None, (8, 8), over=True)
+    engine.tracker.limit_new(None, 8, over=True)
     assert engine.open("e", max_tokens=20).reserve_tokens == 0
 
 

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 PLAIN = {"min_think_tokens": 0, "max_think_tokens": 100}
-ALL = {"answer_reserve_for": "all"}
 
 
 def with_reserve(tokens: int, **scheduler: Any) -> Policy:
-    return policy(scheduler={**PLAIN, "answer_reserve_tokens": tokens, **ALL, **scheduler}, entropy={"enabled": False})
+    return policy(scheduler={**PLAIN, "answer_reserve_tokens": tokens, **scheduler}, entropy={"enabled": False})
 
 
 def caps(directives: agent_pb2.Directives) -> list[tuple[int, int, bool]]:
@@ -65,11 +64,10 @@ def test_the_outcome_of_a_reserve_that_cannot_fit_says_so_with_both_numbers() ->
 
 def test_an_end_of_an_unknown_request_is_counted_by_its_flags() -> None:
     made = stream()
-    by_cap, by_reserve = agent_pb2.TOKEN_FLAG_BY_CAP, agent_pb2.TOKEN_FLAG_BY_RESERVE
-    for by, reason in ((by_cap, "hard_cap"), (by_cap | by_reserve, RESERVE), (by_reserve, "premature_stop")):
+    flags = agent_pb2.TOKEN_FLAG_END | agent_pb2.TOKEN_FLAG_BY_CAP
+    for more, reason in ((0, "hard_cap"), (agent_pb2.TOKEN_FLAG_BY_RESERVE, RESERVE)):
         row: dict[str, Any] = {"slot": [7], "phase": [2], "entropy_nats": [0.0], "end_rank": [0]}
-        flags = [agent_pb2.TOKEN_FLAG_END | by]
-        made.say(tokens=agent_pb2.TokenColumns(**row, end_logprob_nats=[0.0], flags=flags))
+        made.say(tokens=agent_pb2.TokenColumns(**row, end_logprob_nats=[0.0], flags=[flags | more]))
         assert made.session.totals.ends[reason] == 1
 
 
@@ -87,19 +85,12 @@ def test_another_reserve_is_told_and_an_equal_one_is_not() -> None:
     assert (made.agent.engine.live["a"].reserve_tokens, int(table.answer_reserve_tokens[0])) == (0, 0)
 
 
-def test_by_default_only_chats_have_a_reserve() -> None:
-    made = stream(policy(scheduler=PLAIN))
-    made.open("chat", chat=True)
-    made.open("completion")
-    assert caps(made.step()) == [(100, 256, False), (100, 0, False)]
-
-
 def test_overrides_choose_the_reserve_of_a_request() -> None:
     overrides = [
         {"effort": "high", "scheduler": {"answer_reserve_tokens": 40}},
         {"tenant": "batch", "scheduler": {"answer_reserve_tokens": 0}},
     ]
-    made = stream(policy(scheduler={**PLAIN, "answer_reserve_tokens": 10, **ALL}, override=overrides))
+    made = stream(policy(scheduler={**PLAIN, "answer_reserve_tokens": 10}, override=overrides))
     made.open("plain")
     made.open("high", effort="high")
     made.open("batch", effort="high", tenant="batch")
@@ -112,9 +103,7 @@ def test_overrides_choose_the_reserve_of_a_request() -> None:
 )
 def test_settings_carry_the_reserve_with_the_cap(scheduler: dict[str, Any], tokens: int) -> None:
     told = settings(1, 1, with_reserve(30, **scheduler), hello())
-    assert (told.answer_reserve_tokens, told.chat_answer_reserve_tokens) == (tokens, 0)
-    told = settings(1, 1, with_reserve(30, answer_reserve_for="chat", **scheduler), hello())
-    assert (told.answer_reserve_tokens, told.chat_answer_reserve_tokens) == (0, tokens)
+    assert told.answer_reserve_tokens == tokens
     can_not = hello(capabilities=agent_pb2.Capabilities(dispatch=True))
     assert settings(1, 1, with_reserve(30), can_not).answer_reserve_tokens == 0
 
