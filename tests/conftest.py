@@ -113,7 +113,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
         loop = asyncio.new_event_loop()
         loop.run_until_complete(_hold_grpc())
         loop.close()
-        _UNSTOPPED.extend(one for one in gc.get_objects() if isinstance(one, grpc.aio.Server))
+        _UNSTOPPED.extend(one for one in gc.get_objects() if grpc.aio.Server in type(one).__mro__)
     return (yield)
 
 
