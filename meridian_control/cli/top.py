@@ -23,8 +23,6 @@ from meridian_control.cli.expected import NO_ENGINE
 from meridian_control.cli.tables import engine_table, request_table
 
 KEY_POLL_S = 0.1
-# Lines of the screen besides engines and requests: two headings, an empty line, and the number of requests not shown.
-OTHER_LINES = 4
 
 
 def top(
@@ -61,11 +59,18 @@ def top(
 
 
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:
-    room = max(1, terminal.height - len(state.engines) - OTHER_LINES) if terminal.is_terminal else len(state.requests)
+    """Return the engines and as many requests as the terminal has lines for, at least one."""
     ordered = sorted(state.requests, key=lambda r: (-r.think_tokens, r.engine_id, r.request_id))
-    hidden = max(0, len(ordered) - room) + state.requests_left_out
-    more = [Text(f"and {hidden} more requests")] if hidden else []
-    return Group(engine_table(state.engines), "", request_table(ordered[:room]), *more)
+    room = min(len(ordered), terminal.height) if terminal.is_terminal else len(ordered)
+    while True:
+        hidden = len(ordered) - room + state.requests_left_out
+        more = [Text(f"and {hidden} more requests")] if hidden else []
+        view = Group(engine_table(state.engines), "", request_table(ordered[:room]), *more)
+        # In a narrow terminal headings and rows take several lines.
+        excess = len(terminal.render_lines(view)) - terminal.height
+        if not terminal.is_terminal or excess <= 0 or room <= 1:
+            return view
+        room = max(1, room - max(1, excess // 3))
 
 
 @contextmanager

@@ -368,11 +368,14 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
     """`top` shows engines and as many of the longest-thinking requests as fit, and leaves the terminal as it was."""
     fake_control.fleet.engines = [engine("engine-7", 1)]
     fake_control.fleet.requests = [
-        fleet_pb2.LiveRequest(engine_id="engine-7", request_id=f"request-{n}", think_tokens=n) for n in range(50)
+        fleet_pb2.LiveRequest(
+            engine_id="engine-7", request_id=f"request-{n}", think_tokens=n, phase=agent_pb2.PHASE_THINK
+        )
+        for n in range(50)
     ]
     async with Terminal(fake_control.address, "top", "--interval-ms", "50") as terminal:
         await until(lambda: terminal.reads(b"request-49"), 30)
-        await until(lambda: terminal.reads(b"and 31 more"), 30)
+        await until(lambda: terminal.reads(b"and 33 more"), 30)
         assert b"engine-7" in terminal.shown
         assert b"request-10" not in terminal.shown
         if how == "q":
