@@ -39,7 +39,7 @@ class Sources:
         """Return the version in the dist-info of the wheel or the folder."""
         folders = self._wheel.namelist() if self._wheel else [p.name for p in self._path.iterdir()]
         found = {n.split("-")[1] for n in folders if n.startswith("vllm") and ".dist-info" in n.split("/")[0]}
-        return ", ".join(name.removesuffix(".dist") for name in sorted(found))
+        return ", ".join(sorted({name.removesuffix(".dist").partition("+")[0] for name in found}))
 
     def has_owner(self, owner: str) -> bool:
         return self._find(owner) is not None

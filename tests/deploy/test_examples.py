@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from meridian_agent.vllm_adapter.version import vllm_version
 from tests.data import maze
 from tests.engine.test_examples import OPTIONS
 from tests.needed import RAY
 from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, Process, free_port, wait_for
+from tests.vllm_command import write_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,13 +74,8 @@ def each_ends_at_the_cap(control: Control, process: Process, ask: Callable[[str]
 
 def test_each_rank_of_vllm_serve_is_governed(control: Control, tmp_path: Path) -> None:
     """The ranks are named after the pod, and each ends thinking at the cap."""
-    # vLLM's command looks for a distribution `vllm`, and for the platform in its version; the build for CPUs has
-    # another name.
-    named = tmp_path / "named" / "vllm.dist-info"
-    named.mkdir(parents=True)
-    version = vllm_version().partition("+")[0] + "+cpu"
-    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    env = environment(control, tmp_path) | {"MERIDIAN_ENGINE_ID": "pod-7", "PYTHONPATH": str(named.parent)}
+    write_metadata(tmp_path / "named")
+    env = environment(control, tmp_path) | {"MERIDIAN_ENGINE_ID": "pod-7", "PYTHONPATH": str(tmp_path / "named")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     port = free_port()
     options = [*OPTIONS[2:], "--host", "127.0.0.1", "--port", str(port)]

@@ -28,7 +28,7 @@ PRINTS = (
     "thinking ended: natural",
     "first rule to fire",
     "a.trace: ",
-    "within the allowed 10.0",
+    "within the allowed 2.0",
     "running",
     "meridian_engines 1.0",
     "as at first",
