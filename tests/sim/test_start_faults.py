@@ -17,7 +17,7 @@ import vllm.v1.metrics.loggers as vllm_loggers
 import vllm.v1.metrics.stats as vllm_stats
 import vllm.v1.worker.worker_base as vllm_worker
 
-from meridian_agent import plugin
+from meridian_agent import install, plugin
 from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 from meridian_agent.vllm_adapter import phase_numbers
@@ -124,8 +124,10 @@ def test_stock_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
     logger.setLevel(logging.ERROR)
     logger.addHandler(caplog.handler)
     try:
-        line = next(line for line in sorted(installed(None).reached) if line[1] == "install.py")
-        installed(line)
+        # The first time also imports modules. A fault before `install` costs a part that the engine does not need.
+        installed(None)
+        begins = install.install.__code__.co_firstlineno
+        installed(next(line for line in sorted(installed(None).reached) if line[1:] > ("install.py", begins)))
     finally:
         logger.removeHandler(caplog.handler)
     assert "runs stock vLLM" in caplog.text

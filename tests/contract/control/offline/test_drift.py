@@ -404,7 +404,7 @@ def test_each_request_counts_once_with_the_first_margin_from_the_floor_on() -> N
     run_signal(made, "margin", {0: 0.1}, min_think_tokens=FLOOR + 1)
     assert samples(made) == {"margin": [2, 2]}, "the first measured value, under the calibrated floor"
     lines = list(savings_lines(told_of(made)))
-    assert "first margin at a sentence end of 4 requests, in nats: 50% (calibrated 50%) up to 0.5, " in lines[-1]
+    assert "first margin at a sentence end of 4 requests, in nats: 50 % (calibrated 50 %) up to 0.5, " in lines[-1]
 
 
 def test_with_rules_on_several_signals_only_the_control_group_is_compared() -> None:
