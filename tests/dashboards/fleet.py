@@ -8,15 +8,14 @@ loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 from tests.data import maze
+from tests.demo import servers
 from tests.demo.fleet import meridianctl
-from tests.demo.load import MODEL, Load
+from tests.demo.load import Load
 from tests.demo.processes import HOST, Children
 from tests.processes import free_port
 
@@ -79,32 +78,16 @@ class Fleet:
         await meridianctl(self.control, "wait")
 
     def _engine_command(self, engine: str) -> list[str]:
-        return [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--host", HOST, "--port", str(self._http[engine])),
-            *("--model", str(ROOT / "tests/data/maze-qwen3"), "--served-model-name", MODEL),
-            *("--reasoning-parser", "qwen3", "--enforce-eager", "--dtype", "float32"),
-            *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "20"),
-            *("--num-gpu-blocks-override", str(BLOCKS), "--worker-cls", "tests.demo.pace.PacedWorker"),
-        ]
+        limits = ("--max-num-seqs", "20", "--num-gpu-blocks-override", str(BLOCKS))
+        return servers.command(self._http[engine], ROOT / "tests/data/maze-qwen3", *limits, *servers.PACED)
 
     def _engine_env(self, engine: str, pool: str) -> dict[str, str]:
-        return {
-            "MERIDIAN_CONTROL": self.control,
-            "MERIDIAN_ENGINE_ID": engine,
-            "MERIDIAN_LABELS": f"pool={pool}",
-            "MERIDIAN_STATE_DIR": str(self._folder),
-            "MERIDIAN_DEMO_STEP_MS": str(STEP_MS),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        own = {"MERIDIAN_LABELS": f"pool={pool}", "OMP_NUM_THREADS": "1"}
+        return servers.environment(self.control, engine, self._folder, STEP_MS, **own)
 
     async def _answering(self, url: str) -> None:
         async with asyncio.timeout(START_S):
-            while not await asyncio.to_thread(answers, url):
+            while not await asyncio.to_thread(servers.answers, url):
                 self._children.check()
                 await asyncio.sleep(POLL_S)
 
@@ -134,11 +117,3 @@ class Fleet:
         candidate.write_text((DEMO / "after.toml").read_text().replace("max_think_tokens = 160", cap))
         plan.write_text(PLAN.format(ttot_p99_ms=ttot_p99_ms))
         await meridianctl(self.control, "rollout", "start", "-f", str(candidate), "--steps", str(plan))
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False

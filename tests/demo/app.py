@@ -6,11 +6,8 @@ The demo has one event loop. The caller stops the processes through `Children`.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +17,9 @@ from meridian.v1 import fleet_pb2
 from rich.console import Console
 
 from tests.data import maze
-from tests.demo import report, timeline
+from tests.demo import report, servers, timeline
 from tests.demo.fleet import ENGINE_ID, Fleet, PolicyChange, meridianctl
-from tests.demo.load import MODEL, Load
+from tests.demo.load import Load
 from tests.demo.processes import HOST, Child, Children, DemoError
 from tests.demo.progress import shown
 
@@ -30,11 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 CONTROL_START_S, ENGINE_START_S, CONNECT_S = 30.0, 240.0, 30.0
 SETTLE_S = 10.0
 CHECK_S = 0.25
-HEALTH_TIMEOUT_S = 5.0
 PROBE_PLACES = 8
 
 T = TypeVar("T")
@@ -85,11 +80,12 @@ async def _start(console: Console, options: Options, children: Children, fleet: 
     control = children.start("meridian-control", _control_command(options, store), {})
     async with _waiting(console, control):
         await _until(children, fleet.reachable, CONTROL_START_S, control)
-    engine = children.start("vllm", _engine_command(options), _engine_environment(options, store))
+    environment = servers.environment(options.control, ENGINE_ID, store.parent, options.step_ms)
+    engine = children.start("vllm", _engine_command(options), environment)
     async with _waiting(console, engine):
 
         async def serving() -> bool:
-            return await asyncio.to_thread(_healthy, f"{options.http}/health")
+            return await asyncio.to_thread(servers.answers, f"{options.http}/health")
 
         async def governed() -> bool:
             seen = await fleet.refresh()
@@ -105,14 +101,6 @@ async def _start(console: Console, options: Options, children: Children, fleet: 
     )
 
 
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
-
-
 def _control_command(options: Options, store: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "meridian_control"),
@@ -125,30 +113,9 @@ def _control_command(options: Options, store: Path) -> list[str]:
 
 
 def _engine_command(options: Options) -> list[str]:
-    return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--host", HOST, "--port", str(options.http_port)),
-        *("--model", str(options.model), "--served-model-name", MODEL),
-        *("--reasoning-parser", "qwen3", "--enforce-eager", "--dtype", "float32"),
-        # The CPU attention backend needs a multiple of 32.
-        *("--block-size", "32", "--max-model-len", "1024"),
-        # Probes are internal requests and need places of their own.
-        *("--max-num-seqs", str(options.concurrency + PROBE_PLACES)),
-        *(("--worker-cls", "tests.demo.pace.PacedWorker") if options.step_ms else ()),
-    ]
-
-
-def _engine_environment(options: Options, store: Path) -> dict[str, str]:
-    return {
-        "MERIDIAN_CONTROL": options.control,
-        "MERIDIAN_ENGINE_ID": ENGINE_ID,
-        "MERIDIAN_STATE_DIR": str(store.parent),
-        "MERIDIAN_DEMO_STEP_MS": str(options.step_ms),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    # Probes are internal requests and need places of their own.
+    places = ("--max-num-seqs", str(options.concurrency + PROBE_PLACES))
+    return servers.command(options.http_port, options.model, *places, *(servers.PACED if options.step_ms else ()))
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ has one event loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tests.dashboards.fleet import answers
 from tests.data import maze
+from tests.demo import servers
 from tests.demo.fleet import meridianctl
 from tests.demo.load import MODEL
 from tests.demo.processes import HOST, Children
@@ -108,7 +107,7 @@ class Fleet:
             self._children.start(engine, self._command(engine), self._environment(engine, zone))
         async with asyncio.timeout(START_S):
             for port in self._http.values():
-                while not await asyncio.to_thread(answers, f"http://{HOST}:{port}/health"):
+                while not await asyncio.to_thread(servers.answers, f"http://{HOST}:{port}/health"):
                     self._children.check()
                     await asyncio.sleep(POLL_S)
         await meridianctl(self.control, "wait")
@@ -120,28 +119,12 @@ class Fleet:
         return file
 
     def _command(self, engine: str) -> list[str]:
-        return [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--host", HOST, "--port", str(self._http[engine])),
-            *("--model", str(ROOT / "tests/data/maze-qwen3"), "--served-model-name", MODEL),
-            *("--reasoning-parser", "qwen3", "--enforce-eager", "--dtype", "float32"),
-            *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "16"),
-            *("--num-gpu-blocks-override", str(BLOCKS), "--worker-cls", "tests.demo.pace.PacedWorker"),
-        ]
+        limits = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(BLOCKS))
+        return servers.command(self._http[engine], ROOT / "tests/data/maze-qwen3", *limits, *servers.PACED)
 
     def _environment(self, engine: str, zone: str) -> dict[str, str]:
-        return {
-            "MERIDIAN_CONTROL": self.control,
-            "MERIDIAN_ENGINE_ID": engine,
-            "MERIDIAN_LABELS": f"zone={zone}",
-            "MERIDIAN_STATE_DIR": str(self._folder),
-            "MERIDIAN_DEMO_STEP_MS": str(STEP_MS),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        own = {"MERIDIAN_LABELS": f"zone={zone}", "OMP_NUM_THREADS": "1"}
+        return servers.environment(self.control, engine, self._folder, STEP_MS, **own)
 
     async def live(self, stretch_s: float) -> None:
         """Run the events under load, `stretch_s` seconds each; the load goes on, and a rollout and a freeze are active
