@@ -92,8 +92,7 @@ def parts_of(message: agent_pb2.Directives, most: int) -> Iterator[agent_pb2.Dir
 
 def decisions_in(message: agent_pb2.Directives) -> int:
     """Return the number of decisions in a message; each rank of a plan counts as one."""
-    listed = len(message.forces) + len(message.caps) + len(message.tiers) + len(message.probes)
-    return listed + len(message.hand_overs) + len(message.preempts) + len(message.plan.slot)
+    return sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot)
 
 
 def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> agent_pb2.StepReport:

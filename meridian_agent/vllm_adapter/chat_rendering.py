@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Name of the text in vLLM's rendered prompt, which is a dictionary, and of the effort that the template was given.
-RENDERED, RENDERED_EFFORT, ABSENT = "meridian_chat_template", "meridian_effort", "meridian_thinking_absent"
+# What is noted in vLLM's rendered prompt, a dictionary, under the names that it has in the sampling parameters.
+NOTED = (TEMPLATE, EFFORT, THINKING_ABSENT)
 # Words of which one stands in an assistant's text that contains its thinking, whatever the model's markers are.
 THINKING = re.compile("think|thought|reason|analysis", re.IGNORECASE)
 WITHOUT = "the KV blocks of all finished requests stay in vLLM's own order of reuse"
@@ -96,9 +96,9 @@ def _unless_it_fails(run: Callable[..., None], *args: Any) -> None:
 def _note(chat_params: Any, rendered: Any) -> None:
     """Note in the rendered prompts how their chats were rendered."""
     effort = (chat_params.chat_template_kwargs or {}).get("reasoning_effort")
-    noted = {RENDERED: text_of(chat_params), RENDERED_EFFORT: effort if isinstance(effort, str) else ""}
+    noted = {TEMPLATE: text_of(chat_params), EFFORT: effort if isinstance(effort, str) else ""}
     for conversation, prompt in zip(*rendered, strict=True):
-        said = {**noted, ABSENT: int(comes_without_thinking(conversation))}
+        said = {**noted, THINKING_ABSENT: int(comes_without_thinking(conversation))}
         prompt.update({name: value for name, value in said.items() if value})
 
 
@@ -118,12 +118,7 @@ def _copy(prompt: Any, request: Any) -> None:
     if params is None or not isinstance(prompt, dict):
         return
     extra = params.extra_args or {}
-    noted = {
-        TEMPLATE: prompt.get(RENDERED, ""),
-        EFFORT: prompt.get(RENDERED_EFFORT, ""),
-        THINKING_ABSENT: prompt.get(ABSENT, 0),
-    }
-    if added := {name: value for name, value in noted.items() if value and name not in extra}:
+    if added := {name: prompt[name] for name in NOTED if prompt.get(name) and name not in extra}:
         # The dictionary belongs to the caller's parameters, too.
         params.extra_args = {**extra, **added}
 
