@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.look import phase_text
 from meridian_control.common.plain_data import plain
 
 if TYPE_CHECKING:
@@ -68,11 +69,6 @@ EVENTS = {
     "resumed": "resumed",
     "stream_back": "stream to the control plane back",
     "stream_lost": "stream to the control plane lost",
-}
-PHASES = {
-    agent_pb2.PHASE_PROMPT: "reading the prompt",
-    agent_pb2.PHASE_THINK: "thinking",
-    agent_pb2.PHASE_OUTPUT: "answering",
 }
 SIGNALS = {
     "answer_reserve_tokens": "answer reserve",
@@ -177,7 +173,7 @@ def _event_text(event: fleet_pb2.RequestEvent) -> str:
     if event.HasField("decision"):
         return decision_text(event.decision.kind, event.decision.reason, event.decision.shadow)
     if event.kind == "phase":
-        return PHASES.get(event.phase, "phase unknown")
+        return phase_text(event.phase)
     if event.kind == "think_end":
         return f"thinking ended: {end_text(event.detail)}"
     text = EVENTS.get(event.kind) or spelled(event.kind)
