@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engine.served import PROMPTS, all_of, governed, phase_metrics, stream
-from tests.engine.test_client_ids import PROMPT, explained, leave, post
+from tests.engine.test_client_ids import explained, leave, stopped
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ def ranks(folder: Path) -> Iterator[tuple[Served, Control]]:
 
 def test_the_causes_of_aborts_reach_each_rank(ranks: tuple[Served, Control]) -> None:
     served, control = ranks
-    prompt = {"prompt": PROMPT, "max_tokens": 40}
-    stop = post(served, "completions", prompt)["choices"][0]["text"].split()[5]
     for number in range(4):
-        post(served, "completions", {**prompt, "stop": [stop], "request_id": f"stopped-{number}"})
+        stopped(served, f"stopped-{number}")
     asyncio.run(leave(served))
     lives = [explained(control, f"stopped-{number}").life for number in range(4)]
     left = explained(control, "left", ends=2)
