@@ -33,7 +33,7 @@ from meridian_control.cli.console import (
     warn_unreachable,
 )
 from meridian_control.cli.tables import ends_table, handover_table, harm_table, savings_lines, savings_table
-from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.decision_words import decision_text, event_text, outcome_text, why
 from meridian_control.common.look import percent, phase_text
 
 KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
@@ -90,7 +90,10 @@ def decisions(
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many decisions.")] = 50,
     output: OutputOption = Output.table,
 ) -> None:
-    """List the decisions about requests, newest first, with the values that each rule compared."""
+    """List the decisions about requests, newest first, with the values that each rule compared.
+
+    A wide table has the kind and the reason that --kind and --reason take.
+    """
     if kind and kind not in KINDS:
         fail(INVALID, f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
     asked = fleet_pb2.ListDecisionsRequest(
@@ -105,10 +108,13 @@ def decisions(
             if len(logged) >= limit or (since and logged and logged[-1].time.ToDatetime(UTC) < since):
                 break
     logged = [d for d in logged if since is None or d.time.ToDatetime(UTC) >= since][:limit]
-    rows = new_table("time", "engine", "request", "revision", "decision", "thinking", "why", "outcome")
+    wide = output is Output.wide
+    more = ("kind", "reason") if wide else ()
+    rows = new_table("time", "engine", "request", "revision", "thinking", "decision", "why", "outcome", *more)
     for d in logged:
-        about = (d.engine_id, d.request_id, d.revision, _name(d), d.signals.think_tokens)
-        add(rows, stamp_text(d.time), *about, _why(d), _outcome(d))
+        about = (d.engine_id, d.request_id, d.revision, d.signals.think_tokens)
+        rest = (d.kind, d.reason) if wide else ()
+        add(rows, stamp_text(d.time), *about, *_cells(d), *rest)
     is_filtered = engine or request or kind or reason or since
     show(logged, output, rows, "no decision matches" if is_filtered else "no decision is logged")
     warn_unreachable(unreachable)
@@ -213,46 +219,24 @@ def _life_table(life: fleet_pb2.RequestLife) -> Table:
     for event in life.events:
         cells: Sequence[str] = (_happened(event), "", "")
         if event.kind == "decision":
-            cells = _name(event.decision), _why(event.decision), _outcome(event.decision, life)
+            cells = _cells(event.decision, life)
         add(rows, f"{_seconds(event.time, life):+.3f}", event.think_tokens, event.output_tokens, *cells)
     return rows
 
 
 def _happened(event: fleet_pb2.RequestEvent) -> str:
-    if event.kind in ("opened", "stream_back"):
-        words = event.kind.replace("_", " "), phase_text(event.phase), event.detail
-        return ", ".join(filter(None, words))
-    if event.kind == "phase":
-        return phase_text(event.phase)
-    if event.kind == "think_end":
-        return f"thinking ended: {event.detail}"
-    return f"{event.kind.replace('_', ' ')}{f': {event.detail}' if event.detail else ''}"
+    opened = event.kind in ("opened", "stream_back")
+    return event_text(event) + f", {phase_text(event.phase)}" * opened
 
 
-def _name(d: fleet_pb2.LoggedDecision) -> str:
-    return f"{d.kind} {d.reason}{' (shadow)' if d.shadow else ''}"
-
-
-def _why(d: fleet_pb2.LoggedDecision) -> str:
-    rows = [f"{c.signal} {c.value:.6g} {c.operator} {c.limit_name} {c.limit:.6g}" for c in d.comparisons]
-    if d.hand_over.engine_id:
-        move = d.hand_over
-        rows.append(f"to {move.engine_id}: transfer {move.transfer_ms:.0f} ms, gain {move.gain_ms:.0f} ms")
-    return d.operator_reason or "; ".join(rows)
-
-
-def _outcome(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = None) -> str:
-    if not d.outcome:
-        return "open"
-    text = outcome_name(d.outcome)
-    if d.HasField("measured_eat_nats"):
-        text += f", EAT {d.measured_eat_nats:.4g}"
+def _cells(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = None) -> tuple[str, str, str]:
+    """Return what a decision does, why, and what became of it and when."""
+    outcome = outcome_text(d.outcome, d.shadow)
     if d.outcome_think_tokens:
-        text += f" at {d.outcome_think_tokens}"
-    if life is not None:
-        text += f" ({_seconds(d.outcome_time, life):+.3f})"
-    text += f": {d.detail}" if d.detail else ""
-    return f"{text}; {d.hand_over.result}: {d.hand_over.result_detail}" if d.hand_over.result else text
+        outcome += f" at {d.outcome_think_tokens}"
+    if d.outcome and life is not None:
+        outcome += f" ({_seconds(d.outcome_time, life):+.3f})"
+    return decision_text(d.kind, d.reason, d.shadow), "; ".join(why(d, in_full=True)), outcome
 
 
 def _seconds(time: object, life: fleet_pb2.RequestLife) -> float:

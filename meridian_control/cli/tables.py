@@ -12,10 +12,10 @@ from meridian_control.cli.console import (
     new_table,
     stamp_text,
 )
+from meridian_control.common.decision_words import last_text
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.enum_names import (
     entropy_backend_name,
-    outcome_name,
     stage_name,
     state_name,
     tier_name,
@@ -284,8 +284,17 @@ def request_table(rows: Iterable[fleet_pb2.LiveRequest], *, wide: bool = False) 
         phase = phase_text(r.phase) + (", preempted" if r.preempted else "")
         measured = (r.entropy_nats, r.eat_ema_nats, r.rpdi)
         signals = ("" if math.isnan(value) else f"{value:.3g}" for value in measured)
-        outcome = outcome_name(r.last_decision.outcome) if r.last_decision.outcome else "open"
-        last = f"{r.last_decision.kind} {r.last_decision.reason} {outcome}" if r.last_decision.kind else ""
         rest = (r.model, r.tenant, r.slo_class, r.max_think_tokens or "", tier_name(r.tier)) if wide else ()
-        add(shown, r.engine_id, r.request_id, phase, r.think_tokens, r.output_tokens, *signals, r.rank, last, *rest)
+        add(
+            shown,
+            r.engine_id,
+            r.request_id,
+            phase,
+            r.think_tokens,
+            r.output_tokens,
+            *signals,
+            r.rank,
+            last_text(r.last_decision),
+            *rest,
+        )
     return shown

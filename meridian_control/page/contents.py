@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
+from meridian_control.common.decision_words import last_text, short, spelled
 from meridian_control.common.enum_names import phase_name, state_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.plain_data import plain
@@ -23,7 +24,7 @@ from meridian_control.engine.decision_ledger import CARRIED_OUT
 from meridian_control.fleet import decision_queries
 from meridian_control.fleet.part import Attention, Shown, answer_of, each
 from meridian_control.fleet.turns import in_turns
-from meridian_control.page.words import counts_text, decision_text, end_row, outcome_text, short, spelled
+from meridian_control.page.words import counts_text, end_row
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
@@ -368,7 +369,6 @@ def match_text(match: Match) -> str:
 
 
 def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
-    last = request.last_decision
     eat = request.eat_ema_nats
     return {
         "engine": request.engine_id,
@@ -379,13 +379,8 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "think_tokens": request.think_tokens,
         "output_tokens": request.output_tokens,
         "eat_ema_nats": round(eat, 4) if math.isfinite(eat) else None,
-        "last_decision": last_text(last) if last.decision_id else "",
+        "last_decision": last_text(request.last_decision),
     }
-
-
-def last_text(last: fleet_pb2.LastDecision) -> str:
-    known = f" ({outcome_text(last.outcome)})" if last.outcome else ""
-    return decision_text(last.kind, last.reason) + known
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.common.decision_words import spelled
 from meridian_control.common.histogram import Histogram
 from meridian_control.page.contents import CONNECTED, ended
-from meridian_control.page.words import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

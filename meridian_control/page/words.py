@@ -1,153 +1,22 @@
-"""Says in plain words what the status page shows of decisions and of the events of a request. The functions are pure.
-
-The words are the glossary's. A name that the module does not know, such as the reason of a further capability, stands
-as it is, without its underscores.
-"""
+"""Makes the status page's rows of decisions and of the events of a request. The functions are pure."""
 
 from __future__ import annotations
 
-import math
-import re
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.enum_names import outcome_name
-from meridian_control.common.look import phase_text
+from meridian_control.common.decision_words import (
+    end_text,
+    event_text,
+    outcome_text,
+    spelled,
+    why,
+)
 from meridian_control.common.plain_data import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-ABBREVIATIONS = {"eat": "EAT", "rpdi": "RPDI", "kv": "KV", "ema": "mean"}
-# Why thinking ended, or would have ended.
-ENDS = {
-    "answer_reserve": "the rest is the answer's reserve",
-    "budget": "cap of a budget",
-    "eat": "EAT is low and has settled",
-    "empty_answer": "cap, after more room for the answer",
-    "give_up": "EAT stays high",
-    "hard_cap": "cap reached",
-    "loop": "the thinking repeats itself",
-    "margin": "the end marker is almost the likeliest token",
-    "natural": "the model ended it",
-    "operator": "an operator asked for the answer",
-    "pressure": "cap under pressure",
-    "rank": "the end marker ranks high",
-    "rpdi": "the entropy of the newest thinking is high (RPDI)",
-    "soft_close": "soft close, past the soft limit",
-}
-DECISIONS = {
-    ("cap", "budget"): "cap lowered by a budget",
-    ("cap", "empty_answer"): "cap raised, as the answer would be empty",
-    ("cap", "hard_cap"): "cap set",
-    ("cap", "lifted"): "cap lifted",
-    ("cap", "pressure"): "cap lowered under pressure",
-    ("hand_over", "kv_pressure"): "handover, as the KV cache is nearly full",
-    ("hand_over", "preempted_answers"): "handover, as answers are preempted",
-    ("hand_over", "step_gain"): "handover, as steps are shorter there",
-    ("hand_over", "taken_back"): "handover taken back",
-    ("probe", "eat"): "EAT probe",
-    ("probe", "empty_answer"): "probe before the cap",
-    ("probe", "harm"): "probe of harm",
-    ("tier", "reusable"): "KV blocks reused as in stock vLLM",
-    ("tier", "unreachable"): "KV blocks reused first",
-}
-OUTCOMES = {
-    "agent_off": "agent off",
-    "ended_naturally": "the model ended it first",
-    "refused": "refused by the engine",
-    "request_gone": "request finished first",
-    "shadowed": "in shadow",
-    "superseded": "replaced by a newer one",
-    "unspecified": "open",
-}
-EVENTS = {
-    "control_group": "in the control group",
-    "opened": "opened",
-    "preempted": "preempted",
-    "resumed": "resumed",
-    "stream_back": "stream to the control plane back",
-    "stream_lost": "stream to the control plane lost",
-}
-SIGNALS = {
-    "answer_reserve_tokens": "answer reserve",
-    "answering_kv_used": "KV in use on the answering engine",
-    "boundary_margins_nats": "end marker's margin in nats",
-    "boundary_ranks": "end marker's rank",
-    "boundary_rpdi": "RPDI",
-    "earlier_eat_ema_nats": "EAT mean in nats",
-    "earlier_eat_ema_variance": "EAT variance",
-    "eat_ema_nats": "EAT mean in nats",
-    "eat_ema_variance": "EAT variance",
-    "eat_think_tokens": "thinking tokens at the newest EAT sample",
-    "gain_ms": "gain in ms",
-    "loop_rounds": "rounds",
-    "loop_tokens": "repeated tokens",
-    "max_think_tokens": "cap",
-    "think_tokens": "thinking tokens",
-    "thinking_kv_used": "KV in use on this engine",
-    "waiting_blocks": "blocks that preempted answers wait for",
-}
-OPERATORS = {">=": "≥", "<=": "≤"}
-INDEXED = re.compile(r"(\w+)\[(\d+)\]")
-
-
-def spelled(name: str) -> str:
-    """Return a name of the protocol as words: hard cap, EAT in shadow."""
-    shadowed = name.removesuffix("_shadowed")
-    words = " ".join(ABBREVIATIONS.get(word, word) for word in shadowed.lower().split("_"))
-    return words + " in shadow" * (shadowed != name)
-
-
-def end_text(reason: str) -> str:
-    """Return why thinking ended."""
-    return ENDS.get(reason) or spelled(reason)
-
-
-def decision_text(kind: str, reason: str, shadow: bool = False) -> str:
-    """Return what a decision does to its request."""
-    if kind == "force":
-        text = f"end of thinking: {end_text(reason)}"
-    else:
-        text = DECISIONS.get((kind, reason)) or f"{spelled(kind)}: {spelled(reason)}"
-    return text + ", in shadow" * shadow
-
-
-def outcome_text(outcome: int, shadow: bool = False) -> str:
-    """Return what became of a decision; one in shadow says so whatever the outcome."""
-    name = outcome_name(outcome)
-    text = OUTCOMES.get(name) or spelled(name)
-    return text + ", in shadow" * (shadow and name != "shadowed")
-
-
-def comparison_texts(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> Iterator[str]:
-    """Yield each value that a rule compared, with its limit. in_full: add the limit's name in the policy."""
-    for row in decision.comparisons:
-        operator = OPERATORS.get(row.operator, row.operator)
-        text = f"{_signal(row.signal)} {short(row.value)} {operator} {short(row.limit)}"
-        yield f"{text} ({row.limit_name})" if in_full else text
-
-
-def _signal(name: str) -> str:
-    if (match := INDEXED.fullmatch(name)) is None:
-        return SIGNALS.get(name) or spelled(name)
-    signal, index = SIGNALS.get(match[1]) or spelled(match[1]), int(match[2])
-    return f"{signal}, {index} sentence end{'s'[: index > 1]} earlier" if index else signal
-
-
-def short(value: float) -> str:
-    """Return a number with three digits, and a whole number in full."""
-    if not math.isfinite(value):
-        return "not measured"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
-
-
-def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
-    """Return the values behind a decision, or the operator's reason, and the outcome's detail."""
-    measured = [f"EAT {short(decision.measured_eat_nats)} nats"] if decision.HasField("measured_eat_nats") else []
-    parts = [*comparison_texts(decision, in_full), decision.operator_reason, *measured, decision.detail]
-    return [part for part in parts if part]
+    from collections.abc import Iterable
 
 
 def event_row(event: fleet_pb2.RequestEvent) -> dict[str, Any]:
@@ -159,7 +28,7 @@ def event_row(event: fleet_pb2.RequestEvent) -> dict[str, Any]:
         "time": event.time.ToJsonString(),
         "kind": event.kind,
         "phase": agent_pb2.Phase.Name(event.phase) if event.phase in agent_pb2.Phase.values() else "",
-        "text": _event_text(event),
+        "text": event_text(event),
         "think_tokens": event.think_tokens,
         "output_tokens": event.output_tokens,
         "outcome": outcome_text(decision.outcome) if decision is not None else "",
@@ -167,17 +36,6 @@ def event_row(event: fleet_pb2.RequestEvent) -> dict[str, Any]:
         # What the event leaves on the bar of the phases.
         "mark": "force" if forced else "probe" if probe else "",
     }
-
-
-def _event_text(event: fleet_pb2.RequestEvent) -> str:
-    if event.HasField("decision"):
-        return decision_text(event.decision.kind, event.decision.reason, event.decision.shadow)
-    if event.kind == "phase":
-        return phase_text(event.phase)
-    if event.kind == "think_end":
-        return f"thinking ended: {end_text(event.detail)}"
-    text = EVENTS.get(event.kind) or spelled(event.kind)
-    return f"{text}: {spelled(event.detail)}" if event.detail else text
 
 
 def life_rows(answer: fleet_pb2.ExplainRequestResponse) -> dict[str, Any]:

@@ -25,7 +25,7 @@ PRINTS = (
     "",
     "",
     "",
-    "thinking ended: natural",
+    "thinking ended: the model ended it",
     "first rule to fire",
     "a.trace: ",
     "within the allowed 2.0",

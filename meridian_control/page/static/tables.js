@@ -54,7 +54,7 @@ const TABLES = {
       ["Time left", "end_time", plain("left")],
       ["Confirmed", "confirmed", (f) => [`${f.confirmed} of ${counted(f.engines, "engine")}`,
         f.confirmed < f.engines ? "warn" : ""]],
-      ["By", "author", plain("author")], ["Reason", "reason", wrapped("reason")],
+      ["Author", "author", plain("author")], ["Reason", "reason", wrapped("reason")],
     ],
   },
   requests: {
@@ -85,7 +85,7 @@ const TABLES = {
     columns: [
       ["Rollout", "rollout_id", plain("rollout_id"), true], ["State", "state", (r) => [r.state, r.level]],
       ["Step", "step", plain("step")], ["Revision", "revisions", plain("revisions")],
-      ["Last event", "time", (r) => `${r.event} ${clock(r.time)}`], ["By", "author", plain("author")],
+      ["Last event", "time", (r) => `${r.event} ${clock(r.time)}`], ["Author", "author", plain("author")],
       ["Reason", "reason", wrapped("reason")],
     ],
   },
@@ -94,7 +94,7 @@ const TABLES = {
     columns: [
       ["Revision", "revision", plain("revision"), true],
       ["In force on", "engines", (r) => (r.engines ? counted(r.engines, "engine") : "none")],
-      ["Time", "create_time", (r) => date(r.create_time)], ["By", "author", plain("author")],
+      ["Time", "create_time", (r) => date(r.create_time)], ["Author", "author", plain("author")],
       ["Reason", "reason", wrapped("reason")],
     ],
   },

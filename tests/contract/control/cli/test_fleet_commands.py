@@ -77,7 +77,7 @@ async def test_requests(control: Control) -> None:
     assert [r["request_id"] for r in only] == ["r2"]
     first, second = (await control("requests")).stdout.splitlines()[1:]
     assert first.split() == ["a", "r1", "thinking", "0", "0", "0", "0", "0"], "entropy is not known"
-    assert second.strip().endswith("force eat applied")
+    assert second.strip().endswith("end of thinking: EAT is low and has settled (applied)")
 
 
 async def test_numbers_are_numbers_in_every_form(control: Control) -> None:

@@ -282,9 +282,9 @@ async def test_meridianctl(control: Control) -> None:
                 assert "no outcome within 5 s" in waited.stderr
             assert ": applied at " in waited.stdout
         explained = await ctl(control, "explain", "mine")
-        assert "force operator" in explained.stdout
+        assert "an operator asked for the answer" in explained.stdout
         assert "a customer waits" in explained.stdout
-        assert "thinking ended: operator" in explained.stdout
+        assert "thinking ended: an operator asked for the answer" in explained.stdout
         listed = json.loads((await ctl(control, "decisions", "--reason", "operator", "-o", "json")).stdout)
         assert {d["operator_reason"] for d in listed} == {"", "a customer waits"}
         missing = await ctl(control, "end", "nobody")

@@ -82,10 +82,10 @@ async def test_a_finished_request_is_explained(control: Control) -> None:
     assert "(stop): 90 thinking and " in closed
     assert columns.split() == ["seconds", "thinking", "answer", "event", "why", "outcome"]
     text = "\n".join(rows)
-    assert "cap hard_cap" in text
-    assert "max_think_tokens 90 = scheduler.max_think_tokens 90" in text
+    assert "cap set" in text
+    assert "cap 90 = 90 (scheduler.max_think_tokens)" in text
     assert "applied at 90" in text
-    assert "thinking ended: hard_cap" in text
+    assert "thinking ended: cap reached" in text
     assert rows[-1].split()[3:] == ["closed:", "stop"]
     life = as_json["life"]
     assert [e["kind"] for e in life["events"] if e["kind"] != "decision"] == ["opened", "think_end", "closed"]
@@ -126,8 +126,9 @@ async def test_decisions_are_listed_newest_first(control: Control) -> None:
         assert {c["reason"] for c in caps} == {"hard_cap"}
         newest = tomllib.loads((await ctl(control, "decisions", "--limit", 1, "-o", "toml")).stdout)
         assert len(newest["logged_decision"]) == 1
-        shown = (await ctl(control, "decisions", "--request", "a", "--reason", "hard_cap")).stdout
-        assert "scheduler.max_think_tokens 600" in shown
+        shown = (await ctl(control, "decisions", "--request", "a", "--reason", "hard_cap", "-o", "wide")).stdout
+        assert "cap 600 = 600 (scheduler.max_think_tokens)" in shown
+        assert shown.split()[-2:] == ["cap", "hard_cap"]
         async with grpc.aio.insecure_channel(control.target) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:

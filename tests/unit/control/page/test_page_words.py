@@ -1,4 +1,4 @@
-"""The page's words for decisions and events: plain, and complete for all that the protocol names."""
+"""The words for decisions and events: plain, and complete for all that the protocol names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.common.decision_words import ENDS, decision_text, outcome_text, short, spelled, why
 from meridian_control.common.enum_names import OUTCOMES, REASONS
-from meridian_control.page.words import (
-    ENDS,
-    counts_text,
-    decision_text,
-    end_row,
-    event_row,
-    outcome_text,
-    short,
-    spelled,
-    why,
-)
+from meridian_control.page.words import counts_text, end_row, event_row
 
 
 def event(kind: str, detail: str = "") -> fleet_pb2.RequestEvent:
