@@ -5,6 +5,7 @@ The module owns the commands' names, the common options and the exit codes. The 
 through its gRPC API, on one thread with blocking calls.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -349,4 +350,6 @@ def main() -> None:
     except OSError as error:
         # For example, the disk to which the output goes is full.
         say(f"cannot write the output: {error.strerror}", err=True)
+        # What is still buffered would fail again at the interpreter's end, which would change the exit code to 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
