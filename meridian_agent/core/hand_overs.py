@@ -109,7 +109,7 @@ class HandOvers:
         if decided is None:
             return
         if blocks is not None:
-            self._report(decided.decision_id, Outcome.APPLIED, live, f"{blocks} blocks")
+            self._report(decided.decision_id, Outcome.APPLIED, live, f"{blocks} block{'s'[: blocks != 1]}")
         else:
             outcome = Outcome.REQUEST_GONE if finish_reason in GONE else Outcome.ENDED_NATURALLY
             self._report(decided.decision_id, outcome, live)

@@ -69,7 +69,7 @@ class KvBlocks:
             return Outcome.SHADOWED, ""
         count = self.evict(scheduler, request, reachable, probes)
         self.reclaimed += count
-        return Outcome.APPLIED, f"{count} blocks"
+        return Outcome.APPLIED, f"{count} block{'s'[: count != 1]}"
 
     @staticmethod
     def _cannot(scheduler: Scheduler, request: Request) -> str:

@@ -103,16 +103,16 @@ def runs(request: Request) -> bool:
 
 
 def is_queued(request: Request) -> bool:
-    """Whether a request waits for its first step; it may have to wait for something else before."""
-    return str(request.status.name).startswith("WAITING")
+    """Whether a request waits for its first step, or was preempted; it may have to wait for something else before."""
+    return str(request.status.name).startswith("WAITING") or waits_preempted(request)
 
 
 def is_ready(request: Request) -> bool:
-    """Whether a request waits for its first step and for nothing else. vLLM finds out that a grammar is complete only
-    when a place is free."""
+    """Whether a request waits for its first step, or was preempted, and waits for nothing else. vLLM finds out that a
+    grammar is complete only when a place is free."""
     name = str(request.status.name)
     grammar = getattr(request.structured_output_request, "grammar", None)
-    return name == "WAITING" or (name == "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" and bool(grammar))
+    return waits(request) or (name == "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR" and bool(grammar))
 
 
 def waits_for_input(request: Request) -> bool:

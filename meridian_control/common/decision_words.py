@@ -123,10 +123,12 @@ def outcome_text(outcome: int, shadow: bool = False) -> str:
 
 
 def comparison_texts(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> Iterator[str]:
-    """Yield each value that a rule compared, with its limit. in_full: add the limit's name in the policy."""
+    """Yield each value that a rule compared, with its limit unless both are the same. in_full: add the limit's name in
+    the policy."""
     for row in decision.comparisons:
-        operator = OPERATORS.get(row.operator, row.operator)
-        text = f"{_signal(row.signal)} {short(row.value)} {operator} {short(row.limit)}"
+        text = f"{_signal(row.signal)} {short(row.value)}"
+        if row.operator != "=" or row.value != row.limit:
+            text += f" {OPERATORS.get(row.operator, row.operator)} {short(row.limit)}"
         yield f"{text} ({row.limit_name})" if in_full else text
 
 

@@ -43,7 +43,7 @@ class Preemption(Part):
     def __init__(self, stream: Stream) -> None:
         self._stream, self._table, self._ledger = stream, stream.table, stream.ledger
         # Whether the policy lets any request preempt others; and slots of the requests that wait for their first step,
-        # oldest first, known only while it does.
+        # or again because vLLM has preempted them while they thought, oldest first, known only while it does.
         self._is_on = False
         self._waiting: dict[int, None] = {}
         # The newest decision by the slot of its request.
@@ -62,14 +62,17 @@ class Preemption(Part):
         elif not was_on:
             table = self._table
             has_tokens = table.think_tokens + table.output_tokens > 0
-            self._waiting = dict.fromkeys((table.live & ~has_tokens).nonzero()[0].tolist())
+            waits = ~has_tokens | (table.preempted & (table.phase != agent_pb2.PHASE_OUTPUT))
+            self._waiting = dict.fromkeys((table.live & waits).nonzero()[0].tolist())
 
     def revise(self) -> None:
         self._revises = True
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         listed = snapshot.requests if self._is_on else ()
-        self._waiting = dict.fromkeys(request.slot for request in listed if request.queued)
+        thinks = agent_pb2.PHASE_THINK
+        waiting = (each.slot for each in listed if each.queued or (each.preempted and each.phase == thinks))
+        self._waiting = dict.fromkeys(waiting)
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
         if report.HasField("preemptions"):
@@ -79,8 +82,16 @@ class Preemption(Part):
             return
         self._waiting |= dict.fromkeys(request.slot for request in report.opened if request.queued)
         if self._waiting:
-            for slot in (*report.joined.slot, *(request.slot for request in report.closed)):
+            for slot in (*report.joined.slot, *report.resumed, *(request.slot for request in report.closed)):
                 self._waiting.pop(slot, None)
+        for slot in report.preempted:
+            # A request that was preempted for another one waits for its turn.
+            if slot not in report.preemptions.slot and self._thinks_preempted(slot):
+                self._waiting[slot] = None
+
+    def _thinks_preempted(self, slot: int) -> bool:
+        table = self._table
+        return table.holds(slot) and bool(table.preempted[slot]) and table.phase[slot] != agent_pb2.PHASE_OUTPUT
 
     def _note(self, columns: agent_pb2.PreemptionColumns, step: int) -> None:
         """Note requests that were preempted for others. Raises BadReport if the columns differ in length."""

@@ -79,7 +79,9 @@ def preempted_for(engine: Engine, name: str) -> list[str]:
 @feature("preemption for a waiting request, with ExampleConnector: output as stock's", *EXAMPLE)
 def place(engine: Engine) -> None:
     """Thinking has taken all places, and a short prompt arrives, in shadow first."""
-    places, most = engine.scheduler.max_num_running_reqs, 40 if engine.slow else 80
+    # A step with draft tokens may add several, and all requests must still think when the urgent one arrives.
+    places = engine.scheduler.max_num_running_reqs
+    most = 120 if engine.scheduler.num_spec_tokens else 40 if engine.slow else 80
     asks = thinkers(engine, places, most)
     for shadow in (True, False):
         engine.control.apply(policy(shadow=shadow))
@@ -149,6 +151,7 @@ def blocks(engine: Engine) -> None:
     run.until()
     engine.drain()
     check_as_stock(engine, named, run)
-    reason, outcome, detail = outcomes(engine, "urgent")[0]
-    assert (reason, outcome) == ("no_kv_blocks", agent_pb2.OUTCOME_APPLIED), detail
+    # vLLM may first take the request in, and preempt it at once because thinking takes the last blocks.
+    made = outcomes(engine, "urgent")
+    assert ("no_kv_blocks", agent_pb2.OUTCOME_APPLIED) in [one[:2] for one in made], made
     assert any(preempted_for(engine, name) for name in asks)

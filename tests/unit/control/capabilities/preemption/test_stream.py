@@ -125,6 +125,18 @@ def test_after_an_outcome(said: agent_pb2.Outcome.ValueType, again: bool) -> Non
     assert sum(made.session.totals.settled.values()) == 1
 
 
+def test_a_request_that_vllm_preempts_again_waits_again() -> None:
+    """A request that has joined is preempted while it thinks, by vLLM, and then for another request."""
+    made = Made()
+    (preempt,) = made.said_preempts(opened=[made.waiter()])
+    joined = agent_pb2.JoinedColumns(slot=[2], queueing_ms=[1.0])
+    made.said_preempts(joined=joined, outcomes=outcome(preempt.decision_id, agent_pb2.OUTCOME_ENDED_NATURALLY))
+    assert [(p.slot, list(p.victims)) for p in made.said_preempts(preempted=[2])] == [(2, [0, 1])]
+    made.said_preempts(resumed=[2])
+    columns = agent_pb2.PreemptionColumns(decision_id=[0], slot=[2], recompute_tokens=[1])
+    assert made.said_preempts(preempted=[2], preemptions=columns) == []
+
+
 def test_both_lives_tell_of_a_preemption() -> None:
     made = Made()
     (preempt,) = made.said_preempts(opened=[made.waiter(slo_class="gold")], kv_used=0.5)
