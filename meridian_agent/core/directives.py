@@ -25,6 +25,7 @@ from meridian_agent.core.think_limit import (
     is_limited,
     limit_in,
     reserve_note,
+    stop_note,
 )
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ class Directives:
             if reached is None:
                 return {}
             first, state, limit = reached
-            cap = live.cap if live.cap and not (live.cap.shadow or live.cap.reported) else None
+            cap = _open_cap(live)
             counts = cap is not None and (limit.by_reserve or cap.max_think_tokens == limit.tokens)
             self._tracker.run.leave(live)
             by_limit = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
@@ -283,6 +284,25 @@ class Directives:
                 return {}
             live.rewrite_forced_end(*self._written(live, live.state, ending))
         return live.expect_forced_end(first, rows)
+
+    def end_stopped(self, live: LiveRequest) -> None:
+        """End the thinking of a request whose model has stopped while it thought, in the coming steps. An end that was
+        decided before stays as it is."""
+        if live.ending is None:
+            cap = _open_cap(live)
+            at_stop = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)
+            live.begin_forced_end(at_stop)
+            live.rewrite_forced_end(*self._written(live, live.state, at_stop))
+            self._tracker.watch_limit(live)
+
+    def shadow_stop(self, live: LiveRequest, think_tokens: int) -> None:
+        """Report a cap whose answer reserve is in shadow, because the model stops after `think_tokens` thinking tokens
+        and the reserve would have ended the thinking there."""
+        cap = live.cap
+        if cap is not None and cap.shadow and not cap.reported and cap.answer_reserve_tokens:
+            live.mark_cap_reported()
+            detail = "the model stopped while it thought"
+            self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, think_tokens, detail))
 
     def _waits(self, live: LiveRequest, ending: Ending, rows: int) -> bool:
         """Return whether a soft close waits, because it would divide a number or an abbreviation. It does not wait past
@@ -299,6 +319,9 @@ class Directives:
             return state.ending(self._tracker.markers), ""
         most, reserve, markers = live.info.most_tokens, live.reserve_tokens, self._tracker.markers
         left = most - state.generated_tokens
+        if ending.at_stop:
+            tokens = state.ending(markers)
+            return tokens, stop_note(left - len(tokens), most)
         tokens = ending_tokens(state, markers, left - held_back(state, markers, reserve, most))
         return tokens, reserve_note(left - len(tokens), most, reserve)
 
@@ -427,6 +450,12 @@ class Directives:
 
 def _part(ending: Ending) -> int:
     return CAPS if ending.by_cap else PARTS.get(ending.reason, RULES)
+
+
+def _open_cap(live: LiveRequest) -> Cap | None:
+    """Return the cap in force whose decision has no outcome yet, if there is one."""
+    cap = live.cap
+    return None if cap is None or cap.shadow or cap.reported else cap
 
 
 def _begun(live: LiveRequest) -> bool:

@@ -51,8 +51,10 @@ class Ending:
     # Reason of the forced end, as in ForceEnd; 0 if a cap began it.
     reason: agent_pb2.ForceReason.ValueType = agent_pb2.FORCE_REASON_UNSPECIFIED
     position: int = 0
-    # The answer reserve began the forced end; `detail` says then how many tokens the end leaves to the answer.
+    # The answer reserve began the forced end, `at_stop` because the model stopped while it thought; `detail` says then
+    # how many tokens the end leaves to the answer.
     by_reserve: bool = False
+    at_stop: bool = False
     detail: str = ""
     # Number of steps that the end has waited for the end of a number or an abbreviation.
     waited_steps: int = 0
@@ -62,7 +64,8 @@ class Ending:
         self.position += 1
         if self.position < len(self.tokens):
             return 0
-        return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0) | (FLAG_BY_RESERVE if self.by_reserve else 0)
+        by_cap = self.by_cap and not self.at_stop
+        return FLAG_FORCED | (FLAG_BY_CAP if by_cap else 0) | (FLAG_BY_RESERVE if self.by_reserve else 0)
 
 
 class CountedSteps(Protocol):
@@ -97,6 +100,8 @@ class LiveRequest:
     # Tokens of the forced end in this step's masks, by row.
     expected: dict[int, int] = field(default_factory=dict)
     forced: bool = False
+    # Number of ends of thinking before the newest thinking in which the model has stopped, -1 if it has in none.
+    stopped_after: int = -1
     # The default cap or reserve ended thinking, before a cap was decided for the request; and the detail of that end.
     capped: bool = False
     capped_detail: str = ""
@@ -249,6 +254,10 @@ class LiveRequest:
 
     def begin_forced_end(self, ending: Ending) -> None:
         self.ending = ending
+
+    def mark_stopped(self, ends: int) -> None:
+        """Note that the model has stopped in the thinking that follows so many ends of thinking."""
+        self.stopped_after = ends
 
     def credit_forced_end(self, decision_id: int) -> None:
         """Attribute a forced end that the default cap began to this decision."""

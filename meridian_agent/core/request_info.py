@@ -41,6 +41,8 @@ EFFORT, TEMPLATE = "meridian_effort", "meridian_chat_template"
 MAX_TEMPLATE, TOOLS, UNKNOWN_TEMPLATE = 256, "tools", "unknown"
 # Name, with the value 1, of a chat whose earlier turns of the assistant have all come without their thinking.
 THINKING_ABSENT = "meridian_thinking_absent"
+# Name in vllm_xargs that marks a request which a client has sent as a chat, however vLLM renders it.
+CHAT = "meridian_chat"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
 
@@ -75,6 +77,8 @@ class RequestInfo:
     handed_over_ref: str = ""
     # Settings with which the model's own chat template rendered the request, as JSON text; empty if they are not known.
     chat_template: str = ""
+    # Whether vLLM has rendered the request from a chat.
+    chat: bool = False
     # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
     # request continues another engine's, whose thinking is a part of the prompt.
     repeated_tokens: int = NEVER
@@ -145,6 +149,7 @@ def info_of(
         handed_over_ref=ref,
         chat_template=template_settings(request),
         thinking_absent=_extra(request, THINKING_ABSENT) == 1,
+        chat=_extra(request, TEMPLATE) != "" or _extra(request, CHAT) != "",
         repeated_tokens=own.repeated_tokens if ref else request.num_prompt_tokens,
     )
 

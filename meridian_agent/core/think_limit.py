@@ -27,15 +27,16 @@ class ThinkLimit(NamedTuple):
 
 
 # A reserve, with the forced end before it, takes at most one token in this many of those that a call may generate.
-CALL_SHARE = 2
+CALL_SHARE = 4
 
 
 def held_back(state: PhaseState, markers: Markers, reserve_tokens: int, most_tokens: int) -> int:
     """Return how many tokens of an answer reserve hold in a call that may generate `most_tokens`.
 
-    A client that samples in pieces makes many calls for one answer, as beam search does with a call for each token. So
-    a small call keeps at least half of its tokens for thinking, and nothing is held back from a call that goes on with
-    the thinking of an earlier one.
+    A call that may generate few tokens keeps three quarters of them for thinking, so that a reserve seldom shortens
+    thinking after which the model would have answered in time. A client that samples in pieces makes many calls for one
+    answer, as beam search does with a call for each token, so nothing is held back from a call that goes on with the
+    thinking of an earlier one.
     """
     if state.continues:
         return 0
@@ -140,3 +141,8 @@ def reserve_note(left_tokens: int, most_tokens: int, reserve_tokens: int) -> str
     if left >= reserve_tokens:
         return f"answer_reserve_tokens: {left} of {most_tokens} tokens are left for the answer"
     return f"answer_reserve_tokens: {reserve_tokens} tokens do not fit, {left} of {most_tokens} are left for the answer"
+
+
+def stop_note(left_tokens: int, most_tokens: int) -> str:
+    """Return the detail of the outcome of an end that replaces a stop of the model. Arguments: as in `reserve_note`."""
+    return f"the model stopped while it thought, {left_tokens} of {most_tokens} tokens are left for the answer"

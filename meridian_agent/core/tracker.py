@@ -46,9 +46,9 @@ class Tracker:
         self.steps_ahead = False
         # Settings.merge_openings and Settings.merge_answers.
         self.merge_openings = self.merge_answers = False
-        # Cap and answer reserve (0 for none) of new requests.
+        # Cap of new requests, and the answer reserves (0 for none) of new completions and of new chats.
         self.default_cap: int | None = None
-        self.default_reserve = 0
+        self.default_reserves = 0, 0
         # Share of new requests that are measured, a fraction.
         self._measured_share = 1.0
         self.by_id: dict[str, LiveRequest] = {}
@@ -103,9 +103,10 @@ class Tracker:
             live.own_state.tail = live.own_state.tail if markers.longest > 1 else []
             self.watch_limit(live)
 
-    def limit_new(self, cap: int | None, reserve: int, over: bool) -> None:
-        """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`."""
-        self.default_cap, self.default_reserve = (None, 0) if over else (cap, reserve)
+    def limit_new(self, cap: int | None, reserves: tuple[int, int], over: bool) -> None:
+        """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`. reserves:
+        the reserve of completions, and that of chats."""
+        self.default_cap, self.default_reserves = (None, (0, 0)) if over else (cap, reserves)
 
     def measure(self, share: float) -> list[LiveRequest]:
         """Measure this share of new requests, a fraction. From 1 on, return the live requests that are not measured
@@ -149,7 +150,7 @@ class Tracker:
         # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
         # previous one.
         step = max(step, self.newest + 1)
-        limits = self.default_cap, self.default_reserve
+        limits = self.default_cap, self.default_reserves[info.chat]
         live = LiveRequest(
             slot,
             info,
@@ -185,7 +186,8 @@ class Tracker:
         LiveRequest."""
         self.run.leave(live)
         self._count(live.own_state.phase, -1)
-        live.reread(state, sentence, self.default_cap, self.default_reserve, known_from=self.newest + 1)
+        reserve = self.default_reserves[live.info.chat]
+        live.reread(state, sentence, self.default_cap, reserve, known_from=self.newest + 1)
         live.take_think_tokens()
         self._count(state.phase, 1)
         self.reorder = self.record.urgent = True

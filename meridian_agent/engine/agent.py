@@ -28,6 +28,7 @@ from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.kept_thinking import KeptThinking
 from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
 from meridian_agent.engine.preemption import Preemption
+from meridian_agent.engine.premature_stops import PrematureStops
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.queue_order import Limit, QueueOrder
 from meridian_agent.engine.step_accounting import StepAccounting
@@ -78,6 +79,7 @@ class Agent:
         able_to_answer = not facts.no_answer_handed_over
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
         self.masks = TokenMasks(tracker, directives, *scheduler_api.mask_facts(scheduler))
+        self.stops = PrematureStops(tracker, directives, self.masks, facts.no_premature_stops)
         self.blocks = KvBlocks(directives, facts.later_turns, KeptThinking(link.lease.clock))
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.accounts = StepAccounting(
@@ -97,9 +99,10 @@ class Agent:
         # The newest step's request to the workers, None for none; and whether it stays the same in calm steps.
         self._asked: WorkerRequest | None = None
         self._asks_same = False
-        # Cap and answer reserve of new requests; parts of the directives whose lease has run out.
+        # Cap of new requests; their answer reserves, as in Tracker.limit_new; and the parts of the directives whose
+        # lease has run out.
         self.default_cap: int | None = None
-        self.default_reserve = self._lapsed = 0
+        self.default_reserves, self._lapsed = (0, 0), 0
         # Globs of the SLO classes that clients may choose although a gateway names one.
         self._client_slo_classes: tuple[str, ...] = ()
         self.frozen = False
@@ -118,10 +121,11 @@ class Agent:
         was_known = self.tracker.markers.known
         self.tracker.use(markers, settings.supports_think_disable, settings.merge_openings, settings.merge_answers)
         self.default_cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
-        self.default_reserve = settings.answer_reserve_tokens
         self._client_slo_classes = tuple(settings.client_slo_classes)
         self.blocks.kept.set_seconds(settings.keep_thinking_s)
-        self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
+        reserve = settings.answer_reserve_tokens
+        self.default_reserves = reserve, settings.chat_answer_reserve_tokens or reserve
+        self.tracker.limit_new(self.default_cap, self.default_reserves, bool(self._lapsed & CAPS))
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
         share = settings.measured_share if settings.HasField("measured_share") else 1.0
@@ -185,7 +189,7 @@ class Agent:
             self.link.outbox.resync()
         self._lapsed, self.frozen = lapsed, frozen
         self.facts.limits.freeze(frozen)
-        self.tracker.limit_new(self.default_cap, self.default_reserve, bool(lapsed & CAPS))
+        self.tracker.limit_new(self.default_cap, self.default_reserves, bool(lapsed & CAPS))
 
     # ------------------------------------------------------------------------------------------------ request events
 
@@ -258,6 +262,20 @@ class Agent:
         if state.phase is not Phase.THINK or not state.text_run:
             return 0
         return self.tracker.sentences.state_of(request.output_token_ids[-min(state.text_run, SENTENCE_TOKENS) :])
+
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    def stopped(self, request: Request) -> bool:
+        """Return whether a request that vLLM has just stopped is to go on, because it has stopped while it thinks."""
+        if self.frozen or not self.stops.goes_on(request):
+            return False
+        self.calm.end()
+        return True
+
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    def finishing(self, scheduler: Scheduler, request_ids: Any) -> None:
+        """Look at requests before vLLM ends them from outside. request_ids: what vLLM was asked to end."""
+        if self.stops.waiting:
+            self.stops.finishing(scheduler, request_ids)
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finished(self, requests: list[Any], request_ids: Any) -> None:
@@ -477,13 +495,18 @@ class Agent:
         """Process the step's tokens, report outcomes and queue the step's record."""
         if self.probing.computed and self.probing.collect_rows(runner_output):
             self.calm.end()
-        if self.accounts.take_text(scheduler, runner_output, outputs):
+        stops = self.stops
+        if stops.waiting:
+            stops.take_out(scheduler, outputs.values())
+        elif self.accounts.take_text(scheduler, runner_output, outputs):
             return
         signals = self.measuring.hear(runner_output)
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
             self.probing.rows_possible = rows_possible
             self.calm.end()
         self._adoption.extend(self.accounts.take(runner_output, outputs, signals, scheduler.finished_req_ids))
+        if stops.waiting:
+            stops.resume(scheduler)
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self._fall_idle(scheduler)
         record = self.accounts.complete(scheduler, signals)

@@ -36,6 +36,7 @@ from meridian_agent.vllm_adapter import (
     kv_connectors,
     preemption_api,
     prefix_cache,
+    premature_stops,
     probe_rows,
     reasoning_markers,
     scheduler_api,
@@ -118,6 +119,8 @@ class Lifecycle:
         no_probe_rows = find("probe rows", lambda: probe_rows.refusal(self._scheduler), "not known")
         if no_probe_rows:
             logger.info("meridian: each EAT probe is a request of its own: %s", no_probe_rows)
+        if no_premature_stops := find("premature stops", lambda: premature_stops.refusal(scheduler), "not known"):
+            self._start.note("premature stops", no_premature_stops)
         self._facts = EngineFacts(
             self._model,
             find("sentence ends", lambda: self._sentences(words), NO_SENTENCES),
@@ -129,6 +132,7 @@ class Lifecycle:
             no_probes,
             no_probe_rows,
             no_preempt=find("preemption", lambda: preemption_api.refusal(scheduler, unfit_preemption()), "not known"),
+            no_premature_stops=no_premature_stops,
             **find("handover", lambda: hand_over.abilities(scheduler, self._guard), dict[str, Any]()),
         )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)

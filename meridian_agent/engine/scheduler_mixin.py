@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -20,10 +20,10 @@ from meridian_agent.engine import stock_restore
 from meridian_agent.engine.absence import say_absent
 from meridian_agent.engine.lifecycle import Lifecycle
 from meridian_agent.engine.queue_order import Limit
-from meridian_agent.vllm_adapter import probe_rows, scheduler_api
+from meridian_agent.vllm_adapter import premature_stops, probe_rows, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from meridian_agent.engine.agent import Agent
     from meridian_agent.link.engine_name import EngineName
@@ -66,6 +66,8 @@ class GovernedScheduler(Scheduler):
     # Whether a fault has left changes of the agent in the engine, and whether the queues were ordered by a plan at that
     # time.
     _to_restore = _ordered = False
+    # The requests that had stopped at that time and were to go on, as `premature_stops.let_go` takes them.
+    _stopped: Mapping[str, bool] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,6 +108,8 @@ class GovernedScheduler(Scheduler):
         if self._agent is not None and not isinstance(request_ids, (str, NoneType)):
             # A generator could be read once only.
             request_ids = list(request_ids)
+        if self._agent is not None:
+            self._guard.run(self._agent.finishing, self, request_ids)
         done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[safe-super]
         if self._agent is not None:
             with self._between_steps:
@@ -176,6 +180,9 @@ class GovernedScheduler(Scheduler):
         return outputs
 
     def _handle_stopped_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._agent is not None and self._guard.run(self._agent.stopped, request):
+            # vLLM takes the request out of its queues and keeps all else of it.
+            return False
         ended = super()._handle_stopped_request(request, *args, **kwargs)  # type: ignore[misc]
         if not ended and self._agent is not None:
             self._guard.run(self._agent.accounts.answered_input, request)
@@ -216,6 +223,10 @@ class GovernedScheduler(Scheduler):
         finally:
             self._between_steps.release()
 
+    def _let_stopped_go(self) -> None:
+        stopped, self._stopped = self._stopped, {}
+        premature_stops.let_go(self, stopped)
+
     # ----------------------------------------------------------------------------------------------- under the guard
 
     @hook(agent_pb2.FAULT_CAUSE_BEFORE_SCHEDULE)
@@ -239,9 +250,10 @@ class GovernedScheduler(Scheduler):
         scheduled.
         """
         if self._agent is not None:
+            self._stopped = self._agent.stops.waiting
             self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
         if self._to_restore:
-            changes: list[Callable[[], object]] = [self._restore_limits]
+            changes: list[Callable[[], object]] = [self._restore_limits, self._let_stopped_go]
             if self._lifecycle is not None:
                 changes += [self._lifecycle.disarm, self._lifecycle.limits.restore]
             if scheduled is not None:

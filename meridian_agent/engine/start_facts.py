@@ -36,6 +36,7 @@ OPTIONAL = {
     "scheduler limits": "no limit of vLLM's scheduler can be changed",
     "handover": "the engine hands no request over and answers none that others hand over",
     "preemption": "no request is preempted for a waiting one",
+    "premature stops": "a request whose model stops while it thinks ends there, as in stock vLLM",
     "settings on disk": "the agent begins without settings, as on a new engine",
 }
 

@@ -77,6 +77,12 @@ class TokenMasks:
                 live.expect_nothing()
         return self._merge(output, base, forced) if forced else base
 
+    def may_force(self, live: LiveRequest) -> bool:
+        """Return whether a forced end can be written into the thinking of a request: its own parameters allow the
+        tokens, and no grammar constrains its thinking."""
+        constrained = self._grammar_covers_thinking and live.ref.structured_output_request is not None
+        return not constrained and self._may_end(live)
+
     def _may_end(self, live: LiveRequest, unknown: int = 0) -> bool:
         """Return whether the request's own parameters allow the tokens of a forced end, because the only token of a
         mask must be allowed. unknown: number of tokens that the request may have generated in steps whose output is

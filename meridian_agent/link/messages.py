@@ -58,6 +58,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         preempted=preempted,
         queued=queued,
         unmeasured=unmeasured,
+        chat=info.chat,
         unreported_think_tokens=untold_think_tokens,
     )
 

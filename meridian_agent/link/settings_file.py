@@ -112,6 +112,7 @@ class StateFile:
         if settings.scheduler_lease_ms:
             settings.ClearField("max_think_tokens")
             settings.ClearField("answer_reserve_tokens")
+            settings.ClearField("chat_answer_reserve_tokens")
         return settings
 
     def _settings_of(self, kept: Any) -> Any:

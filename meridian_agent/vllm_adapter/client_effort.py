@@ -10,7 +10,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.request_info import EFFORT, TEMPLATE, UNKNOWN_TEMPLATE
+from meridian_agent.core.request_info import CHAT, EFFORT, TEMPLATE, UNKNOWN_TEMPLATE
 from meridian_agent.vllm_adapter import after_import, required_api
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def _copy(request: Any, params: Any) -> None:
     """Add to a request's sampling parameters what its client said in its API, unless the client has set the same in
     vllm_xargs itself."""
     extra = params.extra_args or {}
-    said = {EFFORT: effort_of(request)}
+    # Both classes of requests are chats.
+    said: dict[str, Any] = {EFFORT: effort_of(request), CHAT: 1}
     if getattr(request, "return_token_ids", None):
         # The client asks for the tokens, so its next prompt may consist of them, thinking included.
         said[TEMPLATE] = UNKNOWN_TEMPLATE

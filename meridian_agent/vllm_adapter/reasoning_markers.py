@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.bad_settings import BadSettings
@@ -62,6 +62,10 @@ MUSE = (
 WRITTEN = {"openai_gptoss": HARMONY, "inkling": INKLING, "muse_glimmer": MUSE, "muse": MUSE, "musespark1x": MUSE}
 
 
+# Tokens that end a turn in order to call a tool: gpt-oss's, which calls some tools within its analysis, and Llama's.
+CALL_ENDS = ("<|call|>", "<|eom_id|>")
+
+
 class MarkersNotFound(BadSettings):
     """A parser names no markers, or this tokenizer cannot encode them; the message says which of these and why."""
 
@@ -85,7 +89,7 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     starts, ends = (_named(vllm_config, settings, f"think_{which}_token_ids") for which in ("start", "end"))
     closing, prefix = (_encoded(vllm_config, settings, name) for name in ("closing_text", "eat_answer_prefix"))
     if starts and ends:
-        return Markers(starts, ends, closing, prefix, turn_ends=_turn_ends(vllm_config))
+        return _with_turn_ends(Markers(starts, ends, closing, prefix), vllm_config)
     try:
         by_effort, transition = _markers_of_vllm(vllm_config, settings.reasoning_parser)
     except MarkersNotFound as error:
@@ -99,12 +103,12 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     )
     own = {start: one.ends[0] for one in reversed(by_effort) for start in one.starts} if len(by_effort) > 1 else {}
     texts = closing or transition, prefix
-    return Markers(merged.starts, merged.ends, *texts, tuple(own.items()), turn_ends=_turn_ends(vllm_config))
+    return _with_turn_ends(Markers(merged.starts, merged.ends, *texts, tuple(own.items())), vllm_config)
 
 
-def _turn_ends(vllm_config: Any) -> frozenset[int]:
-    """Return the tokens with which the model ends its turns, by its configuration, its generation configuration and its
-    tokenizer. A request's own stop tokens are none of them, because they may be any tokens."""
+def _with_turn_ends(markers: Markers, vllm_config: Any) -> Markers:
+    """Return the markers with the tokens with which the model ends its turns, by its configuration, its generation
+    configuration and its tokenizer. A request's own stop tokens are none of them, because they may be any tokens."""
     config = vllm_config.model_config
     try:
         generation = config.try_get_generation_config()
@@ -112,9 +116,12 @@ def _turn_ends(vllm_config: Any) -> frozenset[int]:
         logger.info("meridian: the model's generation configuration is not known: %s", error)
         generation = {}
     named = [getattr(config.hf_config, "eos_token_id", None), generation.get("eos_token_id")]
-    named.append(getattr(tokenizer_of(vllm_config), "eos_token_id", None))
+    tokenizer = tokenizer_of(vllm_config)
+    named.append(getattr(tokenizer, "eos_token_id", None))
     ids = [token for tokens in named for token in (tokens if isinstance(tokens, (list, tuple)) else [tokens])]
-    return frozenset(token for token in ids if token is not None)
+    turn_ends = frozenset(token for token in ids if token is not None)
+    added = tokenizer.get_added_vocab() if tokenizer is not None else {}
+    return replace(markers, turn_ends=turn_ends, call_ends=turn_ends & {added.get(text, -1) for text in CALL_ENDS})
 
 
 def _named(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> tuple[Tokens, ...]:

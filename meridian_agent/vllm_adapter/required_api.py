@@ -267,6 +267,32 @@ V2_PROBE_ROWS: Table = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("prepare_inputs(_, **_)", "sample(_, **_)"),
     "vllm.v1.worker.gpu.input_batch:InputBatch": ("input_ids", "logits_indices", "query_start_loc_np", "seq_lens"),
 }
+# The API needed to let a request go on that vLLM has stopped while it thinks. Without this API, or before the first
+# release with which it was tried, such a request ends without an answer.
+PREMATURE_STOPS_FROM = (0, 32)
+PREMATURE_STOPS: Table = {
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "_free_request(_)",
+        "_handle_stopped_request(_)",
+        "_preempt_request(_, _)",
+    ),
+    "vllm.v1.engine:EngineCoreOutput": (
+        "events",
+        "new_logprobs",
+        "prefill_stats",
+        "spec_decode_metrics",
+        "stop_reason",
+    ),
+    "vllm.v1.outputs:LogprobsLists": ("slice_request(_, _)",),
+    "vllm.v1.request:Request": (
+        "_all_token_ids",
+        "_output_token_ids",
+        "events",
+        "num_in_flight_tokens",
+        "prefill_stats",
+    ),
+    "vllm.v1.request:RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
+}
 V2_RUNNER: Table = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
         "execute_model(_, **_)",

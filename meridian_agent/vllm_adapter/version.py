@@ -44,11 +44,14 @@ def unfit_worker(v2_runner: bool) -> str:
 def unfit_probe_rows(v2_runner: bool) -> str:
     """Return what this vLLM lacks for EAT probes that are rows of the probed requests; empty if nothing is missing.
     v2_runner: the worker uses Model Runner V2 instead of V1."""
-    first = required_api.PROBE_ROWS_FROM
-    if minor() < first:
-        return f"vLLM {vllm_version()} is older than {first[0]}.{first[1]}"
     runner = required_api.V2_PROBE_ROWS if v2_runner else required_api.V1_PROBE_ROWS
-    return _lacks(required_api.PROBE_ROWS | runner)
+    return _older(required_api.PROBE_ROWS_FROM) or _lacks(required_api.PROBE_ROWS | runner)
+
+
+def unfit_premature_stops() -> str:
+    """Return what this vLLM lacks for requests that go on after they have stopped while they think; empty if nothing is
+    missing."""
+    return _older(required_api.PREMATURE_STOPS_FROM) or _lacks(required_api.PREMATURE_STOPS)
 
 
 def unfit_limit(name: str) -> str:
@@ -59,6 +62,11 @@ def unfit_limit(name: str) -> str:
 def unfit_preemption() -> str:
     """Return what this vLLM lacks for preemptions by the agent; empty if nothing is missing."""
     return _lacks(required_api.PREEMPTION)
+
+
+def _older(first: tuple[int, int]) -> str:
+    """Return that this vLLM is older than a release, if it is."""
+    return f"vLLM {vllm_version()} is older than {first[0]}.{first[1]}" if minor() < first else ""
 
 
 def _lacks(table: required_api.Table) -> str:

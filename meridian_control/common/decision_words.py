@@ -24,6 +24,7 @@ ABBREVIATIONS = {"eat": "EAT", "rpdi": "RPDI", "kv": "KV", "ema": "mean"}
 # Why thinking ended, or would have ended.
 ENDS = {
     "answer_reserve": "the rest is the answer's reserve",
+    "premature_stop": "the model stopped without an answer",
     "budget": "cap of a budget",
     "eat": "EAT is low and has settled",
     "empty_answer": "cap, after more room for the answer",

@@ -33,7 +33,15 @@ class OpenedRequest:
     __slots__ = (
         *("slot", "request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref"),
         *("prompt_tokens", "max_tokens", "phase", "think_tokens", "output_tokens", "unreported_think_tokens"),
-        *("min_think_tokens", "max_think_tokens", "remote_decode", "unmeasured", "refused_slo_class", "held_bytes"),
+        *(
+            "min_think_tokens",
+            "max_think_tokens",
+            "remote_decode",
+            "unmeasured",
+            "chat",
+            "refused_slo_class",
+            "held_bytes",
+        ),
     )
 
     def __init__(self, message: agent_pb2.RequestOpened) -> None:
@@ -68,6 +76,7 @@ class OpenedRequest:
         self.max_tokens, self.phase, self.remote_decode = message.max_tokens, message.phase, message.remote_decode
         self.unreported_think_tokens = message.unreported_think_tokens
         self.min_think_tokens, self.unmeasured = message.min_think_tokens, message.unmeasured
+        self.chat = message.chat
         self.max_think_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
         self.held_bytes = OPENED_BYTES + size
 

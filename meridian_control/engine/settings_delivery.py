@@ -155,5 +155,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         message.engine_limits.CopyFrom(agent_pb2.EngineLimitValues(**limits))
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
         message.max_think_tokens = policy.scheduler.max_think_tokens
-        message.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
+        if policy.scheduler.answer_reserve_for == "all":
+            message.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
+        else:
+            message.chat_answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
     return message

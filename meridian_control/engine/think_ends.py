@@ -97,10 +97,10 @@ def is_continued(table: RequestTable, slot: int) -> bool:
 
 
 def by_limit(flags: int) -> str:
-    """Return the limit that ended thinking, by the flags of the end's row: hard_cap or answer_reserve; empty if a rule
-    or the model ended it."""
+    """Return the limit that ended thinking, by the flags of the end's row: hard_cap, answer_reserve, or premature_stop
+    for a reserve that replaces the model's stop; empty if a rule or the model ended it."""
     if flags & FLAG_BY_RESERVE:
-        return "answer_reserve"
+        return "answer_reserve" if flags & FLAG_BY_CAP else "premature_stop"
     return "hard_cap" if flags & FLAG_BY_CAP else ""
 
 

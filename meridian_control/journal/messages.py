@@ -15,7 +15,7 @@ from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import NotFound
 from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import is_called
-from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
+from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, answer_reserve, only_gives_up, probe_lead_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -315,7 +315,7 @@ def _cap(decision: Decision, policy: Policy) -> Iterator[Compared]:
         limit, name = own, "own max_think_tokens"
     if cap is not None:
         yield "max_think_tokens", cap, "=", name, limit
-    if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):
+    if cap is not None and (reserve := answer_reserve(policy, decision.life.opened)):
         yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Reasons for an end of thinking, besides the names of the rules. UNENDED: the request ended while it thought. UNKNOWN:
 # the policy would have let thinking go on, for a number of tokens that the recording does not show.
 NATURAL, UNENDED, CAP, RESERVE, UNKNOWN = "natural", "unended", "hard_cap", "answer_reserve", "unknown"
+# The model has stopped while it thought, and the request went on to its answer.
+STOP = "premature_stop"
 # Tokens that a forced end is assumed to have: a trace does not say how many the engine's end marker has.
 MARKER_TOKENS = 1
 ANYWHERE, GONE = agent_pb2.PLACEMENT_ANYWHERE, agent_pb2.OUTCOME_REQUEST_GONE
@@ -63,11 +65,11 @@ class Course:
         """Note the end if thinking would have gone beyond a limit before it had `tokens` tokens.
 
         The agent enforces a request's own cap under every policy, and lets a reserve with the forced end take at most
-        half of max_tokens. A limit below the thinking so far ends thinking at once.
+        a quarter of max_tokens. A limit below the thinking so far ends thinking at once.
         """
         limits = [ThinkEnd(CAP, self.cap)] if self.cap is not None else []
         limits += [ThinkEnd(CAP, opened.max_think_tokens)] if opened.HasField("max_think_tokens") else []
-        if (held := min(self.reserve_tokens, opened.max_tokens // 2 - MARKER_TOKENS)) > 0:
+        if (held := min(self.reserve_tokens, opened.max_tokens // 4 - MARKER_TOKENS)) > 0:
             limits.append(ThinkEnd(RESERVE, opened.max_tokens - held - MARKER_TOKENS))
         reason, place = min(limits, key=lambda end: end.think_tokens, default=(UNKNOWN, tokens))
         if self.end is None and max(place, self.since) < tokens:
@@ -90,7 +92,7 @@ class LiveRequest:
 
     def end(self, recorded: ThinkEnd) -> None:
         """Note the end of thinking in the recording, which shows what came of a decision that both policies make."""
-        by_itself, was, new = recorded.reason in (NATURAL, UNENDED), self.recorded, self.new
+        by_itself, was, new = recorded.reason in (NATURAL, UNENDED, STOP), self.recorded, self.new
         for course in (was, new):
             course.pass_limits(self.opened, recorded.think_tokens + (recorded.reason in (CAP, RESERVE)))
         limits_same = (was.cap, was.reserve_tokens, was.since) == (new.cap, new.reserve_tokens, new.since)

@@ -34,6 +34,12 @@ def cap(
     return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)
 
 
+def answer_reserve(policy: Policy, opened: OpenedRequest) -> int:
+    """Return the request's answer reserve in tokens, 0 for none."""
+    scheduler = policy.scheduler
+    return scheduler.answer_reserve_tokens if opened.chat or scheduler.answer_reserve_for == "all" else 0
+
+
 def _of_any_request(policy: Policy, section: str) -> list[Any]:
     """Return a section of the policy, and that section of its overrides, in which unset fields are None."""
     return [getattr(variant, section) for variant in (policy, *policy.override)]

@@ -67,6 +67,7 @@ PER_REQUEST = {
         "soft_close_rank",
         "empty_answer_extension_tokens",
         "answer_reserve_tokens",
+        "answer_reserve_for",
     ),
     "entropy": (
         "enabled",

@@ -37,6 +37,7 @@ NEEDS = {
         "long_think_tokens": "dispatch",
         "max_think_tokens": "force_end",
         "answer_reserve_tokens": "force_end",
+        "answer_reserve_for": "force_end",
         "soft_think_tokens": "token_entropy",
         "empty_answer_extension_tokens": "eat_probe",
     },

@@ -96,11 +96,19 @@ class SchedulerPolicy(Section):
         advice="Set it to a few hundred if capped requests return empty answers.",
     )
     answer_reserve_tokens: Count = field(
-        0,
+        256,
         description="Answer reserve: thinking ends early enough that at least this many tokens of the request's "
-        "max_tokens and of the model's context are left for the answer, but at most half of them, and none if the "
-        "request goes on with the thinking of an earlier one; 0 reserves none.",
+        "max_tokens and of the model's context are left for the answer, but at most a quarter of them, and none if the "
+        "request goes on with the thinking of an earlier one; a model that stops while it thinks ends its thinking "
+        "and answers; 0 reserves none, and lets the model stop.",
         advice="Set it to the length of a long answer if requests reach max_tokens while they still think.",
+        new=True,
+    )
+    answer_reserve_for: Literal["chat", "all"] = field(
+        "chat",
+        description="The requests that have an answer reserve: those that vLLM renders from a chat (chat), or "
+        "completions, too (all).",
+        advice="Choose all if your clients render chats themselves and send completions.",
         new=True,
     )
     calibrated_cap_tokens: Count = field(

@@ -170,7 +170,8 @@ THINKING = (
         "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided for a measured "
         "request (telemetry.shadow_sample_ratio).",
         "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated. Mostly `answer_reserve`: "
-        "clients set `max_tokens` too low for the thinking, or the reserve is too large.",
+        "clients set `max_tokens` too low for the thinking, or the reserve is too large. Many `premature_stop`: the "
+        "model stops while it thinks; look at its chat template, its sampling parameters and its quantization.",
     ),
     counter(
         "meridian_tokens_saved_against_cap_total",

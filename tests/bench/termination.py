@@ -278,7 +278,7 @@ def third_task(session: Session, foreign: dict[str, Any]) -> dict[str, Any]:
         foreign = arms.with_answer_prefix(foreign, RUNNING.name, RUNNING.answer_prefix)
         made.run(Arm(FOREIGN, foreign, None, "a policy that was calibrated on another task"))
         made.run(Arm(LOOPS, {**NATURAL_POLICY, "loop": {"shadow": False}}, None, "loop.shadow = false, no other rule"))
-        reserve = {"min_think_tokens": 0, "answer_reserve_tokens": RESERVED_TOKENS}
+        reserve = {"min_think_tokens": 0, "answer_reserve_tokens": RESERVED_TOKENS, "answer_reserve_for": "all"}
         short = f"max_tokens = {SHORT_TOKENS}"
         made.run(Arm(NO_RESERVE, NATURAL_POLICY, None, short, SHORT_TOKENS))
         note = f"{short}, scheduler.answer_reserve_tokens = {RESERVED_TOKENS}"

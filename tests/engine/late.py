@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from meridian_agent.core.request_info import CHAT
 from meridian_agent.vllm_adapter import required_api
 
 
@@ -26,9 +27,9 @@ def main() -> None:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
     chat = ChatCompletionRequest(messages=[], reasoning_effort="low")
-    assert chat.to_sampling_params(9, {}).extra_args == {"meridian_effort": "low"}
+    assert chat.to_sampling_params(9, {}).extra_args == {"meridian_effort": "low", CHAT: 1}
     response = ResponsesRequest(input="", reasoning={"effort": "high"})
-    assert response.to_sampling_params(9).extra_args == {"meridian_effort": "high"}
+    assert response.to_sampling_params(9).extra_args == {"meridian_effort": "high", CHAT: 1}
     for module, _, name in owners:
         assert getattr(getattr(sys.modules[module], name), client_effort.METHOD).__wrapped__
         assert client_effort.METHOD in vars(getattr(sys.modules[module], name))

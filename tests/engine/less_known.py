@@ -31,7 +31,14 @@ def main() -> None:
     from transformers import PreTrainedTokenizerBase
 
     from meridian_agent.engine import lifecycle
-    from meridian_agent.vllm_adapter import hand_over, preemption_api, prefix_cache, probe_rows, tokenizer
+    from meridian_agent.vllm_adapter import (
+        hand_over,
+        preemption_api,
+        prefix_cache,
+        premature_stops,
+        probe_rows,
+        tokenizer,
+    )
 
     decode: Any = PreTrainedTokenizerBase.decode
 
@@ -48,6 +55,7 @@ def main() -> None:
         (lifecycle, "expected_backend"),
         (hand_over, "abilities"),
         (preemption_api, "refusal"),
+        (premature_stops, "refusal"),
         (probe_rows, "refusal"),
         (prefix_cache, "share_blocks"),
         (prefix_cache, "hide_from_cache_stats"),

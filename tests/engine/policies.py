@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-# All features are on but no token changes: caps are out of reach, and entropy rules are in shadow.
-NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}
+from meridian_agent.vllm_adapter import reasoning_markers
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+# All features are on but no token changes: caps are out of reach, answers have no reserve, and entropy rules are in
+# shadow.
+NEUTRAL: dict[str, Any] = {
+    "scheduler": {"max_think_tokens": 100_000, "answer_reserve_tokens": 0},
+    "entropy": {"shadow": True},
+}
 
 # No token changes either, but the rules read signals at sentence ends only: the soft budget is out of reach.
 SENTENCE_ENDS: dict[str, Any] = {
-    "scheduler": {"max_think_tokens": 100_000, "soft_think_tokens": 90_000},
+    "scheduler": {"max_think_tokens": 100_000, "soft_think_tokens": 90_000, "answer_reserve_tokens": 0},
     "entropy": {"enabled": False},
 }
 
 # Probes are placed wherever one is possible, and no decision is applied.
 DENSE: dict[str, Any] = {
-    "scheduler": {"max_think_tokens": 100_000, "min_think_tokens": 0},
+    "scheduler": {"max_think_tokens": 100_000, "min_think_tokens": 0, "answer_reserve_tokens": 0},
     "entropy": {"shadow": True, "eat_probe_interval_tokens": 1, "eat_probe_placement": "anywhere"},
 }
 
@@ -32,3 +43,21 @@ CONVERGED: dict[str, Any] = {
         "eat_level_threshold_nats": 0.2,
     },
 }
+
+
+@contextlib.contextmanager
+def ending_turns(tokens: Collection[int], calls: Collection[int] = ()) -> Iterator[None]:
+    """Let the agent know a model that ends its turns with these tokens, too, from the next policy on. calls: those of
+    them with which it calls a tool."""
+    resolve = reasoning_markers.resolve
+
+    def resolved(*args: Any) -> Any:
+        markers = resolve(*args)
+        turn_ends, call_ends = markers.turn_ends.union(tokens), markers.call_ends.union(calls)
+        return replace(markers, turn_ends=turn_ends, call_ends=call_ends)
+
+    reasoning_markers.resolve = resolved  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        reasoning_markers.resolve = resolve

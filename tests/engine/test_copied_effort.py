@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from meridian_agent.core.request_info import CHAT
 from meridian_agent.vllm_adapter import client_effort, required_api
 from tests.processes import Process
 
@@ -36,7 +37,7 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> Classes:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({}, None),
+        ({}, {}),
         ({"reasoning_effort": "low"}, {"meridian_effort": "low"}),
         ({"reasoning_effort": "max", "vllm_xargs": {"a": 1}}, {"a": 1, "meridian_effort": "max"}),
         ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "own"}}, {"meridian_effort": "own"}),
@@ -44,11 +45,11 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> Classes:
         ({"vllm_xargs": {"a": 1}}, {"a": 1}),
     ],
 )
-def test_a_chat_completion(classes: Classes, said: dict[str, Any], expected: dict[str, Any] | None) -> None:
+def test_a_chat_completion(classes: Classes, said: dict[str, Any], expected: dict[str, Any]) -> None:
     client_effort.install()
     request = classes.chat(messages=[], **said)
     for _ in range(2):
-        assert request.to_sampling_params(9, {}).extra_args == expected
+        assert request.to_sampling_params(9, {}).extra_args == {**expected, CHAT: 1}
     assert request.vllm_xargs == said.get("vllm_xargs"), "the client's own request was changed"
 
 
@@ -57,7 +58,7 @@ def test_a_chat_completion(classes: Classes, said: dict[str, Any], expected: dic
 )
 def test_a_response(classes: Classes, reasoning: dict[str, Any] | None, expected: dict[str, Any]) -> None:
     client_effort.install()
-    assert classes.responses(input="", reasoning=reasoning).to_sampling_params(9).extra_args == expected
+    assert classes.responses(input="", reasoning=reasoning).to_sampling_params(9).extra_args == {**expected, CHAT: 1}
 
 
 def test_a_request_that_cannot_be_read_is_sent_as_it_is(classes: Classes) -> None:
@@ -90,7 +91,7 @@ def test_a_method_that_is_gone_leaves_the_others(
         client_effort.UNCOPIED % "ChatCompletionRequest.to_sampling_params"
     ]
     response = classes.responses(input="", reasoning={"effort": "high"}).to_sampling_params(9)
-    assert response.extra_args == {"meridian_effort": "high"}
+    assert response.extra_args == {"meridian_effort": "high", CHAT: 1}
 
 
 def test_a_vllm_without_the_classes_says_so(classes: Classes, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

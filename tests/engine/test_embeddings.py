@@ -65,7 +65,8 @@ def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
     ids, rows = embedded(open_think=True)
     control.apply({"entropy": {"enabled": False}})
     free = complete(server, prompt=ids)
-    control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": CAP, "answer_reserve_tokens": 9}})
+    limits = {"max_think_tokens": CAP, "answer_reserve_tokens": 9, "answer_reserve_for": "all"}
+    control.apply({"entropy": {"enabled": False}, "scheduler": limits})
     assert complete(server, prompt=ids) != free, "a prompt of tokens is capped"
     assert complete(server, prompt_embeds=rows) == free
     assert control.settled().unread_prompts == 1

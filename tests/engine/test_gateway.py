@@ -153,7 +153,8 @@ def test_thinking_follows_the_gateways_tenant_beside_stock(client: Client, folde
     stock = Served(folder / "stock", "", more={"MERIDIAN_TENANT_FROM": f"header:{TENANT}"})
     chat = {"messages": [{"role": "user", "content": PROMPTS[2]}], "max_tokens": 300}
     spent = {"name": "small", "tenant": "small", "tokens_per_day": 1, "shadow": False, "min_think_tokens": 1}
-    policy = {**POLICY, "scheduler": {"min_think_tokens": 1}, "override": [], "budget": [spent]}
+    scheduler = {"min_think_tokens": 1, "answer_reserve_tokens": 0}
+    policy = {**POLICY, "scheduler": scheduler, "override": [], "budget": [spent]}
     client.control.apply(policy)
     try:
         wait_for(stock.ready, 300, "stock vLLM to serve")

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 # The model's own template with the switch of Qwen3.6's.
 STRIPS, SWITCH = "loop.index0 < ns.last_user", "loop.index0 < ns.last_user and not preserve_thinking"
 KEEPS = {"preserve_thinking": True}
-POLICY = {"entropy": {"enabled": False}, "kv_memory": {"enabled": True}}
+POLICY = {
+    "scheduler": {"answer_reserve_tokens": 0},
+    "entropy": {"enabled": False},
+    "kv_memory": {"enabled": True},
+}
 # Each test has prompts of its own, because answers are the same for the same prompt. The model thinks about these for a
 # few blocks, and about most others for more.
 SHORT = (15, 1, 45, 33, 44, 29, 58, 50, 8, 18, 36, 46, 2, 6)

@@ -125,7 +125,8 @@ class EngineBooks:
             return Limits()
         settings = self._obeyed[-1]
         cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
-        return Limits(cap, settings.answer_reserve_tokens)
+        # The simulator's requests are chats.
+        return Limits(cap, settings.chat_answer_reserve_tokens or settings.answer_reserve_tokens)
 
     # ----------------------------------------------------------------------------------------------------- decisions
 

@@ -249,8 +249,12 @@ class Engine:
     def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any], **more: Any) -> None:
         """Add a request. own: its own settings for the agent; more: further arguments of vLLM's request."""
         self.model.open(request_id, prompt, script)
+        # A script that stops has no more tokens, so nothing may take its stop back (`ignore_eos`).
         params = SamplingParams(
-            max_tokens=script.max_tokens, stop_token_ids=[self.model.stop], extra_args={**STRIPPED, **own}
+            max_tokens=script.max_tokens,
+            stop_token_ids=[self.model.stop],
+            ignore_eos=True,
+            extra_args={**STRIPPED, **own},
         )
         known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": _hasher(), "priority": script.priority}
         self.scheduler.add_request(Request(request_id, list(prompt), params, None, **known, **more))

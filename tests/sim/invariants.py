@@ -170,7 +170,8 @@ class Invariants:
                 allowed = {min(info.max_think_tokens, tokens) for tokens in allowed}
             told, reserve = cap.max_think_tokens, cap.answer_reserve_tokens
             assert told in allowed, f"{info.request_id} is capped at {told} tokens; the policy says {sorted(allowed)}"
-            assert reserve == own.answer_reserve_tokens, f"{info.request_id} has a reserve of {reserve} tokens"
+            reserved = own.answer_reserve_tokens if own.answer_reserve_for == "all" or info.chat else 0
+            assert reserve == reserved, f"{info.request_id} has a reserve of {reserve} tokens"
 
     def heard(self, session: Session | None, counters: dict[str, float], message: agent_pb2.ConnectRequest) -> None:
         """Check a message that the control plane is about to receive.
@@ -186,7 +187,7 @@ class Invariants:
         if given.free.isdisjoint(live | {request.request_id for request in message.step.opened}):
             for flags in columns_of(message.step.tokens)[0][2].tolist():
                 assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
-                assert not flags & FLAG_BY_RESERVE or flags & FLAG_BY_CAP, "a reserve ends thinking outside of a cap"
+                assert not flags & FLAG_BY_RESERVE or flags & FLAG_BY_CAP, "a model stops that never does"
         for outcome in message.step.outcomes:
             made = self.made.get((session.session_id, outcome.decision_id))
             name = Outcome(outcome.outcome).name

@@ -56,7 +56,8 @@ class Caps(Part):
             if not count % SLICE_ROWS:
                 yield
             cap, why = self._cap(policy, slot)
-            reserve = self._policies.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
+            info = table.info[slot]
+            reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
             if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
                 self._send(slot, limits, "empty_answer" if extend[slot] else why, turn.out)

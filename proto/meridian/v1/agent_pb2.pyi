@@ -259,7 +259,9 @@ class _TokenFlagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenFlag.V
     TOKEN_FLAG_PARAGRAPH: _TokenFlag.ValueType  # 64
     """The token ends a paragraph."""
     TOKEN_FLAG_BY_RESERVE: _TokenFlag.ValueType  # 128
-    """The answer reserve, not a cap, made the agent force this end of thinking; set together with TOKEN_FLAG_BY_CAP."""
+    """The answer reserve, not a cap, made the agent force this end of thinking: with TOKEN_FLAG_BY_CAP because the reserve
+    begins here, without it because the model stopped while it still thought.
+    """
     TOKEN_FLAG_TAKE_BACK: _TokenFlag.ValueType  # 256
     """The bits from this one on hold the number of earlier tokens that turn out to belong to the marker. The control
     plane subtracts these tokens from its counts.
@@ -291,7 +293,9 @@ each token by itself and never sets TOKEN_FLAG_SENTENCE_GOES_ON.
 TOKEN_FLAG_PARAGRAPH: TokenFlag.ValueType  # 64
 """The token ends a paragraph."""
 TOKEN_FLAG_BY_RESERVE: TokenFlag.ValueType  # 128
-"""The answer reserve, not a cap, made the agent force this end of thinking; set together with TOKEN_FLAG_BY_CAP."""
+"""The answer reserve, not a cap, made the agent force this end of thinking: with TOKEN_FLAG_BY_CAP because the reserve
+begins here, without it because the model stopped while it still thought.
+"""
 TOKEN_FLAG_TAKE_BACK: TokenFlag.ValueType  # 256
 """The bits from this one on hold the number of earlier tokens that turn out to belong to the marker. The control
 plane subtracts these tokens from its counts.
@@ -374,6 +378,10 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """EAT is still high after much thinking, so the answer counts as one that more thinking will not decide."""
     FORCE_REASON_EXTENSION: _ForceReason.ValueType  # 13
     """A rule of a capability that this file does not know; the decision in the log has its name."""
+    FORCE_REASON_PREMATURE_STOP: _ForceReason.ValueType  # 14
+    """The model has generated its end of sequence while it still thought, and the request has an answer reserve. The agent
+    removes that token, ends thinking and lets the model answer; no ForceEnd carries this reason.
+    """
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -404,6 +412,10 @@ FORCE_REASON_GIVE_UP: ForceReason.ValueType  # 11
 """EAT is still high after much thinking, so the answer counts as one that more thinking will not decide."""
 FORCE_REASON_EXTENSION: ForceReason.ValueType  # 13
 """A rule of a capability that this file does not know; the decision in the log has its name."""
+FORCE_REASON_PREMATURE_STOP: ForceReason.ValueType  # 14
+"""The model has generated its end of sequence while it still thought, and the request has an answer reserve. The agent
+removes that token, ends thinking and lets the model answer; no ForceEnd carries this reason.
+"""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:
@@ -1107,6 +1119,7 @@ class RequestOpened(_message.Message):
     UNREPORTED_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     UNMEASURED_FIELD_NUMBER: _builtins.int
     REFUSED_SLO_CLASS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -1175,6 +1188,8 @@ class RequestOpened(_message.Message):
     """SLO class that the client asked for and may not choose, because the engine's gateway names another; empty if there
     is none.
     """
+    chat: _builtins.bool
+    """Whether vLLM has rendered the request from a chat; false for a completion, and from an older agent."""
     def __init__(
         self,
         *,
@@ -1201,10 +1216,11 @@ class RequestOpened(_message.Message):
         unreported_think_tokens: _builtins.int = ...,
         unmeasured: _builtins.bool = ...,
         refused_slo_class: _builtins.str = ...,
+        chat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "chat", b"chat", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -2033,6 +2049,7 @@ class Settings(_message.Message):
     ENTROPY_LEASE_MS_FIELD_NUMBER: _builtins.int
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    CHAT_ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     FIND_LOOPS_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     MERGE_OPENINGS_FIELD_NUMBER: _builtins.int
@@ -2080,6 +2097,8 @@ class Settings(_message.Message):
     """
     answer_reserve_tokens: _builtins.int
     """Answer reserve of a request, in tokens, from its first token until its own ThinkCap arrives; 0 for none."""
+    chat_answer_reserve_tokens: _builtins.int
+    """The same of a request that vLLM has rendered from a chat; 0 if answer_reserve_tokens holds for it, too."""
     find_loops: _builtins.bool
     """Whether the agent looks for cycles of tokens in the thinking and reports them."""
     merge_openings: _builtins.bool
@@ -2145,6 +2164,7 @@ class Settings(_message.Message):
         entropy_lease_ms: _builtins.int = ...,
         kv_memory_lease_ms: _builtins.int = ...,
         answer_reserve_tokens: _builtins.int = ...,
+        chat_answer_reserve_tokens: _builtins.int = ...,
         find_loops: _builtins.bool = ...,
         engine_limits: Global___EngineLimitValues | None = ...,
         merge_openings: _builtins.bool = ...,
@@ -2157,7 +2177,7 @@ class Settings(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "chat_answer_reserve_tokens", b"chat_answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -2355,8 +2375,9 @@ class ThinkCap(_message.Message):
     """Whether the decision is only counted and not carried out."""
     answer_reserve_tokens: _builtins.int
     """Tokens of the request's max_tokens and of the context that the end of thinking, with its closing text and marker,
-    leaves to the answer; 0 for no reserve. If a reserve in shadow would have ended thinking, the outcome SHADOWED has
-    fewer thinking tokens than max_think_tokens.
+    leaves to the answer; 0 for no reserve. A request with a reserve does not end while it thinks, see
+    FORCE_REASON_PREMATURE_STOP. If a reserve in shadow would have ended thinking, the outcome SHADOWED has fewer thinking
+    tokens than max_think_tokens.
     """
     def __init__(
         self,

@@ -2177,8 +2177,8 @@ class RequestEvent(_message.Message):
     output_tokens: _builtins.int
     """Answer tokens of the request when the control plane received the event."""
     detail: _builtins.str
-    """For think_end: natural, hard_cap, answer_reserve or a force's reason. For closed: stop, length, abort, error,
-    repetition, handed_over or unknown.
+    """For think_end: natural, hard_cap, answer_reserve, premature_stop or a force's reason. For closed: stop, length,
+    abort, error, repetition, handed_over or unknown.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:

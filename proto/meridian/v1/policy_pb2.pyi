@@ -300,6 +300,7 @@ class SchedulerOverride(_message.Message):
     SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWER_EXTENSION_TOKENS_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_RESERVE_FOR_FIELD_NUMBER: _builtins.int
     min_think_tokens: _builtins.int
     """Replaces SchedulerPolicy.min_think_tokens."""
     max_think_tokens: _builtins.int
@@ -312,6 +313,8 @@ class SchedulerOverride(_message.Message):
     """Replaces SchedulerPolicy.empty_answer_extension_tokens."""
     answer_reserve_tokens: _builtins.int
     """Replaces SchedulerPolicy.answer_reserve_tokens."""
+    answer_reserve_for: _builtins.str
+    """Replaces SchedulerPolicy.answer_reserve_for."""
     def __init__(
         self,
         *,
@@ -321,11 +324,14 @@ class SchedulerOverride(_message.Message):
         soft_close_rank: _builtins.int | None = ...,
         empty_answer_extension_tokens: _builtins.int | None = ...,
         answer_reserve_tokens: _builtins.int | None = ...,
+        answer_reserve_for: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_for", b"_answer_reserve_for", "_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "answer_reserve_for", b"answer_reserve_for", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_for", b"_answer_reserve_for", "_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "answer_reserve_for", b"answer_reserve_for", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_reserve_for: _TypeAlias = _typing.Literal["answer_reserve_for"]  # noqa: Y015
+    _WhichOneofArgType__answer_reserve_for: _TypeAlias = _typing.Literal["_answer_reserve_for", b"_answer_reserve_for"]  # noqa: Y015
     _WhichOneofReturnType__answer_reserve_tokens: _TypeAlias = _typing.Literal["answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofArgType__answer_reserve_tokens: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
@@ -338,6 +344,8 @@ class SchedulerOverride(_message.Message):
     _WhichOneofArgType__soft_close_rank: _TypeAlias = _typing.Literal["_soft_close_rank", b"_soft_close_rank"]  # noqa: Y015
     _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_for) -> _WhichOneofReturnType__answer_reserve_for | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_tokens) -> _WhichOneofReturnType__answer_reserve_tokens | None: ...
     @_typing.overload
@@ -664,6 +672,7 @@ class SchedulerPolicy(_message.Message):
     LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_RESERVE_FOR_FIELD_NUMBER: _builtins.int
     CALIBRATED_CAP_TOKENS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Order requests and share steps by phase; false keeps the engine's own order."""
@@ -714,9 +723,12 @@ class SchedulerPolicy(_message.Message):
     """
     answer_reserve_tokens: _builtins.int
     """Answer reserve: thinking ends early enough that at least this many tokens of the request's max_tokens and of the
-    model's context are left for the answer, but at most half of them, and none if the request goes on with the thinking
-    of an earlier one; 0 reserves none.
+    model's context are left for the answer, but at most a quarter of them, and none if the request goes on with the
+    thinking of an earlier one; a model that stops while it thinks ends its thinking and answers; 0 reserves none, and
+    lets the model stop.
     """
+    answer_reserve_for: _builtins.str
+    """The requests that have an answer reserve: those that vLLM renders from a chat (chat), or completions, too (all)."""
     calibrated_cap_tokens: _builtins.int
     """Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not known. `policy
     apply` and `rollout start` warn of caps, and of floors of budgets and pressure, below it.
@@ -739,12 +751,15 @@ class SchedulerPolicy(_message.Message):
         long_think_tokens: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
         answer_reserve_tokens: _builtins.int | None = ...,
+        answer_reserve_for: _builtins.str | None = ...,
         calibrated_cap_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_calibrated_cap_tokens", b"_calibrated_cap_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "calibrated_cap_tokens", b"calibrated_cap_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_for", b"_answer_reserve_for", "_answer_reserve_tokens", b"_answer_reserve_tokens", "_calibrated_cap_tokens", b"_calibrated_cap_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_for", b"answer_reserve_for", "answer_reserve_tokens", b"answer_reserve_tokens", "calibrated_cap_tokens", b"calibrated_cap_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_calibrated_cap_tokens", b"_calibrated_cap_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "calibrated_cap_tokens", b"calibrated_cap_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_for", b"_answer_reserve_for", "_answer_reserve_tokens", b"_answer_reserve_tokens", "_calibrated_cap_tokens", b"_calibrated_cap_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_for", b"answer_reserve_for", "answer_reserve_tokens", b"answer_reserve_tokens", "calibrated_cap_tokens", b"calibrated_cap_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_reserve_for: _TypeAlias = _typing.Literal["answer_reserve_for"]  # noqa: Y015
+    _WhichOneofArgType__answer_reserve_for: _TypeAlias = _typing.Literal["_answer_reserve_for", b"_answer_reserve_for"]  # noqa: Y015
     _WhichOneofReturnType__answer_reserve_tokens: _TypeAlias = _typing.Literal["answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofArgType__answer_reserve_tokens: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofReturnType__calibrated_cap_tokens: _TypeAlias = _typing.Literal["calibrated_cap_tokens"]  # noqa: Y015
@@ -777,6 +792,8 @@ class SchedulerPolicy(_message.Message):
     _WhichOneofArgType__think_batch_multiplier: _TypeAlias = _typing.Literal["_think_batch_multiplier", b"_think_batch_multiplier"]  # noqa: Y015
     _WhichOneofReturnType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["think_tpot_budget_ms"]  # noqa: Y015
     _WhichOneofArgType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["_think_tpot_budget_ms", b"_think_tpot_budget_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_for) -> _WhichOneofReturnType__answer_reserve_for | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_tokens) -> _WhichOneofReturnType__answer_reserve_tokens | None: ...
     @_typing.overload

@@ -352,21 +352,25 @@ def test_a_cap_counts_from_when_it_came_until_the_next_one(
 
 def test_ends_that_an_answer_reserve_adds_moves_or_no_longer_makes(tmp_path: Path) -> None:
     made = Recorded()
-    made.apply(policy(scheduler=EARLY | {"answer_reserve_tokens": 10}))
-    for name, think, most in (("short", 5, 50), ("middle", 30, 50), ("long", 100, 50), ("cut", 5, 8)):
-        made.open(name, think=think, answer=2, max_tokens=most)
-    made.step(60)
 
-    def under(reserve: int) -> dict[str, Any]:
-        return told(tmp_path, made.records, policy(scheduler=EARLY | {"answer_reserve_tokens": reserve}))
+    def reserve(tokens: int) -> Policy:
+        return policy(scheduler=EARLY | {"answer_reserve_tokens": tokens, "answer_reserve_for": "all"})
+
+    made.apply(reserve(10))
+    for name, think, most in (("short", 5, 100), ("middle", 80, 100), ("long", 200, 100), ("cut", 30, 32)):
+        made.open(name, think=think, answer=2, max_tokens=most)
+    made.step(110)
+
+    def under(tokens: int) -> dict[str, Any]:
+        return told(tmp_path, made.records, reserve(tokens))
 
     same = under(10)
     changes_nothing(same)
     assert same["ends"]["recorded"] == {"answer_reserve": 2, "natural": 2}
-    # A larger reserve takes half of max_tokens, together with the end.
+    # A larger reserve takes a quarter of max_tokens, together with the end.
     larger = ends(under(30))
-    assert larger["middle"] == larger["long"] == ("answer_reserve", 25)
-    assert ends(under(5))["long"] == ("unknown", 39)
+    assert larger["middle"] == larger["long"] == ("answer_reserve", 75)
+    assert ends(under(5))["long"] == ("unknown", 89)
 
 
 def test_samples_exist_only_where_they_were_recorded(tmp_path: Path) -> None:

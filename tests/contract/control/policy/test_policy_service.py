@@ -207,10 +207,13 @@ async def test_validate_only_answers_alike(service: Service) -> None:
 
 
 async def test_an_older_client_may_send_removed_fields_only_with_their_defaults(service: Service) -> None:
-    """It sends every field that it knows: what version 0.3.0 sends for an empty file is the default policy."""
+    """It sends every field that it knows: what version 0.3.0 sends for an empty file is the default policy but for the
+    answer reserve, which it does not have by default."""
     policy = policy_pb2.Policy.FromString(base64.b64decode((DATA / "default-0.3.0.b64").read_text()))
     await service.update(policy=policy)
-    assert (await service.get()).policy == to_proto(Policy())
+    expected = to_proto(Policy())
+    expected.scheduler.answer_reserve_tokens = 0
+    assert (await service.get()).policy == expected
     policy.loop.MergeFromString(b"\x30\xd0\x05")  # near_repeated_tokens = 720
     (violation,) = detail(await service.refusal(policy=policy), error_details_pb2.BadRequest).field_violations
     assert violation.field == "loop.near_repeated_tokens"

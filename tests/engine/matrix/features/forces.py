@@ -11,7 +11,7 @@ from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.features.signals import ALL, EVERYWHERE, RANKS
-from tests.engine.policies import CONVERGED
+from tests.engine.policies import CONVERGED, NEUTRAL, ending_turns
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def caps(engine: Engine) -> None:
 
 @feature("answer reserve: exactly so many tokens of max_tokens or of the context are left", *EVERYWHERE)
 def answer_reserve(engine: Engine) -> None:
-    reserve, most, marker = 12, 40, len(engine.ending)
+    most, marker = 40, len(engine.ending)
+    reserve = most // 4 - marker
     # Thinking about these prompts takes more than `most` tokens. With drafts vLLM takes no bias against the end marker.
     sampling = {**GREEDY, "ignore_eos": True}
     prompts = [engine.prompt(i) for i in range(1 if engine.slow else 3)]
@@ -48,7 +49,7 @@ def answer_reserve(engine: Engine) -> None:
     before_it = engine.scheduler.max_model_len - most - len(engine.opening)
     prompts.append([*(words * before_it)[:before_it], *engine.opening])
     free = engine.tokens([Ask(prompt, {**sampling, "max_tokens": most}) for prompt in prompts])
-    engine.control.apply({"scheduler": {"answer_reserve_tokens": reserve}})
+    engine.control.apply(_reserve(reserve))
     limits = [most] * (len(prompts) - 1) + [1000]
     asks = [Ask(prompt, {**sampling, "max_tokens": n}) for prompt, n in zip(prompts, limits, strict=True)]
     answers, seen = engine.observe(asks)
@@ -56,11 +57,66 @@ def answer_reserve(engine: Engine) -> None:
         assert len(answer.tokens) == most
         engine.check_ends_once(before, answer.tokens, most - reserve - marker)
         engine.check_phases(ask.prompt, answer.tokens, said)
-    # A reserve that is too large for a request takes half of its tokens, together with the forced end.
-    engine.control.apply({"scheduler": {"answer_reserve_tokens": most}})
+    # A reserve that is too large for a request takes a quarter of its tokens, together with the forced end.
+    engine.control.apply(_reserve(most))
     (tokens,) = engine.tokens([Ask(prompts[0], {**sampling, "max_tokens": most})])
-    assert (len(tokens), tokens.index(engine.end)) == (most, most // 2)
+    assert (len(tokens), tokens.index(engine.end)) == (most, most - most // 4)
     assert engine.control.settled().ends["answer_reserve"] >= len(asks)
+
+
+def _reserve(tokens: int) -> dict[str, Any]:
+    return {"scheduler": {"answer_reserve_tokens": tokens, "answer_reserve_for": "all"}}
+
+
+@feature(
+    "a model that stops while it thinks ends its thinking and answers, exactly as stock goes on",
+    *("v1", "async", "v2-async", "ngram"),
+)
+def premature_stops(engine: Engine) -> None:
+    most = 60 if engine.slow else 120
+    prompts = [engine.prompt(i) for i in range(2 if engine.slow else 4)]
+    free = engine.tokens([Ask(prompt, {**GREEDY, "max_tokens": 24}) for prompt in prompts])
+    asks, places = list[Ask](), list[int]()
+    for prompt, tokens in zip(prompts, free, strict=True):
+        # The model stops at a token that it has not generated before.
+        at = next(at for at in range(len(tokens) - 1, -1, -1) if tokens.index(tokens[at]) == at)
+        asks.append(Ask(prompt, {**GREEDY, "max_tokens": most, "stop_token_ids": [tokens[at]], "logprobs": 2}))
+        places.append(at)
+    for (stock,), tokens, at in zip(engine.stock.ask(asks), free, places, strict=True):
+        assert (stock.tokens, stock.finish, stock.stop) == (tokens[: at + 1], "stop", tokens[at])
+    stops = {ask.params["stop_token_ids"][0] for ask in asks}
+    before = engine.control.settled().ends["premature_stop"]
+    with ending_turns(stops):
+        engine.control.apply(_reserve(10))
+        answers, seen = engine.observe(asks)
+    engine.control.apply(NEUTRAL)
+    if engine.build.asynchronous:
+        _abort_between(engine, asks[0], stops)
+    rest = [
+        Ask([*ask.prompt, *tokens[:at], *engine.ending], {**ask.params, "max_tokens": most - at - len(engine.ending)})
+        for ask, tokens, at in zip(asks, free, places, strict=True)
+    ]
+    told = zip(asks, answers, engine.stock.ask(rest), free, places, seen, strict=True)
+    for ask, (answer,), (answered,), tokens, at, said in told:
+        assert answer.tokens == [*tokens[:at], *engine.ending, *answered.tokens]
+        assert (answer.finish, answer.stop) == (answered.finish, answered.stop)
+        assert answer.logprobs is not None
+        assert all(token in row for token, row in zip(answer.tokens, answer.logprobs, strict=True))
+        assert len(answered.tokens) > 1
+        engine.check_phases(ask.prompt, answer.tokens, said)
+    assert engine.control.settled().ends["premature_stop"] == before + len(asks)
+
+
+def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
+    """Abort a request that has stopped while the step after its stop is under way."""
+    with ending_turns(stops):
+        engine.control.apply(_reserve(10))
+        run = engine.run({"a": ask})
+        run.until(lambda: bool(engine.agent.stops.waiting))
+        run.abort("a")
+        engine.drain()
+    assert (engine.agent.stops.waiting, engine.scheduler.requests) == ({}, {})
+    engine.control.apply(NEUTRAL)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,14 @@ from meridian_agent.core.phases import NO_MARKERS, Markers
 from meridian_agent.core.request_info import (
     ASKED_SLO_CLASS,
     CANDIDATE,
+    CHAT,
     MAX_TEXT,
     MAX_TOKENS,
     OPEN_TAIL_TOKENS,
     SLO_CLASS,
+    TEMPLATE,
     TENANT,
+    UNKNOWN_TEMPLATE,
     budget_of,
     info_of,
     read,
@@ -205,8 +208,17 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         hand_over_candidate=False,
         handed_over_ref=tenant,
         refused_slo_class=asked,
+        chat=False,
     )
     assert 0 <= repeated <= MAX_TOKENS
     message = opened_message((0, info, 1, 0, 0, 0, False, False, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
     assert max(len(tenant), len(slo_class), len(asked), len(effort)) <= MAX_TEXT
+
+
+@pytest.mark.parametrize(
+    ("extra", "chat"),
+    [({}, False), ({TEMPLATE: "{}"}, True), ({TEMPLATE: UNKNOWN_TEMPLATE}, True), ({CHAT: 1}, True)],
+)
+def test_a_request_that_was_rendered_from_a_chat_says_so(extra: dict[str, object], chat: bool) -> None:
+    assert told(params(None, **extra)).chat is chat

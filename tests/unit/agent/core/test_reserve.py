@@ -65,34 +65,34 @@ def details(engine: FakeEngine) -> dict[int, str]:
 def test_the_answer_has_exactly_the_reserve(markers: Markers, reserve: int, by_context: bool) -> None:
     engine = FakeEngine(markers)
     limits: dict[str, Any] = (
-        {"max_tokens": 500, "context_tokens": 80} if by_context else {"max_tokens": 80, "context_tokens": 500}
+        {"max_tokens": 500, "context_tokens": 160} if by_context else {"max_tokens": 160, "context_tokens": 500}
     )
     tr = engine.open("a", markers.starts[0], **limits)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=reserve)]))
-    text_until_end(engine, "a", 90)
-    assert left_after_end(engine, 80) == reserve
-    assert tr.state.think_tokens == 80 - reserve - len(markers.end)
+    text_until_end(engine, "a", 170)
+    assert left_after_end(engine, 160) == reserve
+    assert tr.state.think_tokens == 160 - reserve - len(markers.end)
     assert (tr.forced, tr.ending, engine.outcomes) == (True, None, {1: [Outcome.APPLIED]})
-    assert details(engine)[1] == f"answer_reserve_tokens: {reserve} of 80 tokens are left for the answer"
+    assert details(engine)[1] == f"answer_reserve_tokens: {reserve} of 160 tokens are left for the answer"
     assert generated(engine)[-1] & (FLAG_BY_CAP | FLAG_BY_RESERVE) == FLAG_BY_CAP | FLAG_BY_RESERVE
 
 
 @pytest.mark.parametrize("markers", ALL, ids=NAMES)
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 12, 29, 30, 64])
-def test_a_reserve_leaves_half_of_a_small_call_to_thinking(markers: Markers, most: int) -> None:
+def test_a_reserve_leaves_three_quarters_of_a_small_call_to_thinking(markers: Markers, most: int) -> None:
     """Clients that sample in pieces, such as beam search with its calls of one token, go on thinking."""
     engine = FakeEngine(markers)
     tr = engine.open("a", markers.starts[0], max_tokens=most)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=40)]))
-    held = most // 2 - len(markers.ending)
+    held = most // 4 - len(markers.ending)
     if held <= 0:
         for _ in range(most):
             engine.run({"a": TEXT})
         assert (tr.state.think_tokens, engine.outcomes) == (most, {})
         return
-    text_until_end(engine, "a")
+    text_until_end(engine, "a", most)
     assert left_after_end(engine, most) == held
-    assert tr.state.think_tokens - len(markers.closing) == most - most // 2
+    assert tr.state.think_tokens - len(markers.closing) == most - most // 4
     assert details(engine)[1] == (
         f"answer_reserve_tokens: 40 tokens do not fit, {held} of {most} are left for the answer"
     )
@@ -104,8 +104,8 @@ def test_a_reserve_holds_nothing_back_from_a_call_that_goes_on_thinking(shadow: 
     for content, ends in ((0, True), (TAIL_TOKENS, True), (TAIL_TOKENS + 1, False), (500, False)):
         engine = FakeEngine()
         tr = engine.open("a", (START, *[TEXT] * content), max_tokens=40)
-        engine.accept(message(caps=[cap(1, 0, MAX, shadow, reserve=10)]))
-        for _ in range(40 - 10 - 1):
+        engine.accept(message(caps=[cap(1, 0, MAX, shadow, reserve=9)]))
+        for _ in range(40 - 9 - 1):
             engine.run({"a": TEXT})
         engine.run({"a": END if tr in engine.tracker.due else TEXT})
         assert (tr.state.phase is Phase.OUTPUT) == (ends and not shadow), content
@@ -129,17 +129,17 @@ def test_the_smaller_of_cap_and_reserve_holds_and_the_cap_wins_a_tie() -> None:
 
 def test_the_reserve_of_the_settings_holds_until_the_first_decision() -> None:
     engine = FakeEngine()
-    engine.tracker.limit_new(None, 8, over=False)
-    ended, replaced, lifted, shadowed = (engine.open(name, max_tokens=20 if name == "a" else 60) for name in "abcd")
-    assert text_until_end(engine, "a") == 20 - 8
+    engine.tracker.limit_new(None, (8, 8), over=False)
+    ended, replaced, lifted, shadowed = (engine.open(name, max_tokens=40 if name == "a" else 60) for name in "abcd")
+    assert text_until_end(engine, "a") == 40 - 8
     engine.accept(
         message(caps=[cap(1, 0, MAX, reserve=8), cap(2, 1, MAX, reserve=3), cap(3, 2, None), cap(4, 3, MAX, True, 9)])
     )
     assert [tr.reserve_tokens for tr in (ended, replaced, lifted, shadowed)] == [8, 3, 0, 0]
     engine.take()
     assert engine.outcomes[1] == [Outcome.APPLIED], "the settings' reserve had ended thinking before the decision came"
-    assert details(engine)[1] == "answer_reserve_tokens: 8 of 20 tokens are left for the answer"
-    engine.tracker.limit_new(None, 8, over=True)
+    assert details(engine)[1] == "answer_reserve_tokens: 8 of 40 tokens are left for the answer"
+    engine.tracker.limit_new(None, (8, 8), over=True)
     assert engine.open("e", max_tokens=20).reserve_tokens == 0
 
 
@@ -157,13 +157,13 @@ def test_the_lease_of_caps_ends_the_reserve() -> None:
 def test_a_longer_closing_text_leaves_room_earlier() -> None:
     """New settings may change the length of a forced end while a request thinks."""
     engine = FakeEngine()
-    tr = engine.open("a", max_tokens=20)
+    tr = engine.open("a", max_tokens=40)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=5)]))
     engine.run({"a": TEXT})
     engine.tracker.use(CLOSING)
     text_until_end(engine, "a")
-    assert left_after_end(engine, 20) == 5
-    assert tr.state.think_tokens == 20 - 5 - 1
+    assert left_after_end(engine, 40) == 5
+    assert tr.state.think_tokens == 40 - 5 - 1
 
 
 # ----------------------------------------------------------------------------------------------------------- in shadow
@@ -172,9 +172,9 @@ def test_a_longer_closing_text_leaves_room_earlier() -> None:
 @pytest.mark.parametrize("lookahead", [0, 3])
 def test_a_reserve_in_shadow_reports_where_it_would_have_ended_thinking(lookahead: int) -> None:
     engine = FakeEngine(lookahead=lookahead)
-    engine.open("a", max_tokens=22)
-    engine.accept(message(caps=[cap(1, 0, 15, shadow=True, reserve=10)]))
-    while engine.live["a"].state.think_tokens < 15:
+    engine.open("a", max_tokens=44)
+    engine.accept(message(caps=[cap(1, 0, 37, shadow=True, reserve=10)]))
+    while engine.live["a"].state.think_tokens < 37:
         engine.schedule()
         engine.mask()
         engine.feed("a", [TEXT] * (1 + lookahead))
@@ -182,13 +182,13 @@ def test_a_reserve_in_shadow_reports_where_it_would_have_ended_thinking(lookahea
     assert engine.thinking("a")
     assert engine.outcomes == {1: [Outcome.SHADOWED]}
     (outcome,) = (o for r in engine.records for o in r.outcomes)
-    assert outcome[2:] == (11, "answer_reserve_tokens is 10")
+    assert outcome[2:] == (33, "answer_reserve_tokens is 10")
 
 
 def test_a_reserve_in_shadow_that_was_not_reached() -> None:
     engine = FakeEngine()
-    engine.open("a", max_tokens=22)
-    engine.open("b", max_tokens=22)
+    engine.open("a", max_tokens=44)
+    engine.open("b", max_tokens=44)
     engine.accept(message(caps=[cap(1, 0, 15, True, 10), cap(2, 1, 6, True, 10)]))
     for _ in range(8):
         engine.run({"a": TEXT, "b": TEXT})
@@ -215,11 +215,11 @@ def test_a_start_marker_that_the_model_has_begun_costs_the_answer_nothing() -> N
     """A cap completes the marker. The reserve writes the end at once if the answer would lack the marker's rest, unless
     the beginning and the end would read as something else."""
     engine = FakeEngine(APART)
-    engine.open("a", (7, 8, 9), max_tokens=30)
+    engine.open("a", (7, 8, 9), max_tokens=60)
     engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
-    for token in (*[TEXT] * 17, 7, TEXT, TEXT):
+    for token in (*[TEXT] * 47, 7, TEXT, TEXT):
         engine.run({"a": token})
-    assert left_after_end(engine, 30) == 10
+    assert left_after_end(engine, 60) == 10
     state = PhaseState(Phase.THINK, 8, tail=[TEXT, TEXT, 7], text_run=8, start=(7, 8, 9))
     assert ending_tokens(state, APART, 4) == (8, 9, 5, 6)
     assert [ending_tokens(state, APART, most) for most in (3, 2, 0, -5)] == [(5, 6)] * 4
@@ -313,8 +313,8 @@ def test_a_run_of_text_stops_before_the_reserve(markers: Markers, rows: int) -> 
     """Steps of one text token each are counted as a whole only as long as no forced token can be due."""
     engine = FakeEngine(markers, lookahead=rows - 1)
     tr = engine.open("a", max_tokens=40)
-    engine.accept(message(caps=[cap(1, 0, MAX, reserve=10)]))
-    free = 40 - 10 - len(markers.ending)
+    engine.accept(message(caps=[cap(1, 0, MAX, reserve=6)]))
+    free = 40 - 6 - len(markers.ending)
     assert tr.text_tokens() == free - (rows - 1) - 1
     engine.run({"a": TEXT})
     assert tr.text_tokens() == free - (rows - 1) - 2

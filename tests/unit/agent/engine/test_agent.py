@@ -80,13 +80,13 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(
     status: Any = agent.link.outbox.ring.get_nowait()
     assert status.settings_status.revision == 7
     agent.take_arrived(scheduler_of())
-    assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (50, 9)
+    assert (agent.tracker.default_cap, agent.tracker.default_reserves) == (50, (9, 9))
     monkeypatch.setattr(agent.link, "lapsed", lambda: CAPS)
     agent.take_arrived(scheduler_of())
-    assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (None, 0)
+    assert (agent.tracker.default_cap, agent.tracker.default_reserves) == (None, (0, 0))
     monkeypatch.setattr(agent.link, "lapsed", lambda: 0)
     agent.take_arrived(scheduler_of())
-    assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (50, 9)
+    assert (agent.tracker.default_cap, agent.tracker.default_reserves) == (50, (9, 9))
 
 
 def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 PLAIN = {"min_think_tokens": 0, "max_think_tokens": 100}
+ALL = {"answer_reserve_for": "all"}
 
 
 def with_reserve(tokens: int, **scheduler: Any) -> Policy:
-    return policy(scheduler={**PLAIN, "answer_reserve_tokens": tokens, **scheduler}, entropy={"enabled": False})
+    return policy(scheduler={**PLAIN, "answer_reserve_tokens": tokens, **ALL, **scheduler}, entropy={"enabled": False})
 
 
 def caps(directives: agent_pb2.Directives) -> list[tuple[int, int, bool]]:
@@ -36,38 +37,39 @@ def shadows(made: Stream) -> dict[str, tuple[int, ...]]:
 
 def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such() -> None:
     made = stream(with_reserve(14))
-    made.open("a", answer=3, max_tokens=30)
+    made.open("a", answer=3, max_tokens=60)
     assert caps(made.step()) == [(100, 14, False)]
-    made.step(40)
+    made.step(70)
     assert made.session.totals.ends == {RESERVE: 1}
     assert made.session.totals.settled["cap", "applied"] == 1
     assert made.session.totals.below_cap == {}, "no rule saved these tokens"
     (life,) = made.log.find("a", "")
     assert life is not None
     (end,) = (e for e in life.events if getattr(e, "kind", "") == "think_end")
-    assert (end.detail, end.think_tokens) == (RESERVE, 15)  # type: ignore[union-attr]
+    assert (end.detail, end.think_tokens) == (RESERVE, 45)  # type: ignore[union-attr]
     (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
-    assert (cap.outcome, cap.outcome_think_tokens) == (agent_pb2.OUTCOME_APPLIED, 15)
-    assert cap.detail == "answer_reserve_tokens: 14 of 30 tokens are left for the answer"
+    assert (cap.outcome, cap.outcome_think_tokens) == (agent_pb2.OUTCOME_APPLIED, 45)
+    assert cap.detail == "answer_reserve_tokens: 14 of 60 tokens are left for the answer"
     assert ("answer_reserve_tokens", 14, "=", "scheduler.answer_reserve_tokens", 14) in compared(cap)
     assert made.balanced()
 
 
 def test_the_outcome_of_a_reserve_that_cannot_fit_says_so_with_both_numbers() -> None:
     made = stream(with_reserve(50))
-    made.open("a", answer=3, max_tokens=30)
-    made.step(40)
+    made.open("a", answer=3, max_tokens=60)
+    made.step(70)
     (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
-    assert "50 tokens do not fit, 14 of 30 are left" in cap.detail
+    assert "50 tokens do not fit, 14 of 60 are left" in cap.detail
     assert made.session.totals.ends == {RESERVE: 1}
 
 
 def test_an_end_of_an_unknown_request_is_counted_by_its_flags() -> None:
     made = stream()
-    flags = agent_pb2.TOKEN_FLAG_END | agent_pb2.TOKEN_FLAG_BY_CAP
-    for more, reason in ((0, "hard_cap"), (agent_pb2.TOKEN_FLAG_BY_RESERVE, RESERVE)):
+    by_cap, by_reserve = agent_pb2.TOKEN_FLAG_BY_CAP, agent_pb2.TOKEN_FLAG_BY_RESERVE
+    for by, reason in ((by_cap, "hard_cap"), (by_cap | by_reserve, RESERVE), (by_reserve, "premature_stop")):
         row: dict[str, Any] = {"slot": [7], "phase": [2], "entropy_nats": [0.0], "end_rank": [0]}
-        made.say(tokens=agent_pb2.TokenColumns(**row, end_logprob_nats=[0.0], flags=[flags | more]))
+        flags = [agent_pb2.TOKEN_FLAG_END | by]
+        made.say(tokens=agent_pb2.TokenColumns(**row, end_logprob_nats=[0.0], flags=flags))
         assert made.session.totals.ends[reason] == 1
 
 
@@ -85,12 +87,19 @@ def test_another_reserve_is_told_and_an_equal_one_is_not() -> None:
     assert (made.agent.engine.live["a"].reserve_tokens, int(table.answer_reserve_tokens[0])) == (0, 0)
 
 
+def test_by_default_only_chats_have_a_reserve() -> None:
+    made = stream(policy(scheduler=PLAIN))
+    made.open("chat", chat=True)
+    made.open("completion")
+    assert caps(made.step()) == [(100, 256, False), (100, 0, False)]
+
+
 def test_overrides_choose_the_reserve_of_a_request() -> None:
     overrides = [
         {"effort": "high", "scheduler": {"answer_reserve_tokens": 40}},
         {"tenant": "batch", "scheduler": {"answer_reserve_tokens": 0}},
     ]
-    made = stream(policy(scheduler={**PLAIN, "answer_reserve_tokens": 10}, override=overrides))
+    made = stream(policy(scheduler={**PLAIN, "answer_reserve_tokens": 10, **ALL}, override=overrides))
     made.open("plain")
     made.open("high", effort="high")
     made.open("batch", effort="high", tenant="batch")
@@ -103,7 +112,9 @@ def test_overrides_choose_the_reserve_of_a_request() -> None:
 )
 def test_settings_carry_the_reserve_with_the_cap(scheduler: dict[str, Any], tokens: int) -> None:
     told = settings(1, 1, with_reserve(30, **scheduler), hello())
-    assert told.answer_reserve_tokens == tokens
+    assert (told.answer_reserve_tokens, told.chat_answer_reserve_tokens) == (tokens, 0)
+    told = settings(1, 1, with_reserve(30, answer_reserve_for="chat", **scheduler), hello())
+    assert (told.answer_reserve_tokens, told.chat_answer_reserve_tokens) == (0, tokens)
     can_not = hello(capabilities=agent_pb2.Capabilities(dispatch=True))
     assert settings(1, 1, with_reserve(30), can_not).answer_reserve_tokens == 0
 
@@ -125,19 +136,19 @@ def test_without_a_reserve_nothing_on_the_wire_differs() -> None:
 
 def test_a_reserve_in_shadow_is_compared_with_what_came() -> None:
     made = stream(with_reserve(14, shadow=True))
-    made.open("a", think=25, answer=3, max_tokens=30)
-    made.open("b", think=5, answer=3, max_tokens=30)
+    made.open("a", think=55, answer=3, max_tokens=60)
+    made.open("b", think=5, answer=3, max_tokens=60)
     assert caps(made.step()) == [(100, 14, True)] * 2
-    made.step(40)
+    made.step(70)
     assert made.session.totals.ends == {"natural": 2, "answer_reserve_shadowed": 1}
-    assert shadows(made) == {"": (1, 15, 10), RESERVE: (1, 15, 10)}
+    assert shadows(made) == {"": (1, 45, 10), RESERVE: (1, 45, 10)}
     assert made.balanced()
 
 
 def test_the_first_of_cap_and_reserve_in_shadow_counts() -> None:
-    made = stream(with_reserve(20, shadow=True, max_think_tokens=6))
+    made = stream(with_reserve(20, shadow=True, max_think_tokens=20))
     made.open("a", think=25, answer=3, max_tokens=30)
-    made.open("b", think=25, answer=3, max_tokens=8)
+    made.open("b", think=25, answer=3, max_tokens=24)
     made.step(40)
     assert made.session.totals.ends == {"natural": 2, "hard_cap_shadowed": 1, "answer_reserve_shadowed": 1}
-    assert shadows(made) == {"": (2, 10, 40), RESERVE: (1, 4, 21), "hard_cap": (2, 12, 38)}
+    assert shadows(made) == {"": (2, 38, 12), RESERVE: (1, 18, 7), "hard_cap": (2, 40, 10)}

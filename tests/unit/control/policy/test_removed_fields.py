@@ -132,9 +132,11 @@ def test_a_message_with_its_default_means_the_same_without_it(section: str, name
 
 def test_an_older_client_sends_every_field_with_its_default() -> None:
     message = policy_pb2.Policy.FromString(DEFAULT)
-    assert from_proto(message) == Policy()
+    # The default of the answer reserve was 0.
+    none_reserved = "scheduler.answer_reserve_tokens = 0"
+    assert from_proto(message) == parse_toml(none_reserved)
     message.scheduler.max_think_tokens = 999
-    assert from_proto(message) == parse_toml("scheduler.max_think_tokens = 999")
+    assert from_proto(message) == parse_toml(f"{none_reserved}\nscheduler.max_think_tokens = 999")
 
 
 def test_other_numbers_and_other_sections_have_no_such_field() -> None:

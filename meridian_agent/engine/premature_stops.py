@@ -1,0 +1,96 @@
+"""Lets a request that stops while it thinks end its thinking and answer: the token at which the model stopped is taken
+back, the request is queued anew, and a forced end follows in its place.
+
+Nothing is done in a step in which no request stops. Under asynchronous scheduling a request waits for the output of the
+steps that were scheduled with it before its stop was known. Runs on the engine-core thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from meridian_agent.core.phases import Phase
+from meridian_agent.vllm_adapter import premature_stops, request_api
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from meridian_agent.core.directives import Directives
+    from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.phases import PhaseState
+    from meridian_agent.core.tracker import Tracker
+    from meridian_agent.engine.token_masks import TokenMasks
+    from meridian_agent.vllm_types import EngineCoreOutputs, Request, Scheduler
+
+
+class PrematureStops:
+    """The premature stops of one engine. refusal: why no request can go on past one; empty if requests can."""
+
+    def __init__(self, tracker: Tracker, directives: Directives, masks: TokenMasks, refusal: str) -> None:
+        self._tracker, self._directives, self._masks, self._refusal = tracker, directives, masks, refusal
+        # Whether the stop is taken out of the outputs for the clients, by the id of each stopped request that is to go
+        # on and is not queued anew yet.
+        self.waiting: dict[str, bool] = {}
+
+    def goes_on(self, request: Request) -> bool:
+        """Return whether a request that vLLM has just stopped is to go on. If its answer reserve is in shadow, report
+        that it would have gone on."""
+        live, markers = self._tracker.by_id.get(request.request_id), self._tracker.markers
+        if live is None or not premature_stops.stopped_at(request, markers.turn_ends - markers.call_ends):
+            return False
+        state = self._before_stop(live, request)
+        if state is None or self._refusal or live.stopped_after == state.ends or live.info.remote_decode:
+            return False
+        if not live.reserve_tokens:
+            self._directives.shadow_stop(live, state.think_tokens)
+            return False
+        ending = state.ending(markers)
+        if live.info.most_tokens - state.generated_tokens <= len(ending) or request_api.stops_at(request, ending):
+            return False
+        if not self._masks.may_force(live):
+            return False
+        live.mark_stopped(state.ends)
+        self.waiting[request.request_id] = False
+        return True
+
+    def _before_stop(self, live: LiveRequest, request: Request) -> PhaseState | None:
+        """Return the state of a request before the token at which it has stopped; None if the request did not think
+        there, or if that token ends its thinking."""
+        markers, state = self._tracker.markers, replace(live.state, tail=list(live.state.tail))
+        new = request.num_output_tokens - state.generated_tokens
+        if not 0 < new <= self._tracker.run.tokens_per_step:
+            return None
+        for token in request.output_token_ids[-new:-1]:
+            state.feed(token, markers)
+        if state.phase is not Phase.THINK:
+            return None
+        after = replace(state, tail=list(state.tail))
+        after.feed(request.output_token_ids[-1], markers)
+        return state if after.phase is Phase.THINK else None
+
+    def take_out(self, scheduler: Scheduler, outputs: Iterable[EngineCoreOutputs]) -> None:
+        """Take the stops of this step out of the outputs for the clients."""
+        new = {r: scheduler.requests[r] for r, is_taken_out in self.waiting.items() if not is_taken_out}
+        if new:
+            premature_stops.take_out(outputs, new)
+            self.waiting.update(dict.fromkeys(new, True))
+
+    def resume(self, scheduler: Scheduler) -> None:
+        """Queue the requests anew of which no step is in flight, and end their thinking."""
+        for request_id in list(self.waiting):
+            request, live = scheduler.requests.get(request_id), self._tracker.by_id.get(request_id)
+            if request is not None and premature_stops.in_flight(request):
+                continue
+            del self.waiting[request_id]
+            if request is not None:
+                premature_stops.resume(scheduler, request)
+            if live is not None:
+                self._directives.end_stopped(live)
+
+    def finishing(self, scheduler: Scheduler, request_ids: Collection[str] | str | None) -> None:
+        """Let vLLM finish the requests among these that wait to be queued anew; None stands for all requests."""
+        asked = (request_ids,) if isinstance(request_ids, str) else request_ids
+        for request_id in [r for r in self.waiting if asked is None or r in asked]:
+            del self.waiting[request_id]
+            premature_stops.show_as_running(scheduler.requests[request_id])

@@ -1,0 +1,131 @@
+"""A model that stops while it thinks, on the real engine: the request goes on, ends its thinking and answers.
+
+`tests/engine/matrix` compares the answer with stock's on both runners, under asynchronous scheduling and with drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+
+from meridian_agent.vllm_adapter import premature_stops
+from tests.engine import Run, chat, prompt_ids
+from tests.engine.policies import ending_turns
+from tests.engine.test_decisions import opened
+from tests.engine.test_reserve import ends, reserve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.engine.pacing import Settled
+    from tests.processes import Control
+
+MOST = 100
+# The thinking token at which the model stops.
+AT = 16
+
+
+@pytest.fixture
+def stop(llm: Any, agent: Any, control: Control) -> Iterator[int]:
+    """Yield a token that the model generates as its token AT, and not before, and that ends its turns."""
+    (free,) = chat(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=AT + 1))
+    assert free.index(free[AT]) == AT
+    with ending_turns(free[AT:]):
+        yield free[AT]
+
+
+def stopping(stop: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": MOST, "stop_token_ids": [stop], **more})
+
+
+def test_by_default_a_chat_answers_and_a_completion_stops(llm: Any, agent: Any, control: Control, stop: int) -> None:
+    """Stock vLLM returns a chat without an answer, with `finish_reason: stop`."""
+    control.apply({})
+    before = ends(control)
+    (completed,) = chat(llm, [opened()], stopping(stop))
+    assert (len(completed), completed[AT]) == (AT + 1, stop)
+    assert ends(control) == before
+    turns, template = [{"role": "user", "content": opened()["prompt"]}], opened()["template"]
+    (output,) = llm.chat(turns, stopping(stop), chat_template_kwargs=template, use_tqdm=False)
+    tokens, end = list(output.outputs[0].token_ids), agent.tracker.markers.end[0]
+    assert tokens[: AT + 1] == [*completed[:AT], end]
+    assert len(tokens) > AT + 2
+    assert ends(control)["premature_stop"] == before.get("premature_stop", 0) + 1
+
+
+def test_explain_shows_the_stop_and_what_is_left(
+    llm: Any, agent: Any, control: Control, settled: Settled, stop: int
+) -> None:
+    control.apply(reserve(10))
+    run = Run(llm)
+    run.add("early", opened(), stopping(stop))
+    run.until(settled=settled)
+    control.settled()
+    explained = control.explain("early")
+    assert [e.detail for e in explained.events if e.kind == "think_end"] == ["premature_stop"]
+    details = [e.decision.detail for e in explained.events if e.decision.kind == "cap"]
+    assert details == [f"the model stopped while it thought, {MOST - AT - 1} of {MOST} tokens are left for the answer"]
+
+
+def test_in_shadow_the_model_stops_and_the_stop_is_counted(llm: Any, agent: Any, control: Control, stop: int) -> None:
+    before = ends(control)
+    control.apply(reserve(10, shadow=True))
+    (tokens,) = chat(llm, [opened()], stopping(stop))
+    assert (len(tokens), tokens[AT]) == (AT + 1, stop)
+    after = ends(control)
+    assert after["answer_reserve_shadowed"] == before.get("answer_reserve_shadowed", 0) + 1
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ["no reserve", "a client's own stop token", "ends at the marker", "no marker allowed", "tool call"],
+)
+def test_a_stop_that_stays_as_stock_has_it(llm: Any, agent: Any, control: Control, stop: int, kept: str) -> None:
+    end, params, calls, at = agent.tracker.markers.end[0], stopping(stop), list[int](), AT
+    if kept == "a client's own stop token":
+        (free,) = chat(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=1))
+        params, at = stopping(free[0]), 0
+    elif kept == "ends at the marker":
+        params = stopping(stop, stop_token_ids=[stop, end])
+    elif kept == "no marker allowed":
+        params = stopping(stop, logit_bias={end: -math.inf})
+    elif kept == "tool call":
+        calls = [stop]
+    with ending_turns([], calls):
+        control.apply(reserve(0 if kept == "no reserve" else 10))
+        (tokens,) = chat(llm, [opened()], params)
+    assert (len(tokens), tokens[at]) == (at + 1, params.stop_token_ids[0])
+
+
+def test_each_sequence_of_a_request_goes_on(llm: Any, agent: Any, control: Control, stop: int) -> None:
+    control.apply(reserve(10))
+    before = ends(control)
+    params = stopping(stop, n=2, temperature=1.0, top_k=1)
+    (output,) = llm.generate([{"prompt_token_ids": prompt_ids(llm, opened())}], params, use_tqdm=False)
+    end = agent.tracker.markers.end[0]
+    assert [list(o.token_ids).index(end) for o in output.outputs] == [AT, AT]
+    assert ends(control)["premature_stop"] == before.get("premature_stop", 0) + 2
+
+
+@pytest.mark.parametrize("at", ["take_out", "resume"])
+def test_a_fault_leaves_stock_and_no_request_behind(llm: Any, agent: Any, control: Control, stop: int, at: str) -> None:
+    """Either the client sees the stop, as from stock vLLM, or the request thinks on until it stops again."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    control.apply(reserve(10))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("made by the test")
+
+    with pytest.MonkeyPatch.context() as meanwhile:
+        meanwhile.setattr(type(agent.stops), at, fails)
+        (tokens,) = chat(llm, [opened()], stopping(stop))
+    assert (len(tokens), tokens[AT]) == (AT + 1, stop)
+    assert "(fails)" in scheduler._guard.fault
+    assert not scheduler.requests
+    assert premature_stops.refusal(scheduler) == ""
+    scheduler._guard._back_at = 0.0
+    chat(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=AT))
+    assert not scheduler._guard.fault
