@@ -41,7 +41,7 @@ ONLY_ENGINES = (
     "core/step_record.py",
 )
 # The test tries one of every SAMPLED faults; `python -m tests.contract.agent.link.test_thread_faults` tries all.
-SAMPLED = 31
+SAMPLED = 61
 
 
 class Fault:

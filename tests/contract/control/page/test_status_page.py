@@ -648,7 +648,10 @@ async def test_what_a_screen_reader_needs_is_there(tmp_path: Path, monkeypatch: 
             await page.locator(f"#{view.partition('?')[0]}:not(.stale)").wait_for()
             ready = {"overview": "#history svg", "requests?id=mine": "#life h4"}
             await page.locator(ready.get(view, "h2:visible")).first.wait_for()
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width, (view, width)
+            if scheme == "dark" and width < 1280:
+                # The width changes what is shown, and the scheme the colours, one without the other.
+                continue
             found = await Axe().run(page)
             violations = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found.response["violations"]]
             assert (view, scheme, width, violations) == (view, scheme, width, [])
-            assert await page.evaluate("document.documentElement.scrollWidth") <= width, (view, width)
