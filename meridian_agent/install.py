@@ -21,6 +21,7 @@ from meridian_agent.vllm_adapter import (
     gateway,
     kv_connectors,
     server_metrics,
+    stop_strings,
 )
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_probe_rows, unfit_worker, vllm_version
 
@@ -40,6 +41,7 @@ OPTIONAL = (
     ("tenants and SLO classes that a gateway names", lambda: gateway.install(request_sources())),
     ("phases in vLLM's own metrics", server_metrics.install),
     ("the difference between a stop string and a client that has gone", front_end_aborts.install),
+    ("stop strings that sleep while the model thinks", stop_strings.install),
 )
 
 

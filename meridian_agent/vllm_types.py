@@ -32,6 +32,7 @@ class SamplingParams(Protocol):
     bad_words_token_ids: list[list[int]] | None
     logit_bias: dict[int, float] | None
     min_tokens: int
+    stop: str | list[str] | None
     stop_token_ids: list[int] | None
 
 

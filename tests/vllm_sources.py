@@ -164,6 +164,7 @@ def main() -> None:
     api = required_api
     tables = [api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER]
     tables += [api.API_SERVER, api.RENDERER, api.INPUTS, api.WITH_USER, api.BUDGET, api.HAND_OVER, api.METRICS]
+    tables.append(api.STOP_STRINGS)
     if tuple(map(int, sources.version().split(".")[:2])) >= api.PROBE_ROWS_FROM:
         tables += [api.PROBE_ROWS, api.V1_PROBE_ROWS, api.V2_PROBE_ROWS, api.PREMATURE_STOPS]
     lacking = [name for table in tables for name in missing(sources, table)]

@@ -90,6 +90,7 @@ class Markers:
     unknown: why the markers of this engine are not known; empty if they are known.
     turn_ends: tokens that end a turn of a chat, and with it thinking that the turn has opened.
     call_ends: those of them that end a call of a tool, which may stand within thinking.
+    texts: the starts and ends as text.
     Raises BadSettings if a sequence is empty, if the same sequence opens and closes, if the closing text contains a
     marker, or if `own_ends` names a sequence that is in neither `starts` nor `ends`.
     """
@@ -102,6 +103,7 @@ class Markers:
     unknown: str = ""
     turn_ends: frozenset[int] = frozenset()
     call_ends: frozenset[int] = frozenset()
+    texts: frozenset[str] = frozenset()
     by_last: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 

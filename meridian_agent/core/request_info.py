@@ -43,6 +43,8 @@ MAX_TEMPLATE, TOOLS, UNKNOWN_TEMPLATE = 256, "tools", "unknown"
 THINKING_ABSENT = "meridian_thinking_absent"
 # Name in vllm_xargs that marks a request which a client has sent as a chat, however vLLM renders it.
 CHAT = "meridian_chat"
+# Name, with the value 1 or 0, by which a request says whether its stops end its answer only.
+ANSWER_ONLY_STOPS = "meridian_answer_only_stops"
 # Number of tokens at a prompt's end in which the start marker of open thinking is searched.
 OPEN_TAIL_TOKENS = 64
 
@@ -79,6 +81,10 @@ class RequestInfo:
     chat_template: str = ""
     # Whether vLLM has rendered the request from a chat.
     chat: bool = False
+    # Whether the request wants its stop strings and stop tokens to end its answer only; None if it does not say.
+    answer_only_stops: bool | None = None
+    # Whether the request has stops that sleep while it thinks, by the settings when the agent begins to track it.
+    sleeping_stops: bool = False
     # Number of the prompt's first tokens that the next turn of the conversation repeats; all of them, except if the
     # request continues another engine's, whose thinking is a part of the prompt.
     repeated_tokens: int = NEVER
@@ -102,7 +108,7 @@ class Overrides(NamedTuple):
     """The values that a request sets for itself. min_think_tokens, max_think_tokens: the request's own floor and cap,
     None if it has none. repeated_tokens: number of the prompt's tokens before the thinking that another engine has
     generated. complaint: the ignored fields and their values. asked_slo_class: the SLO class that the client asks for
-    although a gateway names one."""
+    although a gateway names one. answer_only_stops: as in RequestInfo."""
 
     tenant: str
     slo_class: str
@@ -112,6 +118,7 @@ class Overrides(NamedTuple):
     repeated_tokens: int
     complaint: str
     asked_slo_class: str = ""
+    answer_only_stops: bool | None = None
 
 
 NOTHING_SET = Overrides("", "", "", None, None, MAX_TOKENS, "")
@@ -150,6 +157,7 @@ def info_of(
         chat_template=template_settings(request),
         thinking_absent=_extra(request, THINKING_ABSENT) == 1,
         chat=_extra(request, TEMPLATE) != "" or _extra(request, CHAT) != "",
+        answer_only_stops=own.answer_only_stops,
         repeated_tokens=own.repeated_tokens if ref else request.num_prompt_tokens,
     )
 
@@ -189,7 +197,8 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
     cap = _tokens(extra, "meridian_max_think_tokens", complaints)
     prompt = _tokens(extra, "meridian_prompt_tokens", complaints)
     repeated = MAX_TOKENS if prompt is None else prompt
-    return Overrides(tenant, slo_class, effort, floor, cap, repeated, "; ".join(complaints), asked)
+    stops = _flag(extra, ANSWER_ONLY_STOPS, complaints)
+    return Overrides(tenant, slo_class, effort, floor, cap, repeated, "; ".join(complaints), asked, stops)
 
 
 def budget_of(params: SamplingParams, prompt: Sequence[int], markers: Markers) -> int | None:
@@ -219,6 +228,15 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
         return min(int(value), MAX_TOKENS)
     if value is not None:
         complaints.append(f"{name} must be a number of tokens, at least 0; got '{clean(value)}'")
+    return None
+
+
+def _flag(extra: Mapping[str, object], name: str, complaints: list[str]) -> bool | None:
+    value = extra.get(name)
+    if isinstance(value, (int, float)) and value in {0, 1}:
+        return value == 1
+    if value is not None:
+        complaints.append(f"{name} must be 0 or 1; got '{clean(value)}'")
     return None
 
 

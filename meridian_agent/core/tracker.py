@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.live_request import LiveRequest
@@ -107,6 +108,21 @@ class Tracker:
         """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`. reserves:
         the reserve of completions, and that of chats."""
         self.default_cap, self.default_reserves = (None, (0, 0)) if over else (cap, reserves)
+
+    def thinking_before_newest(self, live: LiveRequest) -> PhaseState | None:
+        """Return the state of a request before its newest token, which vLLM has just added to it; None if the request
+        did not think there, or if that token ends its thinking."""
+        state, tokens = replace(live.state, tail=list(live.state.tail)), live.ref.output_token_ids
+        new = live.ref.num_output_tokens - state.generated_tokens
+        if not 0 < new <= self.run.tokens_per_step:
+            return None
+        for token in tokens[-new:-1]:
+            state.feed(token, self.markers)
+        if state.phase is not Phase.THINK:
+            return None
+        after = replace(state, tail=list(state.tail))
+        after.feed(tokens[-1], self.markers)
+        return state if after.phase is Phase.THINK else None
 
     def measure(self, share: float) -> list[LiveRequest]:
         """Measure this share of new requests, a fraction. From 1 on, return the live requests that are not measured

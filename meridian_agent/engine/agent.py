@@ -22,6 +22,7 @@ from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase, PhaseState
 from meridian_agent.core.step_signals import REQUEST, WorkerRequest, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.answer_only_stops import AnswerOnlyStops
 from meridian_agent.engine.calm_steps import CalmSteps
 from meridian_agent.engine.capabilities import Measuring
 from meridian_agent.engine.hand_over import HandOverRunner
@@ -80,6 +81,7 @@ class Agent:
         self.hand_over = HandOverRunner(tracker, directives.hand_overs, facts.hand_over, able_to_answer)
         self.masks = TokenMasks(tracker, directives, *scheduler_api.mask_facts(scheduler))
         self.stops = PrematureStops(tracker, directives, self.masks, facts.no_premature_stops)
+        self.answer_only = AnswerOnlyStops(tracker)
         self.blocks = KvBlocks(directives, facts.later_turns, KeptThinking(link.lease.clock))
         self.calm = CalmSteps(tracker, directives, self.probing, self.queues, link)
         self.accounts = StepAccounting(
@@ -122,6 +124,7 @@ class Agent:
         self.tracker.use(markers, settings.supports_think_disable, settings.merge_openings, settings.merge_answers)
         self.default_cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
         self._client_slo_classes = tuple(settings.client_slo_classes)
+        self.answer_only.requests = settings.answer_only_stops
         self.blocks.kept.set_seconds(settings.keep_thinking_s)
         reserve = settings.answer_reserve_tokens
         self.default_reserves = reserve, settings.chat_answer_reserve_tokens or reserve
@@ -217,6 +220,7 @@ class Agent:
         self.facts.later_turns.arrived(info, request.block_hashes)
         if not (self.frozen or self._lapsed & MEMORY):
             self.blocks.kept.arrived(scheduler, request)
+        self.answer_only.opened(scheduler, request)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None and not self.tracker.is_full:
             self.tracker.enter(info, state, scheduler.current_step, request, queued_s=self.lease.clock())
@@ -225,7 +229,10 @@ class Agent:
 
     def _info_of(self, request: Request, scheduler: Scheduler) -> request_info.RequestInfo:
         classes = self._client_slo_classes
-        return request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler, classes)
+        info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler, classes)
+        if not (self.frozen or self._lapsed & CAPS) and self.answer_only.sleep(request, info):
+            return replace(info, sleeping_stops=True)
+        return info
 
     def adopt(self, requests: Iterable[Request], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
@@ -250,6 +257,7 @@ class Agent:
                 without_slot.append(request)
             elif request.sampling_params is not None and not request_api.waits_for_input(request):
                 info = self._info_of(request, scheduler)
+                self.answer_only.opened(scheduler, request)
                 waits = request_api.waits_preempted(request)
                 sentence = self._sentence(request, state)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits, sentence=sentence)
@@ -262,6 +270,11 @@ class Agent:
         if state.phase is not Phase.THINK or not state.text_run:
             return 0
         return self.tracker.sentences.state_of(request.output_token_ids[-min(state.text_run, SENTENCE_TOKENS) :])
+
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    def stop_sleeps(self, request_id: str) -> bool:
+        """Return whether the newest token of a request, one of its stop tokens, does not end the request."""
+        return not (self.frozen or self._lapsed & CAPS) and self.answer_only.token_sleeps(request_id)
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def stopped(self, request: Request) -> bool:
@@ -284,6 +297,7 @@ class Agent:
         causes = front_end_aborts.causes(request_ids)
         for request in requests:
             request_id = getattr(request, "request_id", request)
+            self.answer_only.finished(request_id)
             if live := self.tracker.by_id.get(request_id):
                 self.accounts.close(live, causes.get(request_id, "abort"))
             self.probing.ended(request_id)
@@ -498,7 +512,9 @@ class Agent:
         stops = self.stops
         if stops.waiting:
             stops.take_out(scheduler, outputs.values())
-        elif self.accounts.take_text(scheduler, runner_output, outputs):
+        if self.answer_only.with_strings and not (self.frozen or self._lapsed & CAPS):
+            self.answer_only.note_strings(outputs.values())
+        if not stops.waiting and self.accounts.take_text(scheduler, runner_output, outputs):
             return
         signals = self.measuring.hear(runner_output)
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:

@@ -7,18 +7,14 @@ steps that were scheduled with it before its stop was known. Runs on the engine-
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meridian_agent.core.phases import Phase
 from meridian_agent.vllm_adapter import premature_stops, request_api
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from meridian_agent.core.directives import Directives
-    from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.phases import PhaseState
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.token_masks import TokenMasks
     from meridian_agent.vllm_types import EngineCoreOutputs, Request, Scheduler
@@ -39,7 +35,7 @@ class PrematureStops:
         live, markers = self._tracker.by_id.get(request.request_id), self._tracker.markers
         if live is None or not premature_stops.stopped_at(request, markers.turn_ends - markers.call_ends):
             return False
-        state = self._before_stop(live, request)
+        state = self._tracker.thinking_before_newest(live)
         if state is None or self._refusal or live.stopped_after == state.ends or live.info.remote_decode:
             return False
         if not live.reserve_tokens:
@@ -53,21 +49,6 @@ class PrematureStops:
         live.mark_stopped(state.ends)
         self.waiting[request.request_id] = False
         return True
-
-    def _before_stop(self, live: LiveRequest, request: Request) -> PhaseState | None:
-        """Return the state of a request before the token at which it has stopped; None if the request did not think
-        there, or if that token ends its thinking."""
-        markers, state = self._tracker.markers, replace(live.state, tail=list(live.state.tail))
-        new = request.num_output_tokens - state.generated_tokens
-        if not 0 < new <= self._tracker.run.tokens_per_step:
-            return None
-        for token in request.output_token_ids[-new:-1]:
-            state.feed(token, markers)
-        if state.phase is not Phase.THINK:
-            return None
-        after = replace(state, tail=list(state.tail))
-        after.feed(request.output_token_ids[-1], markers)
-        return state if after.phase is Phase.THINK else None
 
     def take_out(self, scheduler: Scheduler, outputs: Iterable[EngineCoreOutputs]) -> None:
         """Take the stops of this step out of the outputs for the clients."""

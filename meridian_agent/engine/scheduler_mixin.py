@@ -188,6 +188,11 @@ class GovernedScheduler(Scheduler):
             self._guard.run(self._agent.accounts.answered_input, request)
         return ended
 
+    def stop_sleeps(self, request_id: str) -> bool:
+        """Return whether the newest token of a request, one of its stop tokens, does not end the request. vLLM asks
+        through the request's list of stop tokens."""
+        return self._agent is not None and bool(self._guard.run(self._agent.stop_sleeps, request_id))
+
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             self._guard.run(self._agent.preempting, request)

@@ -59,6 +59,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         queued=queued,
         unmeasured=unmeasured,
         chat=info.chat,
+        sleeping_stops=info.sleeping_stops,
         unreported_think_tokens=untold_think_tokens,
     )
 

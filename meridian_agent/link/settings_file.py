@@ -113,6 +113,7 @@ class StateFile:
             settings.ClearField("max_think_tokens")
             settings.ClearField("answer_reserve_tokens")
             settings.ClearField("chat_answer_reserve_tokens")
+            settings.ClearField("answer_only_stops")
         return settings
 
     def _settings_of(self, kept: Any) -> Any:

@@ -8,7 +8,6 @@ engine-core thread.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import time
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_agent.core.hand_overs import NO_CONNECTOR
 from meridian_agent.core.request_info import handed_over_ref
-from meridian_agent.vllm_adapter import request_api, required_api
+from meridian_agent.vllm_adapter import request_api, required_api, stop_tokens
 from meridian_agent.vllm_adapter.version import vllm_version
 
 if TYPE_CHECKING:
@@ -151,10 +150,10 @@ class HandOverPort:
 
     def arm(self, request: Request, url: str, ref: str, stops: Sequence[int]) -> None:
         """Stop a live request after one of these tokens."""
-        before = self._targets.get(request.request_id)
-        own = before.own if before is not None else request.sampling_params.stop_token_ids
+        if (before := self._targets.get(request.request_id)) is not None:
+            stop_tokens.replace(request, before.own)
+        own = stop_tokens.stop_also_after(request, stops)
         self._targets[request.request_id] = Continuation(url, ref, tuple(stops), own)
-        _stop_after(request, [*(own or ()), *stops])
         if request.request_id not in self._registered:
             self._registered.add(request.request_id)
             request.kv_transfer_params = {**(request.kv_transfer_params or {}), "do_remote_decode": True}
@@ -164,7 +163,7 @@ class HandOverPort:
     def disarm(self, request: Request) -> None:
         """Let a live request give its answer on this engine; does nothing if the request is not armed."""
         if (target := self._targets.pop(request.request_id, None)) is not None:
-            _stop_after(request, target.own)
+            stop_tokens.replace(request, target.own)
 
     def disarm_all(self) -> None:
         """Let all live requests give their answers on this engine."""
@@ -223,10 +222,3 @@ class HandOverPort:
             "max_tokens": request.max_tokens,
         }
         return SIGN + json.dumps(continuation), len(blocks)
-
-
-def _stop_after(request: Request, tokens: list[int] | None) -> None:
-    """Replace a request's stop tokens; vLLM may share the sampling parameters of several requests."""
-    params = copy.copy(request.sampling_params)
-    params.stop_token_ids = tokens
-    request.sampling_params = params

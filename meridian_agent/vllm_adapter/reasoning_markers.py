@@ -107,8 +107,9 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
 
 
 def _with_turn_ends(markers: Markers, vllm_config: Any) -> Markers:
-    """Return the markers with the tokens with which the model ends its turns, by its configuration, its generation
-    configuration and its tokenizer. A request's own stop tokens are none of them, because they may be any tokens."""
+    """Return the markers with their texts, and with the tokens with which the model ends its turns, by its
+    configuration, its generation configuration and its tokenizer. A request's own stop tokens are none of them, because
+    they may be any tokens."""
     config = vllm_config.model_config
     try:
         generation = config.try_get_generation_config()
@@ -120,8 +121,20 @@ def _with_turn_ends(markers: Markers, vllm_config: Any) -> Markers:
     named.append(getattr(tokenizer, "eos_token_id", None))
     ids = [token for tokens in named for token in (tokens if isinstance(tokens, (list, tuple)) else [tokens])]
     turn_ends = frozenset(token for token in ids if token is not None)
-    added = tokenizer.get_added_vocab() if tokenizer is not None else {}
-    return replace(markers, turn_ends=turn_ends, call_ends=turn_ends & {added.get(text, -1) for text in CALL_ENDS})
+    if tokenizer is None:
+        return replace(markers, turn_ends=turn_ends)
+    added = tokenizer.get_added_vocab()
+    call_ends = turn_ends & {added.get(text, -1) for text in CALL_ENDS}
+    texts = {_text(tokenizer, marker) for marker in markers.starts + markers.ends}
+    return replace(markers, turn_ends=turn_ends, call_ends=call_ends, texts=frozenset(texts) - {""})
+
+
+def _text(tokenizer: Any, marker: Tokens) -> str:
+    try:
+        return str(tokenizer.decode([*marker])).strip()
+    except Exception as error:
+        logger.info("meridian: the text of the marker %s is not known: %s", list(marker), error)
+        return ""
 
 
 def _named(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> tuple[Tokens, ...]:

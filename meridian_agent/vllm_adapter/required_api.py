@@ -230,6 +230,14 @@ FRONT_END: Table = {
     "vllm.v1.engine.output_processor:OutputProcessorOutput": ("reqs_to_abort",),
 }
 
+# The API needed in a front end to let stop strings sleep while the model thinks.
+STOP_STRINGS: Table = {
+    "vllm.v1.engine:EngineCoreOutput": ("trace_headers",),
+    "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer": ("output_text", "stop", "update(_, _)"),
+    "vllm.v1.engine.output_processor:OutputProcessor": ("process_outputs(_)", "request_states"),
+    "vllm.v1.engine.output_processor:RequestState": ("detokenizer",),
+}
+
 # vLLM's load balancer over data-parallel engines; without it no mark has to find its engine.
 BALANCER: Table = {"vllm.v1.engine.core_client:DPLBAsyncMPClient": ("abort_requests_async(_)", "reqs_in_flight")}
 

@@ -192,6 +192,7 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     own = [f"at least {life.min_think_tokens}"] if life.HasField("min_think_tokens") else []
     own += [f"at most {life.max_think_tokens}"] if life.HasField("max_think_tokens") else []
     wishes = f"; asked for {' and '.join(own)} thinking tokens" if own else ""
+    wishes += "; its stops sleep while it thinks" * life.sleeping_stops
     late = " or earlier, when this replica first received it" if life.joined_late else ""
     limits = f"{life.prompt_tokens} prompt tokens, max_tokens {life.max_tokens}{wishes}"
     yield f"opened {stamp_text(life.open_time)}{late}; {limits}"

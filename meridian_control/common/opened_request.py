@@ -39,6 +39,7 @@ class OpenedRequest:
             "remote_decode",
             "unmeasured",
             "chat",
+            "sleeping_stops",
             "refused_slo_class",
             "held_bytes",
         ),
@@ -76,7 +77,7 @@ class OpenedRequest:
         self.max_tokens, self.phase, self.remote_decode = message.max_tokens, message.phase, message.remote_decode
         self.unreported_think_tokens = message.unreported_think_tokens
         self.min_think_tokens, self.unmeasured = message.min_think_tokens, message.unmeasured
-        self.chat = message.chat
+        self.chat, self.sleeping_stops = message.chat, message.sleeping_stops
         self.max_think_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
         self.held_bytes = OPENED_BYTES + size
 

@@ -159,4 +159,6 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
             message.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
         else:
             message.chat_answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
+    if policy.scheduler.enabled and not policy.scheduler.shadow:
+        message.answer_only_stops = policy.scheduler.answer_only_stops
     return message

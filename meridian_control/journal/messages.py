@@ -141,6 +141,7 @@ def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
         tenant=opened.tenant,
         slo_class=opened.slo_class,
         refused_slo_class=opened.refused_slo_class,
+        sleeping_stops=opened.sleeping_stops,
         effort=opened.effort,
         prompt_tokens=opened.prompt_tokens,
         max_tokens=opened.max_tokens,

@@ -111,6 +111,14 @@ class SchedulerPolicy(Section):
         advice="Choose all if your clients render chats themselves and send completions.",
         new=True,
     )
+    answer_only_stops: Literal["none", "chat", "all"] = field(
+        "chat",
+        description="The requests whose stop strings and stop tokens end answers only and sleep while the model "
+        "thinks: none, those that vLLM renders from a chat (chat), or completions, too (all). A request may say "
+        "otherwise for itself.",
+        advice="Choose none if clients stop thinking with stop strings that are no end marker.",
+        new=True,
+    )
     calibrated_cap_tokens: Count = field(
         0,
         description="Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not "

@@ -11,10 +11,10 @@ from meridian_agent.vllm_adapter import reasoning_markers
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-# All features are on but no token changes: caps are out of reach, answers have no reserve, and entropy rules are in
-# shadow.
+# All features are on but no token changes: caps are out of reach, answers have no reserve, stops end thinking, too, and
+# entropy rules are in shadow.
 NEUTRAL: dict[str, Any] = {
-    "scheduler": {"max_think_tokens": 100_000, "answer_reserve_tokens": 0},
+    "scheduler": {"max_think_tokens": 100_000, "answer_reserve_tokens": 0, "answer_only_stops": "none"},
     "entropy": {"shadow": True},
 }
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Entropy, EAT, exact ends and the end of loops, which are guaranteed for every runner and scheduler.
-SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps", "answer reserve", "a model that stops", "loops")
+SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps", "answer reserve", "a model that stops", "stop strings", "loops")
 # The guaranteed features and those that have found most bugs, on the builds that differ most; each by its name's
 # beginning.
 CHOSEN = {

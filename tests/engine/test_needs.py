@@ -26,6 +26,7 @@ from meridian_agent.vllm_adapter.required_api import (
     METRICS,
     PREMATURE_STOPS,
     PROBE_ROWS,
+    STOP_STRINGS,
     V1_PROBE_ROWS,
     V1_RUNNER,
     V2_PROBE_ROWS,
@@ -67,7 +68,7 @@ def test_both_ways_to_look_find_everything() -> None:
     assert sources.version() == version.vllm_version().split("+")[0]
     assert missing(sources, ALL) == []
     assert missing(Imported(), ALL) == []
-    for table in (PROBE_ROWS, V1_PROBE_ROWS, V2_PROBE_ROWS, PREMATURE_STOPS):
+    for table in (PROBE_ROWS, V1_PROBE_ROWS, V2_PROBE_ROWS, PREMATURE_STOPS, STOP_STRINGS):
         assert missing(sources, table) == missing(Imported(), table) == []
     assert version.unfit() == version.unfit_worker(False) == ""
     for name, table in LIMITS.items():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Number of the hook in a run that fails; None for no fault.
 EARLY = (None, 40)
-SEEDS = range(7)
+SEEDS = range(9)
 
 
 def renamed() -> dict[int, int]:

@@ -1120,6 +1120,7 @@ class RequestOpened(_message.Message):
     UNMEASURED_FIELD_NUMBER: _builtins.int
     REFUSED_SLO_CLASS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    SLEEPING_STOPS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -1190,6 +1191,10 @@ class RequestOpened(_message.Message):
     """
     chat: _builtins.bool
     """Whether vLLM has rendered the request from a chat; false for a completion, and from an older agent."""
+    sleeping_stops: _builtins.bool
+    """Whether the request has stop strings or stop tokens that sleep while it thinks, by Settings.answer_only_stops and by
+    meridian_answer_only_stops in its vllm_xargs.
+    """
     def __init__(
         self,
         *,
@@ -1217,10 +1222,11 @@ class RequestOpened(_message.Message):
         unmeasured: _builtins.bool = ...,
         refused_slo_class: _builtins.str = ...,
         chat: _builtins.bool = ...,
+        sleeping_stops: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "chat", b"chat", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "chat", b"chat", "effort", b"effort", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "sleeping_stops", b"sleeping_stops", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -2050,6 +2056,7 @@ class Settings(_message.Message):
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     CHAT_ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_ONLY_STOPS_FIELD_NUMBER: _builtins.int
     FIND_LOOPS_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_FIELD_NUMBER: _builtins.int
     MERGE_OPENINGS_FIELD_NUMBER: _builtins.int
@@ -2099,6 +2106,10 @@ class Settings(_message.Message):
     """Answer reserve of a request, in tokens, from its first token until its own ThinkCap arrives; 0 for none."""
     chat_answer_reserve_tokens: _builtins.int
     """The same of a request that vLLM has rendered from a chat; 0 if answer_reserve_tokens holds for it, too."""
+    answer_only_stops: _builtins.str
+    """The requests whose stop strings and stop tokens end answers only, unless a request says otherwise itself: none, chat
+    (those that vLLM has rendered from a chat) or all. Empty if stops end thinking, too, whatever a request says.
+    """
     find_loops: _builtins.bool
     """Whether the agent looks for cycles of tokens in the thinking and reports them."""
     merge_openings: _builtins.bool
@@ -2165,6 +2176,7 @@ class Settings(_message.Message):
         kv_memory_lease_ms: _builtins.int = ...,
         answer_reserve_tokens: _builtins.int = ...,
         chat_answer_reserve_tokens: _builtins.int = ...,
+        answer_only_stops: _builtins.str = ...,
         find_loops: _builtins.bool = ...,
         engine_limits: Global___EngineLimitValues | None = ...,
         merge_openings: _builtins.bool = ...,
@@ -2177,7 +2189,7 @@ class Settings(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_reserve_tokens", b"answer_reserve_tokens", "chat_answer_reserve_tokens", b"chat_answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_only_stops", b"answer_only_stops", "answer_reserve_tokens", b"answer_reserve_tokens", "chat_answer_reserve_tokens", b"chat_answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -2068,6 +2068,7 @@ class RequestLife(_message.Message):
     EVENTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     HANDED_OVER_REF_FIELD_NUMBER: _builtins.int
     REFUSED_SLO_CLASS_FIELD_NUMBER: _builtins.int
+    SLEEPING_STOPS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine that ran the request."""
     incarnation: _builtins.str
@@ -2102,6 +2103,8 @@ class RequestLife(_message.Message):
     """Reference of the handover that the request continues, as in RequestOpened; empty for every other request."""
     refused_slo_class: _builtins.str
     """SLO class that the client asked for and may not choose, as in RequestOpened; empty if there is none."""
+    sleeping_stops: _builtins.bool
+    """Whether the request has stops that sleep while it thinks, as in RequestOpened."""
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the control plane first received the request."""
@@ -2137,10 +2140,11 @@ class RequestLife(_message.Message):
         events_left_out: _builtins.int = ...,
         handed_over_ref: _builtins.str = ...,
         refused_slo_class: _builtins.str = ...,
+        sleeping_stops: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "handed_over_ref", b"handed_over_ref", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused_slo_class", b"refused_slo_class", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "handed_over_ref", b"handed_over_ref", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused_slo_class", b"refused_slo_class", "request_id", b"request_id", "sleeping_stops", b"sleeping_stops", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

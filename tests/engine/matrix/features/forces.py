@@ -119,6 +119,36 @@ def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
     engine.control.apply(NEUTRAL)
 
 
+@feature(
+    "stop strings and stop tokens sleep while the model thinks, and end its answer where stock's would end",
+    *("v1", "async", "v2-async", "ngram"),
+)
+def answer_only_stops(engine: Engine) -> None:
+    most, cap, decode = 60, 20, engine.llm.get_tokenizer().decode
+    plain = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": most}) for i in range(1 if engine.slow else 3)]
+    scheduler = {"max_think_tokens": cap, "answer_reserve_tokens": 0, "answer_only_stops": "all"}
+    engine.control.apply({"scheduler": scheduler})
+    asks, rest, thoughts = list[Ask](), list[Ask](), list[list[int]]()
+    for ask, free in zip(plain, engine.tokens(plain), strict=True):
+        thought = free[: cap + len(engine.ending)]
+        assert thought[cap:] == [*engine.ending]
+        # The first word of the answer that the thinking has, too.
+        token = next(t for t in free[len(thought) :] if t in thought[:cap] and decode([t]).isalpha())
+        for stop in ({"stop_token_ids": [token]}, {"stop": [decode([token])]}):
+            asks.append(Ask(ask.prompt, {**ask.params, **stop}))
+            rest.append(Ask([*ask.prompt, *thought], {**ask.params, "max_tokens": most - len(thought), **stop}))
+            thoughts.append(thought)
+    answers, seen = engine.observe(asks)
+    on_stock, stock_rest = engine.stock.ask(asks), engine.stock.ask(rest)
+    for ask, (answer,), (unaware,), (ended,), thought, said in zip(
+        asks, answers, on_stock, stock_rest, thoughts, seen, strict=True
+    ):
+        assert (unaware.finish, unaware.stop, len(unaware.tokens) <= cap) == ("stop", answer.stop, True)
+        assert answer.tokens == [*thought, *ended.tokens]
+        assert (answer.finish, answer.stop) == ("stop", ended.stop)
+        engine.check_phases(ask.prompt, answer.tokens, said)
+
+
 @contextlib.contextmanager
 def _past_ends(engine: Engine) -> Iterator[dict[tuple[str, int], int]]:
     """Yield a dictionary that gets the probes of held requests: by request id and measured thinking token, how many

@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import NO_MARKERS, Markers
 from meridian_agent.core.request_info import (
+    ANSWER_ONLY_STOPS,
     ASKED_SLO_CLASS,
     CANDIDATE,
     CHAT,
@@ -67,7 +68,7 @@ def test_a_name_that_is_no_text_is_ignored(value: object, kind: str) -> None:
 
 @pytest.mark.parametrize("extra", [None, {}, {"meridian_tenant": None}])
 def test_nothing_said(extra: dict[str, object] | None) -> None:
-    assert read(extra) == ("", "", "", None, None, MAX_TOKENS, "", "")
+    assert read(extra) == ("", "", "", None, None, MAX_TOKENS, "", "", None)
 
 
 # ------------------------------------------------------------------------------------------------- vLLM's own budget
@@ -180,7 +181,7 @@ def test_a_client_chooses_only_classes_that_the_policy_lets_it_choose(
 
 @given(
     st.dictionaries(
-        st.sampled_from([CAP, TENANT, SLO_CLASS, ASKED_SLO_CLASS, "meridian_effort", FLOOR]),
+        st.sampled_from([CAP, TENANT, SLO_CLASS, ASKED_SLO_CLASS, "meridian_effort", FLOOR, ANSWER_ONLY_STOPS]),
         st.one_of(
             st.text(),
             st.text(alphabet="\ud800a"),
@@ -192,7 +193,7 @@ def test_a_client_chooses_only_classes_that_the_policy_lets_it_choose(
     )
 )
 def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
-    tenant, slo_class, effort, floor, cap, repeated, _, asked = read(extra)
+    tenant, slo_class, effort, floor, cap, repeated, _, asked, _ = read(extra)
     info = SimpleNamespace(
         request_id="r",
         model="m",
@@ -209,6 +210,7 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         handed_over_ref=tenant,
         refused_slo_class=asked,
         chat=False,
+        sleeping_stops=False,
     )
     assert 0 <= repeated <= MAX_TOKENS
     message = opened_message((0, info, 1, 0, 0, 0, False, False, False, False))
@@ -222,3 +224,16 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
 )
 def test_a_request_that_was_rendered_from_a_chat_says_so(extra: dict[str, object], chat: bool) -> None:
     assert told(params(None, **extra)).chat is chat
+
+
+@pytest.mark.parametrize(("value", "stops"), [(0, False), (1, True), (True, True), (1.0, True), (None, None)])
+def test_a_request_says_whether_its_stops_end_its_answer_only(value: object, stops: bool | None) -> None:
+    assert told(params(None, **{ANSWER_ONLY_STOPS: value})).answer_only_stops is stops
+    assert read({ANSWER_ONLY_STOPS: value}).complaint == ""
+
+
+@pytest.mark.parametrize("value", [2, -1, "1", "yes", [1], {}])
+def test_any_other_value_is_ignored(value: object) -> None:
+    overrides = read({ANSWER_ONLY_STOPS: value})
+    assert overrides.answer_only_stops is None
+    assert overrides.complaint.startswith("meridian_answer_only_stops must be 0 or 1; got ")

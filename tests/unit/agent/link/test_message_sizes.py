@@ -44,6 +44,8 @@ INFOS = st.builds(
     remote_decode=st.booleans(),
     handed_over_ref=TEXTS,
     refused_slo_class=TEXTS,
+    chat=st.booleans(),
+    sleeping_stops=st.booleans(),
 )
 ROWS = st.tuples(SLOTS, INFOS, st.integers(0, 3), NUMBERS, NUMBERS, NUMBERS, *[st.booleans()] * 4)
 OUTCOMES = st.tuples(st.integers(0, 2**63), st.integers(0, 7), NUMBERS, TEXTS)

@@ -119,6 +119,14 @@ def test_settings_carry_the_reserve_with_the_cap(scheduler: dict[str, Any], toke
     assert settings(1, 1, with_reserve(30), can_not).answer_reserve_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "told"),
+    [({}, "chat"), ({"answer_only_stops": "none"}, "none"), ({"shadow": True}, ""), ({"enabled": False}, "")],
+)
+def test_settings_say_whose_stops_sleep(scheduler: dict[str, Any], told: str) -> None:
+    assert settings(1, 1, policy(scheduler=scheduler), hello()).answer_only_stops == told
+
+
 def test_without_a_reserve_nothing_on_the_wire_differs() -> None:
     """Neither Settings nor ThinkCap has the field, so an agent of another version reads the same bytes."""
     made = stream(with_reserve(0))

@@ -1,0 +1,273 @@
+"""Stop strings and stop tokens that sleep while the model thinks, on the real engine.
+
+`test_stop_strings` divides tokens into steps in every way; `tests/engine/matrix` compares stop tokens and stop strings
+with stock's on both runners, under asynchronous scheduling and with drafts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+from vllm import SamplingParams
+
+from meridian_agent.vllm_adapter.stop_tokens import SleepingTokens, stop_also_after
+from meridian_control.cli.main import app
+from tests.engine import Run, prompt_ids
+from tests.engine.policies import NEUTRAL
+from tests.engine.served import stream
+from tests.engine.test_decisions import OPEN
+from tests.engine.test_fail_static import confirmed, kill, lost, thawed  # noqa: F401 - fixtures
+from tests.engine.test_later_turns import PROMPTS
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
+    from tests.engine.served import Served
+    from tests.processes import Control
+
+# Name of the entry in vllm_xargs.
+OWN = "meridian_answer_only_stops"
+ANSWER_ONLY: dict[str, Any] = {**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], "answer_only_stops": "chat"}}
+MARKER = "</think>"
+
+
+class Said(NamedTuple):
+    tokens: list[int]
+    text: str
+    finish: str
+    stop: Any
+
+
+def ask(llm: Any, params: dict[str, Any], own: int | None = None, *, is_chat: bool = True) -> Said:
+    extra = {OWN: own} if own is not None else None
+    sampling = SamplingParams(temperature=0.0, max_tokens=400, extra_args=extra, **params)
+    if is_chat:
+        turns = [{"role": "user", "content": PROMPTS[0]}]
+        (output,) = llm.chat(turns, sampling, chat_template_kwargs=OPEN, use_tqdm=False)
+    else:
+        prompt = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN})
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    (one,) = output.outputs
+    return Said(list(one.token_ids), one.text, one.finish_reason, one.stop_reason)
+
+
+class Stops(NamedTuple):
+    """A word and a token that the model writes in its thinking and in its answer, and what it says without them."""
+
+    free: Said
+    word: str
+    token: int
+
+    def params(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {("stop" if kind == "string" else "stop_token_ids"): [self.reason(kind)], **more}
+
+    def reason(self, kind: str) -> Any:
+        return self.word if kind == "string" else self.token
+
+    def in_thinking(self, said: Said, kind: str) -> bool:
+        return said.stop == self.reason(kind) and MARKER not in said.text
+
+    def in_answer(self, said: Said, kind: str) -> bool:
+        """Whether a request has stopped where the stop occurs in the answer first."""
+        tokens, text = self.free.tokens, self.free.text
+        if kind == "string":
+            return said[1:] == (text[: text.index(self.word, text.index(MARKER))], "stop", self.word)
+        at = tokens.index(self.token, self._end)
+        return (said.tokens, *said[2:]) == (tokens[: at + 1], "stop", self.token)
+
+    @property
+    def _end(self) -> int:
+        return next(at for at, token in enumerate(self.free.tokens) if token == 5)
+
+
+@pytest.fixture
+def stops(llm: Any, agent: Any, control: Control) -> Stops:
+    free, end = ask(llm, {}), agent.tracker.markers.end[0]
+    assert (end, free.finish, free.stop) == (5, "stop", None)
+    thinking, answer = free.tokens[: free.tokens.index(end)], free.tokens[free.tokens.index(end) + 2 :]
+    token = next(token for token in answer if token in thinking and llm.get_tokenizer().decode([token]).isalpha())
+    return Stops(free, llm.get_tokenizer().decode([token]), token)
+
+
+KINDS = pytest.mark.parametrize("kind", ["string", "token"])
+
+
+@KINDS
+def test_by_default_a_chat_stops_in_its_answer_and_a_completion_in_its_thinking(
+    llm: Any, control: Control, stops: Stops, kind: str
+) -> None:
+    """In stock vLLM a chat whose thinking repeats a stop string has no answer."""
+    assert stops.in_thinking(ask(llm, stops.params(kind)), kind), "the policy lets no stop sleep"
+    control.apply({})
+    assert stops.in_answer(ask(llm, stops.params(kind)), kind)
+    assert stops.in_thinking(ask(llm, stops.params(kind), is_chat=False), kind)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("requests", "own", "is_chat", "sleep"),
+    [
+        ("chat", 0, True, False),
+        ("chat", 1, False, True),
+        ("all", None, False, True),
+        ("all", 0, False, False),
+        ("none", 1, True, True),
+        ("none", None, True, False),
+    ],
+)
+def test_the_request_has_the_last_word(  # noqa: PLR0917
+    llm: Any, control: Control, stops: Stops, kind: str, requests: str, own: int | None, is_chat: bool, sleep: bool
+) -> None:
+    control.apply({"scheduler": {"answer_only_stops": requests, "answer_reserve_tokens": 0}})
+    said = ask(llm, stops.params(kind), own, is_chat=is_chat)
+    assert (stops.in_answer if sleep else stops.in_thinking)(said, kind)
+
+
+@KINDS
+@pytest.mark.usefixtures("thawed")
+def test_frozen_in_shadow_or_disabled_stops_are_stocks(llm: Any, control: Control, stops: Stops, kind: str) -> None:
+    for off in ({"shadow": True}, {"enabled": False}):
+        control.apply({"scheduler": {"answer_only_stops": "all", **off}})
+        assert stops.in_thinking(ask(llm, stops.params(kind), 1), kind)
+    control.apply({"scheduler": {"answer_only_stops": "all"}})
+    control.freeze()
+    confirmed(control, True)
+    assert stops.in_thinking(ask(llm, stops.params(kind), 1), kind)
+    control.thaw()
+    confirmed(control, False)
+    assert stops.in_answer(ask(llm, stops.params(kind), 1), kind)
+
+
+@KINDS
+@pytest.mark.usefixtures("lost")
+def test_past_the_lease_stops_are_stocks(llm: Any, agent: Any, control: Control, stops: Stops, kind: str) -> None:
+    control.apply({**ANSWER_ONLY, "scheduler": {**ANSWER_ONLY["scheduler"], "lease_ms": 1000}})
+    assert stops.in_answer(ask(llm, stops.params(kind)), kind)
+    kill(control, agent)
+    wait_for(lambda: stops.in_thinking(ask(llm, stops.params(kind)), kind), 20, "the lease to be over")
+
+
+@pytest.mark.parametrize("named", [{"stop": ["x", MARKER]}, {"stop": [MARKER + "\n"]}, {"stop_token_ids": [5]}])
+def test_a_request_that_names_a_marker_stops_as_in_stock(
+    llm: Any, control: Control, stops: Stops, named: dict[str, Any]
+) -> None:
+    before = ask(llm, named)
+    both = {"stop": [stops.word, *named.get("stop", [])], "stop_token_ids": named.get("stop_token_ids", [])}
+    control.apply(ANSWER_ONLY)
+    assert ask(llm, named) == before
+    assert stops.in_thinking(ask(llm, both), "string")
+
+
+def test_a_string_that_begins_in_the_thinking_does_not_count(llm: Any, control: Control, stops: Stops) -> None:
+    control.apply(ANSWER_ONLY)
+    at = stops.free.text.index(MARKER)
+    across = stops.free.text[at + 3 : at + len(MARKER) + 3]
+    assert ask(llm, {"stop": [across]}) == stops.free
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_answer_ends_before_or_after_the_string(llm: Any, control: Control, stops: Stops, include: bool) -> None:
+    control.apply(ANSWER_ONLY)
+    said = ask(llm, stops.params("string", include_stop_str_in_output=include))
+    text = stops.free.text
+    at = text.index(stops.word, text.index(MARKER))
+    assert said.text == text[: at + (len(stops.word) if include else 0)]
+
+
+@KINDS
+def test_each_sequence_of_a_request_stops_in_its_answer(llm: Any, control: Control, stops: Stops, kind: str) -> None:
+    control.apply(ANSWER_ONLY)
+    params = SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=400, **stops.params(kind))
+    turns = [{"role": "user", "content": PROMPTS[0]}]
+    (output,) = llm.chat(turns, params, chat_template_kwargs=OPEN, use_tqdm=False)
+    for one in output.outputs:
+        assert stops.in_answer(Said(list(one.token_ids), one.text, one.finish_reason, one.stop_reason), kind)
+
+
+@pytest.mark.usefixtures("thawed")
+def test_a_freeze_in_the_thinking_wakes_stops(llm: Any, agent: Any, control: Control, stops: Stops) -> None:
+    control.apply({"scheduler": {"answer_only_stops": "all", "answer_reserve_tokens": 0}})
+    prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
+    first = stops.free.tokens.index(stops.token)
+    run.put("r", prompt, SamplingParams(temperature=0.0, max_tokens=400, stop_token_ids=[stops.token]))
+    run.until(lambda: len(run.tokens["r"]) == first + 1)
+    control.freeze()
+    wait_for(agent.link.lease.frozen, 20, "the freeze to arrive")
+    run.until()
+    second = stops.free.tokens.index(stops.token, first + 1)
+    assert second < stops.free.tokens.index(5)
+    assert run.tokens["r"] == stops.free.tokens[: second + 1]
+
+
+@KINDS
+def test_a_fault_leaves_stock(  # noqa: PLR0917
+    llm: Any, agent: Any, scheduler: Any, control: Control, stops: Stops, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("made by the test")
+
+    control.apply(ANSWER_ONLY)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(type(agent.answer_only), "note_strings" if kind == "string" else "token_sleeps", fails)
+        assert stops.in_thinking(ask(llm, stops.params(kind)), kind)
+    assert "(fails)" in scheduler._guard.fault
+    scheduler._guard._back_at = 0.0
+    assert ask(llm, {}) == stops.free
+    assert not scheduler._guard.fault
+    assert stops.in_answer(ask(llm, stops.params(kind)), kind)
+
+
+def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Settled, stops: Stops) -> None:
+    prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
+    control.apply({"scheduler": {"answer_only_stops": "all"}})
+    for name, kind in (("by-string", "string"), ("by-token", "token"), ("none", "")):
+        params = stops.params(kind) if kind else {}
+        run.put(name, prompt, SamplingParams(temperature=0.0, max_tokens=9, **params))
+    run.until(settled=settled)
+    control.settled()
+    assert [control.explain(name).sleeping_stops for name in run.tokens] == [True, True, False]
+    said = CliRunner().invoke(app, ["--server", control.target, "explain", "by-token"])
+    assert "max_tokens 9; its stops sleep while it thinks" in said.output
+
+
+def test_a_request_without_stops_has_vllms_own_list(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
+    """Workers get a plain list."""
+    control.apply(ANSWER_ONLY)
+    prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
+    for name, tokens in (("without", []), ("with", [20, 21])):
+        run.put(name, prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, stop_token_ids=tokens))
+    found = {r.request_id.split("-")[0]: r.sampling_params.stop_token_ids for r in scheduler.requests.values()}
+    assert (type(found["without"]), type(found["with"])) == (list, SleepingTokens)
+    again = pickle.loads(pickle.dumps(found["with"]))
+    assert (type(again), again) == (list, [20, 21])
+    # A handover adds the end markers, which do not sleep.
+    request = next(r for r in scheduler.requests.values() if r.request_id.startswith("with-"))
+    assert stop_also_after(request, [5]) == [20, 21]
+    assert (type(request.sampling_params.stop_token_ids), [*request.sampling_params.stop_token_ids]) == (
+        SleepingTokens,
+        [20, 21, 5],
+    )
+    assert not agent.answer_only.with_strings
+    run.until()
+
+
+def test_streams_of_a_server_whose_front_end_is_apart(apart: tuple[Served, Control]) -> None:
+    """The front end has no stream of its own: the engine core tells it, output by output."""
+    served, control = apart
+    prompt = PROMPTS[0]
+    control.apply(NEUTRAL)
+    reasoning, content, _ = asyncio.run(stream(served, prompt))
+    word = next(word for word in content.split() if word.isalpha() and word in reasoning)
+    cut, nothing, finish = asyncio.run(stream(served, prompt, stop=[word]))
+    assert (cut, nothing, finish) == (reasoning[: reasoning.index(word)], "", "stop")
+    control.apply({})
+    for include in (False, True):
+        said = asyncio.run(stream(served, prompt, stop=[word], include_stop_str_in_output=include))
+        until = content.index(word) + (len(word) if include else 0)
+        assert said == (reasoning, content[:until], "stop")
+    own = asyncio.run(stream(served, prompt, stop=[word], vllm_xargs={OWN: 0}))
+    assert own == (cut, nothing, finish)
