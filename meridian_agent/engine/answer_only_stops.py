@@ -36,7 +36,8 @@ class AnswerOnlyStops:
         """Look at a request that vLLM has just accepted, or that a new agent begins to track. scheduler: the engine's
         GovernedScheduler, which asks the agent that is on when a stop token comes."""
         request_id = request.request_id
-        stop_tokens.let_sleep(request, lambda: scheduler.stop_sleeps(request_id))
+        if self._own_tokens(request):
+            stop_tokens.let_sleep(request, lambda: scheduler.stop_sleeps(request_id))
         if request.sampling_params.stop:
             by_id, known = self._tracker.by_id, self.with_strings
             if len(known) > len(by_id):
@@ -72,9 +73,14 @@ class AnswerOnlyStops:
 
     def sleep(self, request: Request, info: RequestInfo) -> bool:
         """Return whether a request has stops that sleep while it thinks."""
-        params = request.sampling_params
-        tokens = set(params.stop_token_ids or ()) - self._tracker.markers.turn_ends
-        return bool(params.stop or tokens) and self._concerns(request, info)
+        stops = request.sampling_params.stop or self._own_tokens(request)
+        return bool(stops) and self._concerns(request, info)
+
+    def _own_tokens(self, request: Request) -> list[int]:
+        """Return a request's stop tokens other than those that end the model's turns, which vLLM adds to every
+        request; none while the markers are not known."""
+        markers, tokens = self._tracker.markers, request.sampling_params.stop_token_ids
+        return [token for token in tokens if token not in markers.turn_ends] if tokens and markers.known else []
 
     def _concerns(self, request: Request, info: RequestInfo) -> bool:
         """Return whether a request's stops end its answer only. A request that names a marker among its stops wants to

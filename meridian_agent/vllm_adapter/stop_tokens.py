@@ -34,8 +34,8 @@ class SleepingTokens(list[int]):
 
 def let_sleep(request: Request, sleeps: Callable[[], bool]) -> None:
     """Ask `sleeps` whether a stop token of a request sleeps, each time that the request generates one."""
-    tokens = request.sampling_params.stop_token_ids
-    if tokens and not isinstance(tokens, SleepingTokens):
+    tokens = request.sampling_params.stop_token_ids or ()
+    if not isinstance(tokens, SleepingTokens):
         replace(request, SleepingTokens(tokens, sleeps))
 
 

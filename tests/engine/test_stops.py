@@ -235,13 +235,17 @@ def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Sett
 
 
 def test_a_request_without_stops_has_vllms_own_list(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
-    """Workers get a plain list."""
+    """So has a request whose stop tokens are the model's own. Workers get a plain list."""
     control.apply(ANSWER_ONLY)
     prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
-    for name, tokens in (("without", []), ("with", [20, 21])):
+    for name, tokens in (("without", []), ("ends", [*agent.tracker.markers.turn_ends]), ("with", [20, 21])):
         run.put(name, prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, stop_token_ids=tokens))
     found = {r.request_id.split("-")[0]: r.sampling_params.stop_token_ids for r in scheduler.requests.values()}
-    assert (type(found["without"]), type(found["with"])) == (list, SleepingTokens)
+    assert {name: type(tokens) for name, tokens in found.items()} == {
+        "without": list,
+        "ends": list,
+        "with": SleepingTokens,
+    }
     again = pickle.loads(pickle.dumps(found["with"]))
     assert (type(again), again) == (list, [20, 21])
     # A handover adds the end markers, which do not sleep.
