@@ -232,7 +232,7 @@ def _happened(event: fleet_pb2.RequestEvent) -> str:
 
 def _cells(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = None) -> tuple[str, str, str]:
     """Return what a decision does, why, and what became of it and when."""
-    outcome = outcome_text(d.outcome, d.shadow)
+    outcome = outcome_text(d.kind, d.outcome, d.shadow)
     if d.outcome_think_tokens:
         outcome += f" at {d.outcome_think_tokens}"
     if d.outcome and life is not None:

@@ -64,6 +64,11 @@ OUTCOMES = {
     "superseded": "replaced by a newer one",
     "unspecified": "open",
 }
+# Where an outcome means something else for decisions of one kind.
+OUTCOMES_OF_KIND = {
+    ("hand_over", "ended_naturally"): "stayed on its engine",
+    ("preempt", "ended_naturally"): "joined without it",
+}
 EVENTS = {
     "control_group": "in the control group",
     "opened": "opened",
@@ -116,10 +121,10 @@ def decision_text(kind: str, reason: str, shadow: bool = False) -> str:
     return text + ", in shadow" * shadow
 
 
-def outcome_text(outcome: int, shadow: bool = False) -> str:
+def outcome_text(kind: str, outcome: int, shadow: bool = False) -> str:
     """Return what became of a decision; one in shadow says so whatever the outcome."""
     name = outcome_name(outcome)
-    text = OUTCOMES.get(name) or spelled(name)
+    text = OUTCOMES_OF_KIND.get((kind, name)) or OUTCOMES.get(name) or spelled(name)
     return text + ", in shadow" * (shadow and name != "shadowed")
 
 
@@ -163,7 +168,7 @@ def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
 
 def last_text(last: fleet_pb2.LastDecision) -> str:
     """Return what the newest decision about a live request does, and what became of it."""
-    return decision_text(last.kind, last.reason) + f" ({outcome_text(last.outcome)})" if last.kind else ""
+    return decision_text(last.kind, last.reason) + f" ({outcome_text(last.kind, last.outcome)})" if last.kind else ""
 
 
 def event_text(event: fleet_pb2.RequestEvent) -> str:

@@ -31,7 +31,7 @@ def event_row(event: fleet_pb2.RequestEvent) -> dict[str, Any]:
         "text": event_text(event),
         "think_tokens": event.think_tokens,
         "output_tokens": event.output_tokens,
-        "outcome": outcome_text(decision.outcome) if decision is not None else "",
+        "outcome": outcome_text(decision.kind, decision.outcome) if decision is not None else "",
         "why": why(decision, True) if decision is not None else [],
         # What the event leaves on the bar of the phases.
         "mark": "force" if forced else "probe" if probe else "",
@@ -56,7 +56,7 @@ def end_row(decision: fleet_pb2.LoggedDecision) -> dict[str, Any]:
         "request": decision.request_id,
         "reason": end_text(decision.reason),
         "think_tokens": decision.outcome_think_tokens or decision.signals.think_tokens,
-        "outcome": outcome_text(decision.outcome, decision.shadow),
+        "outcome": outcome_text(decision.kind, decision.outcome, decision.shadow),
         "level": "bad" if decision.outcome == agent_pb2.OUTCOME_REFUSED else "",
         "why": why(decision),
     }

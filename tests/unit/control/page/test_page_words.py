@@ -50,8 +50,16 @@ def test_an_event_is_said_in_words(seen: fleet_pb2.RequestEvent, text: str, mark
 def test_every_reason_and_outcome_of_the_protocol_has_words() -> None:
     named = set(REASONS.values()) - {"unspecified", "extension"}
     assert named <= ENDS.keys()
-    assert {outcome_text(number) for number in OUTCOMES} >= {"applied", "open", "in shadow", "refused by the engine"}
-    assert "_" not in "".join(outcome_text(number) for number in OUTCOMES)
+    texts = {outcome_text("cap", number) for number in OUTCOMES}
+    assert texts >= {"applied", "open", "in shadow", "refused by the engine", "the model ended it first"}
+    assert "_" not in "".join(texts)
+
+
+def test_an_outcome_is_said_as_its_kind_of_decision_means_it() -> None:
+    """No model ends a preemption or a handover."""
+    for kind, text in (("preempt", "joined without it"), ("hand_over", "stayed on its engine")):
+        assert outcome_text(kind, agent_pb2.OUTCOME_ENDED_NATURALLY) == text
+        assert outcome_text(kind, agent_pb2.OUTCOME_APPLIED) == "applied"
 
 
 def test_what_a_rule_compared_is_said_with_the_names_of_its_signals() -> None:
