@@ -404,10 +404,11 @@ class Agent:
         plan = self.directives.active_plan()
         if plan is not None:
             self.queues.obey(scheduler, plan)
+        taken = (0, 0)
         if self.directives.preempts.claims:
-            self.preemption.obey(cast("PreemptingScheduler", scheduler))
+            taken = self.preemption.obey(cast("PreemptingScheduler", scheduler))
         probing = self.probing
-        placed = probing.place(scheduler, self.observe_entropy) if self.directives.probes else []
+        placed = probing.place(scheduler, self.observe_entropy, taken) if self.directives.probes else []
         if probing.held:
             probing.hold(scheduler, self.link.inbox.answered_step)
         reserved, hold = probing.reserved(scheduler), self.directives.hold_admission

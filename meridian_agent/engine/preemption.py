@@ -88,15 +88,15 @@ class Preemption:
         # Requests that were preempted here and have not resumed.
         self.waiting: dict[LiveRequest, Preempted] = {}
 
-    def obey(self, scheduler: PreemptingScheduler) -> None:
+    def obey(self, scheduler: PreemptingScheduler) -> tuple[int, int]:
         """Put the requests that may preempt others first in the waiting queue, and preempt as many requests as they
-        need."""
+        need. Return how many of the free running places and KV blocks they are to take in the coming step."""
         claims = self._preempts.claims
         for live in [live for live in claims if not request_api.is_queued(live.ref)]:
             self._preempts.settle(live, Outcome.ENDED_NATURALLY, JOINED)
         if self._queues.preempted_answers():
             # An answer that vLLM has preempted comes first.
-            return
+            return 0, 0
         ready = [live for live in claims if preemption_api.waits_for_place(scheduler, live.ref)]
         needs = {live: preemption_api.needs(scheduler, live.ref) for live in ready}
         for live, (_, uncached) in list(needs.items()):
@@ -107,8 +107,10 @@ class Preemption:
                 self._preempts.settle(live, Outcome.REFUSED, why)
         if overdue := self._overdue() if needs else []:
             self._put_first(scheduler, overdue)
-            return
-        self._put_first(scheduler, [live for live in needs if not claims[live].shadow])
+            return 0, 0
+        first = [live for live in needs if not claims[live].shadow]
+        served: list[LiveRequest] = []
+        taken_places = taken_blocks = 0
         places = preemption_api.free_places(scheduler) - self._reserved(scheduler)
         blocks = preemption_api.free_blocks(scheduler)
         for live, (needed, _) in needs.items():
@@ -116,9 +118,16 @@ class Preemption:
                 victims = self._victims(scheduler, claims[live], 1 - places, needed - blocks)
                 places += len(victims)
                 blocks += sum([victim.blocks for victim in victims])
-                self._carry_out(scheduler, live, victims)
+                if self._carry_out(scheduler, live, victims):
+                    served.append(live)
             if places >= 1 and blocks >= needed:
                 places, blocks = places - 1, blocks - needed
+                if live in first:
+                    taken_places, taken_blocks = taken_places + 1, taken_blocks + needed
+        # vLLM has put each preempted request first, where it would take back its place. A request that lacks too much
+        # stands behind those for which others were preempted.
+        self._put_first(scheduler, [*served, *(live for live in first if live not in served)])
+        return taken_places, taken_blocks
 
     def _overdue(self) -> list[LiveRequest]:
         """Return the preempted requests that have waited for too long."""
@@ -161,16 +170,17 @@ class Preemption:
             return False
         return preemption_api.may_preempt(scheduler, live.ref)
 
-    def _carry_out(self, scheduler: PreemptingScheduler, live: LiveRequest, victims: Sequence[Victim]) -> None:
-        """Preempt requests for a waiting one, unless the decision is in shadow, and report the outcome."""
+    def _carry_out(self, scheduler: PreemptingScheduler, live: LiveRequest, victims: Sequence[Victim]) -> bool:
+        """Preempt requests for a waiting one, unless the decision is in shadow, and report the outcome. Return whether
+        requests were preempted."""
         claim = self._preempts.claims[live]
         if not victims:
-            return
+            return False
         names = [(shown_id(each.live.info.request_id), each.tokens) for each in victims]
         said = "; ".join([f"{name}: {tokens} tokens to compute again" for name, tokens in names])
         if claim.shadow:
             self._preempts.settle(live, Outcome.SHADOWED, f"would preempt {said}")
-            return
+            return False
         self._queues.ordered = True
         for victim in victims:
             self.recomputed.expect(victim.tokens, claim.recomputed_tokens_per_s)
@@ -179,8 +189,8 @@ class Preemption:
             preemption_api.preempt(scheduler, victim.live.ref)
             self.waiting[victim.live] = Preempted(computed, victim.tokens, *limits, now_s)
             self._tracker.record.preemptions.append((claim.decision_id, victim.live.slot, victim.tokens))
-        self._put_first(scheduler, [live])
         self._preempts.settle(live, Outcome.APPLIED, f"preempted {said}")
+        return True
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Count the tokens that preempted requests compute again, if they resume in this step."""

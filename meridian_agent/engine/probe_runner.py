@@ -65,9 +65,10 @@ class ProbeRunner:
         self._number = 0
         self._keep_places_until = 0
 
-    def place(self, scheduler: Scheduler, observes: bool) -> list[int]:
+    def place(self, scheduler: Scheduler, observes: bool, taken: tuple[int, int] = (0, 0)) -> list[int]:
         """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
-        one costs. observes: the workers measure entropy."""
+        one costs. observes: the workers measure entropy. taken: free running places and KV blocks that are for waiting
+        requests."""
         placed, markers, probes = list[int](), self._tracker.markers, self._directives.probes
         if len(probes) and self._would_cut_seeded(scheduler, len(probes)):
             # No place is kept for the probes, so that the prompt is computed soon.
@@ -94,7 +95,7 @@ class ProbeRunner:
             again = 1 if self._shares_blocks else known % self._block_size
             appended = len(markers.probe_of(live.own_state.start))
             cost, left = appended + again, scheduler.max_model_len - known - appended
-            room = self._room(scheduler, placed)
+            room = self._room(scheduler, placed, taken)
             reason = self._never or probe_admission.refusal(live, room, self._block_size, cost, left)
             if placed and may_wait and reason in probe_admission.CROWDED:
                 probes.put_back(asked, past)
@@ -243,15 +244,15 @@ class ProbeRunner:
         scheduler.waiting.remove_requests([probe])
         scheduler.waiting.prepend_request(probe)
 
-    def _room(self, scheduler: Scheduler, beside: list[int]) -> probe_admission.Room:
+    def _room(self, scheduler: Scheduler, beside: list[int], taken: tuple[int, int]) -> probe_admission.Room:
         """Return the room that is left beside the probes of this step. beside: tokens that each of these probes
-        costs."""
+        costs. taken: as in `place`."""
         limit = min(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
         waiting = sum(not placed.cost_tokens for placed in self.placed.values())
         kept = sum(probe_admission.free_blocks(cost, self._block_size) for cost in beside)
         return probe_admission.Room(
-            limit - len(scheduler.running) - waiting,
-            scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - kept,
+            limit - len(scheduler.running) - waiting - taken[0],
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - kept - taken[1],
             scheduler.max_num_scheduled_tokens,
             scheduler.kv_cache_manager.enable_caching,
             sum(beside),

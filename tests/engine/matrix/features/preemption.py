@@ -117,19 +117,25 @@ def place(engine: Engine) -> None:
 
 @feature("no request is preempted for others more often than the policy says", "v1", "async")
 def often(engine: Engine) -> None:
-    """More waiting requests come, one after another, than there are requests that may be preempted once."""
+    """More waiting requests come than there are requests that may be preempted once: two at once, which preempt in one
+    step, and then one after another."""
     places = engine.scheduler.max_num_running_reqs
     engine.control.apply(policy(max_preemptions=1))
     asks = thinkers(engine, places, 150)
     run = begin(engine, asks)
     texts = maze.prompts(40, seed=11)[20 : 20 + places + 2]
     named = {f"urgent{i}": urgent(engine.chat(text)) for i, text in enumerate(texts)}
-    for name, ask in named.items():
-        ask.put(run, name)
-        run.until(lambda name=name: name in run.finished, settled=engine.settled)
+    names = list(named)
+    for together in (names[:2], *([name] for name in names[2:])):
+        for name in together:
+            named[name].put(run, name)
+        run.until(lambda together=together: run.finished.keys() >= {*together}, settled=engine.settled)
     run.until()
     engine.drain()
     check_as_stock(engine, {**asks, **named}, run)
+    # Neither of the two has to preempt again because the other one's victim has taken its place.
+    made = [outcomes(engine, name) for name in names[:2]]
+    assert [len(each) for each in made] == [1, 1], made
     times = [len(preempted_for(engine, name)) for name in asks]
     assert max(times) == 1, times
     assert sum(times) >= places // 2, times

@@ -234,6 +234,16 @@ def test_as_many_as_the_blocks_need() -> None:
     assert detail == "preempted b: 99 tokens to compute again; a: 100 tokens to compute again"
 
 
+@pytest.mark.parametrize(("places", "queue"), [(2, ["w", "v", "a", "b"]), (3, ["v", "w", "b"])])
+def test_no_preempted_request_goes_before_those_that_wait(places: int, queue: list[str]) -> None:
+    """Two requests wait: both preempt another one, or one of them gets a free place."""
+    engine = crowded(places=places)
+    engine.add("v", 0, Phase.PROMPT)
+    engine.decide("w")
+    engine.decide("v")
+    assert engine.obey() == queue
+
+
 def test_a_prompt_that_is_too_long() -> None:
     engine = crowded()
     engine.tracker.by_id["w"].ref.num_tokens = 500
