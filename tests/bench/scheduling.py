@@ -99,7 +99,8 @@ PREEMPTIONS: dict[str, dict[str, Any]] = {
     STOCK_FCFS: STOCK,
     PREEMPTION: {
         **STOCK,
-        "preemption": {"shadow": False},
+        # The thinking here is a tenth as long as real models', and so is what makes it preemptible.
+        "preemption": {"shadow": False, "preemptible_from_tokens": 32},
         "override": [{"tenant": scheduling_load.URGENT, "preemption": {"may_preempt": True}}],
     },
 }
@@ -258,7 +259,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm in each case, each with its own seed")
     add("--counted", type=int, default=64, help="requests of a run that count in the latencies")
-    add("--crowded", type=int, default=24, help="short requests of a run while thinking has all places")
+    add("--crowded", type=int, default=10, help="short requests of a run while thinking has all places")
     add("--only-preemption", action="store_true", help="measure preemption alone")
     add("--quick", action="store_true", help="run one short repetition of the Poisson cases")
 

@@ -170,7 +170,9 @@ class StreamedEngine:
     async def begin(self, policy: dict[str, Any]) -> None:
         """Put a policy in force on an idle engine, and empty its prefix cache. Raises BenchError."""
         if self.control is not None:
-            self.control.apply(policy)
+            # The requests say themselves how long they think and answer, so no answer needs a reserve.
+            scheduler = {"answer_reserve_tokens": 0, **policy.get("scheduler", {})}
+            self.control.apply({**policy, "scheduler": scheduler})
         if not await self._llm.reset_prefix_cache():
             raise BenchError("the engine still held KV when a run was to begin")
         self.meter.reset()
