@@ -82,6 +82,12 @@ def calibrate(
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.")
     ] = 0.95,
+    attempt: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1000, help="Number of this calibration in a series, from 1 on; 0 for one that is not repeated."
+        ),
+    ] = 0,
     delay_tokens: Annotated[
         int,
         typer.Option(
@@ -107,7 +113,7 @@ def calibrate(
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
     with reported():
         replay = _replay(traces, labels, base, model, delay_tokens)
-    goal = calibration.Goal(max_loss, confidence)
+    goal = calibration.Goal(max_loss, confidence, attempt)
     try:
         result = calibration.calibrate(replay, goal)
     except halves.TooFewRequests as error:

@@ -20,7 +20,14 @@ from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import CAP, SIGNALS, Replay, StoppingRule, Stops, either
 from meridian_control.offline.separation import Separation, scores, separation
-from meridian_control.offline.statistics import Interval, harmful_bound, mean_bound, percentiles, resampled
+from meridian_control.offline.statistics import (
+    Interval,
+    confidence_of,
+    harmful_bound,
+    mean_bound,
+    percentiles,
+    resampled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,10 +120,20 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Goal:
-    """The accuracy that a rule may lose, a fraction, and the confidence of all intervals and bounds."""
+    """The accuracy that a rule may lose, a fraction, and the confidence of intervals and bounds.
+
+    attempt: 0 for a calibration that stands alone. The attempts 1, 2, 3, … share the error that `confidence` allows, so
+    that it is the confidence of all their bounds together; each attempt's intervals keep `confidence`.
+    """
 
     max_loss: float = 0.01
     confidence: float = 0.95
+    attempt: int = 0
+
+    @property
+    def bound_confidence(self) -> float:
+        """The confidence of each upper bound of harm."""
+        return confidence_of(self.attempt, self.confidence) if self.attempt else self.confidence
 
 
 def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
@@ -266,8 +283,8 @@ class _Halves:
     def _bound(self, harm: NDArray[np.float64]) -> float:
         """Return the upper bound of the expected harm; exact if each unit is one request that is right or wrong."""
         if self._counts:
-            return harmful_bound(round(harm.sum()), len(harm), self.goal.confidence)
-        return mean_bound(float(harm.mean()), len(harm), self.goal.confidence)
+            return harmful_bound(round(harm.sum()), len(harm), self.goal.bound_confidence)
+        return mean_bound(float(harm.mean()), len(harm), self.goal.bound_confidence)
 
     @cached_property
     def _counts(self) -> bool:

@@ -152,7 +152,7 @@ def recommendation(result: Calibration, goal: Goal) -> str:
         f"less the probes' tokens, and changes accuracy by {points_of(figures.accuracy_change)} points "
         f"{_range(figures.accuracy_interval)}. "
         f"The stop made {figures.harmful} of {figures.requests} requests wrong. The rule costs at most "
-        f"{_bound(figures)} points of accuracy with {percent(goal.confidence, 0)} confidence"
+        f"{_bound(figures)} points of accuracy with {_confidence(goal)}"
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
     if result.confirmed:
@@ -184,7 +184,7 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
         text += f"It saves {percent(figures.saved)} of the thinking"
     text += (
         f" and gives up {second.given_up} of {figures.requests} requests. {'Both cost' if first else 'It costs'} at "
-        f"most {_bound(figures)} points of accuracy with {percent(goal.confidence, 0)} confidence, "
+        f"most {_bound(figures)} points of accuracy with {_confidence(goal)}, "
     )
     allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
     if second.in_force:
@@ -200,19 +200,26 @@ def _bound(figures: Figures) -> str:
     return f"{100 * figures.harm_bound:.2f}"
 
 
+def _confidence(goal: Goal) -> str:
+    text = f"{percent(goal.confidence, 0)} confidence"
+    if goal.attempt:
+        text += f" over all attempts (this is attempt {goal.attempt})"
+    return text
+
+
 def _needed_at_best(result: Calibration, goal: Goal) -> str:
     return f"Without any harm, the bound needs {_needed(result, goal)} in each half."
 
 
 def _unproved(result: Calibration, goal: Goal) -> str:
     """Say how many requests or groups a proof needs at least."""
-    if needed_to_prove(goal.max_loss, goal.confidence) == math.inf:
+    if needed_to_prove(goal.max_loss, goal.bound_confidence) == math.inf:
         return "no number of requests can prove that a rule never harms."
     return f"the loss is not proved to be small, for which the other half needs {_needed(result, goal)}."
 
 
 def _needed(result: Calibration, goal: Goal) -> str:
-    needed = needed_to_prove(goal.max_loss, goal.confidence)
+    needed = needed_to_prove(goal.max_loss, goal.bound_confidence)
     what = "groups" if result.groups else "requests"
     return f"at least {needed:.0f} {what}" if needed < math.inf else f"more {what} than there can be"
 
@@ -233,7 +240,7 @@ def _range(interval: Interval, scale: int = 100) -> str:
 def report(result: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
     """Return the whole result of a calibration as plain values."""
     return {
-        "goal": asdict(goal),
+        "goal": asdict(goal) | {"bound_confidence": goal.bound_confidence},
         "proxy": replay.judge.is_proxy,
         "requests": len(replay.episodes.seen),
         "groups": result.groups,

@@ -7,9 +7,11 @@ import sys
 import tomllib
 from typing import TYPE_CHECKING
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from meridian_control.cli.main import app
+from meridian_control.offline.statistics import harmful_bound
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
 from tests.fakes.replays import made
@@ -17,8 +19,6 @@ from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 OK, FAILED, INVALID = range(3)
@@ -68,6 +68,27 @@ def test_the_command_says_what_is_not_proved(tmp_path: Path) -> None:
         "299 requests in each half. The policy stays in shadow."
     ) in " ".join(result.stdout.split())
     assert json.loads(report.read_text())["recommended"] is None
+
+
+def test_the_command_in_a_series_needs_a_stronger_proof(tmp_path: Path) -> None:
+    requests = made()
+    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
+    labels, report = traces.write_labels(tmp_path / "labels.jsonl", requests), tmp_path / "report.json"
+    bounds = []
+    for attempt in (0, 1, 3):
+        result = run(trace, "--labels", labels, *WIDE, "--attempt", attempt, "--report", report)
+        assert result.exit_code == OK, result.output
+        found = json.loads(report.read_text())
+        figures = found["recommended"]["held_out"]
+        confidence = 1 - 0.05 / (attempt * (attempt + 1) or 1)
+        bounds.append(figures["harm_bound"])
+        assert bounds[-1] == pytest.approx(harmful_bound(figures["harmful"], figures["requests"], confidence))
+        assert found["goal"]["bound_confidence"] == pytest.approx(confidence)
+    told = " ".join(result.stdout.split())
+    assert "points of accuracy with 95 % confidence over all attempts (this is attempt 3), which is within" in told
+    assert bounds == sorted(bounds)
+    told = " ".join(run(trace, "--labels", labels, "--attempt", 2).stdout.split())
+    assert "Without any harm, the bound needs at least 477 requests in each half." in told
 
 
 def test_the_command_says_how_many_groups_there_are(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy import special  # type: ignore[import-untyped]
 
 from meridian_control.offline.halves import first_half
-from meridian_control.offline.statistics import Area, harmful_bound, mean_bound
+from meridian_control.offline.statistics import Area, confidence_of, harmful_bound, mean_bound, needed_to_prove
 
 
 def test_the_bound_on_harm() -> None:
@@ -32,6 +33,24 @@ def test_the_bound_on_a_mean() -> None:
     rng = np.random.default_rng(5)
     means = rng.beta(0.2, 1.8, (400, 60)).mean(axis=1)
     assert np.mean([mean_bound(float(value), 60, 0.9) >= 0.1 for value in means]) >= 0.9
+
+
+@pytest.mark.parametrize(("requests", "max_loss"), [(500, 0.01), (2000, 0.01), (300, 0.05), (1000, 0.02)])
+def test_attempts_together_err_as_seldom_as_one(requests: int, max_loss: float) -> None:
+    """A rule that loses as much as is just forbidden is proved by chance in any of 200 attempts with at most 5 %."""
+
+    def proved(confidence: float) -> float:
+        """Return the chance that one attempt proves the rule."""
+        within = [n for n in range(requests) if harmful_bound(n, requests, confidence) <= max_loss]
+        return float(special.bdtr(max(within), requests, max_loss)) if within else 0.0
+
+    assert 0.001 < sum(proved(confidence_of(k, 0.95)) for k in range(1, 201)) <= 0.05
+    assert 1 - (1 - proved(0.95)) ** 200 > 0.9, "so many attempts must spend the confidence"
+
+
+def test_what_the_attempts_need() -> None:
+    needed = [needed_to_prove(0.01, confidence_of(attempt, 0.95)) for attempt in (1, 2, 10)]
+    assert needed == [368, 477, 766]
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:
