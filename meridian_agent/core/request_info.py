@@ -218,7 +218,9 @@ def _text(extra: Mapping[str, object], name: str, complaints: list[str]) -> str:
     value = extra.get(name)
     if value is None or isinstance(value, (str, int, float)):
         return clean("" if value is None else value)
-    complaints.append(f"{name} must be a text; got {clean(value)}")
+    # The client has written the class that it asks for under the usual name.
+    written = SLO_CLASS if name == ASKED_SLO_CLASS else name
+    complaints.append(f"{written} must be a text; got {clean(value)}")
     return ""
 
 

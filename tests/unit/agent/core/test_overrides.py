@@ -63,6 +63,8 @@ def test_a_name_that_is_no_text_is_ignored(value: object, kind: str) -> None:
     overrides = read({"meridian_tenant": value, "meridian_effort": 3})
     assert (overrides.tenant, overrides.effort) == ("", "3")
     assert overrides.complaint == f"meridian_tenant must be a text; got a {kind}"
+    # The client has not written the name under which the gateway's process passes its class on.
+    assert read({ASKED_SLO_CLASS: value}).complaint == f"meridian_slo_class must be a text; got a {kind}"
     assert f"got 'a {kind}'" in read({CAP: value}).complaint
 
 
