@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 PROXY_NOTE = (
     "There are no labels, so an answer counts as right if the trial answer begins with the token that it keeps until "
-    "the end. This is a proxy for accuracy, which means nothing if all answers begin with the same token: then set "
-    "model.<name>.eat_answer_prefix and record again, or give --labels."
+    "its last probe. This is a proxy for accuracy, which sees no change after the first token, and means nothing if "
+    "all answers begin with the same token: then set model.<name>.eat_answer_prefix and record again, or give --labels."
 )
 # The table shows each family's best rule within each of these losses, given in multiples of the allowed loss.
 SHOWN_LOSSES = (0.0, 0.5, 2.0, 5.0)
