@@ -66,5 +66,5 @@ export function showSavings(savings) {
     [k.text, k.level], num(s.since_revision), num(k.judged), num(k.judged_stops), num(k.harmful), num(k.unjudged),
     [k.harm, "wrap"], [followed(k.forced_ends), "wrap"], [followed(k.natural_ends), "wrap"],
   ]);
-  fold($("harm-table"), kinds.length ? "" : "Nothing in force shortens thinking, so nothing can do harm.");
+  fold($("harm-table"), kinds.length ? "" : "No rule, budget or pressure in force shortens thinking, so no harm is measured.");
 }
