@@ -5,21 +5,26 @@ The module uses the control plane only through its gRPC API, on one thread with 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import grpc
 import typer
-from meridian.v1 import fleet_pb2, rollout_pb2
+from meridian.v1 import fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     Client,
+    Output,
+    OutputOption,
     WatchOption,
     add,
+    as_dict,
     connect,
     console,
     first,
     new_table,
+    show_value,
     stamp_text,
     warn_unreachable,
     watched,
@@ -34,49 +39,116 @@ from meridian_control.common.look import percent
 
 # Number of names that a line shows.
 SHOWN = 3
+# What a document has of the savings; `meridianctl savings` has all.
+SAVINGS = ("since_revision", "saved_ratio", "saved_tokens", "max_loss", "harm_ratio", "harmful", "judged", "unjudged")
 
 
-def status(context: typer.Context, watch: WatchOption = False) -> None:
+class Facts(NamedTuple):
+    """What the control plane says of itself and of its fleet. policy: the revision in force, None before the first.
+    rollout: the newest one, None if there was none. savings: of the rules in force."""
+
+    server: str
+    policy: policy_pb2.PolicyRevision | None
+    engines: Sequence[fleet_pb2.Engine]
+    rollout: rollout_pb2.Rollout | None
+    freezes: Sequence[freeze_pb2.StoredFreeze]
+    savings: fleet_pb2.Savings
+    withdrawn_revision: int
+    budgets: Sequence[fleet_pb2.Budget]
+
+
+def status(context: typer.Context, output: OutputOption = Output.table, watch: WatchOption = False) -> None:
     """Sum up policy, engines, requests, rollout, freezes, savings, harm, budgets and pressure in ten lines."""
-    watched(partial(_show, context), watch)
+    watched(partial(_show, context, output), watch)
 
 
-def _show(context: typer.Context) -> None:
+def _show(context: typer.Context, output: Output) -> None:
     with connect(context) as client:
-        # The command line, the environment or a context may name the address.
-        server, _ = context.obj.resolve()
-        engines, unreachable = all_engines(client)
-        lines = [
-            ("policy", _policy(client)),
-            ("engines", _engines(engines)),
-            ("requests", _requests(connected(engines))),
-            ("rollout", _rollout(client)),
-            ("freezes", _freezes(client)),
-            *_savings(client),
-            ("budgets", _budgets(client)),
-            ("pressure", _pressure(connected(engines))),
-        ]
-    shown = new_table("control plane", server)
-    for name, text in lines:
-        add(shown, name, text)
-    console().print(shown)
+        facts, unreachable = _ask(context, client)
+    if output.is_table:
+        shown = new_table("control plane", facts.server)
+        for name, text in _lines(facts):
+            add(shown, name, text)
+        console().print(shown)
+    else:
+        show_value(_document(facts), output)
     warn_unreachable(unreachable)
 
 
-def _policy(client: Client) -> str:
+def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
+    """Return the facts, and the replicas that did not answer."""
+    # The command line, the environment or a context may name the address.
+    server, _ = context.obj.resolve()
+    engines, unreachable = all_engines(client)
+    newest = first(1, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(page_size=1), "rollouts")
+    savings = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
+    facts = Facts(
+        server,
+        _in_force(client),
+        engines,
+        newest[0] if newest else None,
+        in_force(client),
+        next((row for row in savings.savings if row.in_force), fleet_pb2.Savings()),
+        savings.withdrawn_revision,
+        client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets,
+    )
+    return facts, unreachable
+
+
+def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
     try:
-        stored = current(client)
+        return current(client)
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.NOT_FOUND:
             raise
+        return None
+
+
+def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield the name of each line with its text."""
+    live = connected(facts.engines)
+    withdrawn = f"; revision {facts.withdrawn_revision} withdrew what did harm" if facts.withdrawn_revision else ""
+    yield "policy", _policy(facts.policy)
+    yield "engines", _engines(facts.engines)
+    yield "requests", ", ".join(f"{count} {phase}" for phase, count in _requests(live).items())
+    yield "rollout", short_text(facts.rollout) if facts.rollout is not None else "none yet"
+    yield "freezes", _freezes(facts.freezes)
+    yield "saved", saved_text(facts.savings)
+    yield "harm", harm_text(facts.savings) + withdrawn
+    yield "budgets", _budgets(facts.budgets)
+    yield "pressure", _pressure(live)
+
+
+def _document(facts: Facts) -> dict[str, Any]:
+    """Return the facts as plain data, without the fields of the policy."""
+    policy, live, savings = facts.policy, connected(facts.engines), as_dict(facts.savings)
+    header = {} if policy is None else as_dict(policy)
+    header.pop("policy", None)
+    troubles = {what.replace(" ", "_"): ids for what, ids in _troubles(facts.engines).items()}
+    return {
+        "control_plane": facts.server,
+        "policy": header or None,
+        "engines": {"connected": len(live), **troubles},
+        "requests": _requests(live),
+        "rollout": as_dict(facts.rollout) if facts.rollout is not None else None,
+        "freezes": [as_dict(entry) for entry in facts.freezes],
+        "savings": {name: savings.get(name) for name in SAVINGS} if facts.savings.in_force else None,
+        "withdrawn_revision": facts.withdrawn_revision,
+        "budgets": [as_dict(row) for row in facts.budgets],
+        "pressure": _levels(live),
+    }
+
+
+def _policy(stored: policy_pb2.PolicyRevision | None) -> str:
+    if stored is None:
         return "none is stored yet: the defaults hold"
     author = f" by {stored.author}" if stored.author else ""
     reason = f": {stored.reason}" if stored.reason else ""
     return f"revision {stored.revision}, {stamp_text(stored.create_time)}{author}{reason}"
 
 
-def _engines(engines: Sequence[fleet_pb2.Engine]) -> str:
-    """Return how many engines there are, and what is wrong with some of them."""
+def _troubles(engines: Sequence[fleet_pb2.Engine]) -> dict[str, list[str]]:
+    """Return the ids of the engines by what is wrong with them."""
     live = connected(engines)
     groups = {
         "lost": [e for e in engines if e.lost],
@@ -86,8 +158,13 @@ def _engines(engines: Sequence[fleet_pb2.Engine]) -> str:
         "with unknown thinking markers": [e for e in live if e.unknown_markers],
         "without a name of its own": [e for e in live if e.engine_id in same_names(live)],
     }
-    texts = [f"{len(of)} {what} ({_names([e.engine_id for e in of])})" for what, of in groups.items() if of]
-    return ", ".join((f"{len(live)} connected", *texts))
+    return {what: [e.engine_id for e in of] for what, of in groups.items()}
+
+
+def _engines(engines: Sequence[fleet_pb2.Engine]) -> str:
+    """Return how many engines there are, and what is wrong with some of them."""
+    texts = [f"{len(ids)} {what} ({_names(ids)})" for what, ids in _troubles(engines).items() if ids]
+    return ", ".join((f"{len(connected(engines))} connected", *texts))
 
 
 def _names(names: Sequence[str]) -> str:
@@ -95,42 +172,32 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(shown[:SHOWN]) + ", …" * (len(shown) > SHOWN)
 
 
-def _requests(engines: Sequence[fleet_pb2.Engine]) -> str:
+def _requests(engines: Sequence[fleet_pb2.Engine]) -> dict[str, int]:
     fields = ("thinking", "answering", "waiting")
-    return ", ".join(f"{sum(getattr(e, name) for e in engines)} {name}" for name in fields)
+    return {name: sum(getattr(e, name) for e in engines) for name in fields}
 
 
-def _rollout(client: Client) -> str:
-    newest = first(1, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(page_size=1), "rollouts")
-    return short_text(newest[0]) if newest else "none yet"
-
-
-def _freezes(client: Client) -> str:
-    entries = in_force(client)
+def _freezes(entries: Sequence[freeze_pb2.StoredFreeze]) -> str:
     texts = [f"{e.freeze_id} until {e.end_time.ToDatetime():%H:%M:%S UTC}: {e.reason}" for e in entries[:SHOWN]]
     return ", ".join((*texts, *(["…"] if len(entries) > SHOWN else []))) or "none"
 
 
-def _savings(client: Client) -> Iterator[tuple[str, str]]:
-    """Yield what the rules in force save, and the harm that they do."""
-    answer = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
-    row = next((row for row in answer.savings if row.in_force), fleet_pb2.Savings())
-    yield "saved", saved_text(row)
-    withdrawn = f"; revision {answer.withdrawn_revision} withdrew what did harm" if answer.withdrawn_revision else ""
-    yield "harm", harm_text(row) + withdrawn
-
-
-def _budgets(client: Client) -> str:
-    rows = client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets
+def _budgets(rows: Sequence[fleet_pb2.Budget]) -> str:
     texts = [f"{row.policy.name} {percent(row.left_ratio, 0)} left, {stage_name(row.stage)}" for row in rows]
     return "; ".join(texts) or "none in the policy"
 
 
-def _pressure(engines: Sequence[fleet_pb2.Engine]) -> str:
+def _levels(engines: Sequence[fleet_pb2.Engine]) -> dict[str, dict[str, int]]:
+    """Return the level of each entry of pressure on each engine."""
     names = sorted({row.name for e in engines for row in e.pressures})
+    return {
+        name: {e.engine_id: row.level for e in engines for row in e.pressures if row.name == name} for name in names
+    }
+
+
+def _pressure(engines: Sequence[fleet_pb2.Engine]) -> str:
     texts = []
-    for name in names:
-        levels = {e.engine_id: row.level for e in engines for row in e.pressures if row.name == name}
+    for name, levels in _levels(engines).items():
         highest = max(levels.values())
         who = f" ({_names([engine for engine, level in levels.items() if level == highest])})" if highest else ""
         texts.append(f"{name} level {highest} of {MAX_LEVEL}{who}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
@@ -37,6 +38,11 @@ def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:
         assert after["freezes"].startswith("1 until ")
         assert after["freezes"].endswith(": look closer")
         assert after["budgets"].startswith("day 100 % left, ")
+        told = json.loads(run([*MERIDIANCTL, "--server", control.target, "status", "-o", "json"]).stdout)
+        assert (told["policy"]["revision"], "policy" in told["policy"]) == (2, False)
+        assert (told["engines"]["connected"], told["engines"]["lost"], told["rollout"]) == (0, [], None)
+        assert [freeze["reason"] for freeze in told["freezes"]] == ["look closer"]
+        assert [budget["left_ratio"] for budget in told["budgets"]] == [1.0]
     finally:
         control.process.stop()
 
