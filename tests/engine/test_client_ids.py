@@ -39,12 +39,17 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, **more}
 
 
-def stopped(served: Served, request_id: str) -> dict[str, Any]:
+def written(served: Served) -> str:
+    """Return a word that the model writes soon."""
+    text: str = post(served, "completions", {"prompt": PROMPT, "max_tokens": 40})["choices"][0]["text"]
+    return text.split()[5]
+
+
+def stopped(served: Served, stop: str, request_id: str) -> dict[str, Any]:
     """Return the answer to a request that ends at a stop string, with enough tokens left for the abort of a slow front
     end to arrive before the request ends by its length."""
-    text = post(served, "completions", {"prompt": PROMPT, "max_tokens": 40})["choices"][0]["text"]
     long = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
-    return post(served, "completions", {**long, "stop": [text.split()[5]], "request_id": request_id})
+    return post(served, "completions", {**long, "stop": [stop], "request_id": request_id})
 
 
 async def leave(served: Served) -> None:
@@ -148,9 +153,10 @@ def test_a_live_call_is_offered_by_its_choices(apart: tuple[Served, Control]) ->
 
 def test_a_stop_string_is_no_disconnect(apart: tuple[Served, Control]) -> None:
     served, control = apart
-    answer = stopped(served, "stopped")["choices"][0]
-    assert answer["finish_reason"] == "stop"
-    assert answer["stop_reason"]
+    stop = written(served)
+    answer = stopped(served, stop, "stopped")
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == stop
     life = explained(control, "stopped").life
     assert life.events[-1].detail == "stop"
 

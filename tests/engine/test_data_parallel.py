@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engine.served import PROMPTS, all_of, governed, phase_metrics, stream
-from tests.engine.test_client_ids import explained, leave, stopped
+from tests.engine.test_client_ids import explained, leave, stopped, written
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def ranks(folder: Path) -> Iterator[tuple[Served, Control]]:
 
 def test_the_causes_of_aborts_reach_each_rank(ranks: tuple[Served, Control]) -> None:
     served, control = ranks
+    stop = written(served)
     for number in range(4):
-        stopped(served, f"stopped-{number}")
+        stopped(served, stop, f"stopped-{number}")
     asyncio.run(leave(served))
     lives = [explained(control, f"stopped-{number}").life for number in range(4)]
     left = explained(control, "left", ends=2)
