@@ -5,7 +5,7 @@ Pure: maps token ids to phases. Knows neither vLLM nor text. Runs on the engine-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -285,6 +285,10 @@ class PhaseState:
     def generated_tokens(self) -> int:
         """Number of tokens that the request has generated."""
         return self.think_tokens + self.output_tokens + self.marker_tokens + self.unknown_tokens
+
+    def copy(self) -> PhaseState:
+        """Return a state that advances apart from this one."""
+        return replace(self, tail=list(self.tail))
 
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
         """Advance by one token; return the phase that the token belongs to, and its row flags."""

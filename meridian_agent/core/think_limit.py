@@ -6,7 +6,6 @@ All functions are pure. They run on the engine-core thread.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import FLAG_END, Phase
@@ -105,7 +104,7 @@ def first_due_row(
 
     drafts: draft tokens of the rows, negative if only the workers know a draft token.
     """
-    state = replace(live.state, tail=list(live.state.tail))
+    state = live.state.copy()
     for row in range(rows):
         limit = limit_in(live, state, markers)
         if limit is not None and state.phase is Phase.THINK and state.think_tokens >= limit.tokens:
@@ -129,7 +128,7 @@ def ending_tokens(state: PhaseState, markers: Markers, most: int) -> tuple[int, 
 
 def _reads_as_end(state: PhaseState, tokens: Sequence[int], markers: Markers) -> bool:
     """Return whether these tokens end thinking, and whether no marker is read before their last one."""
-    state = replace(state, tail=list(state.tail))
+    state = state.copy()
     flags = [state.feed(token, markers)[1] for token in tokens]
     return not any(flags[:-1]) and bool(flags[-1] & FLAG_END)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.live_request import LiveRequest
@@ -112,7 +111,7 @@ class Tracker:
     def thinking_before_newest(self, live: LiveRequest) -> PhaseState | None:
         """Return the state of a request before its newest token, which vLLM has just added to it; None if the request
         did not think there, or if that token ends its thinking."""
-        state, tokens = replace(live.state, tail=list(live.state.tail)), live.ref.output_token_ids
+        state, tokens = live.state.copy(), live.ref.output_token_ids
         new = live.ref.num_output_tokens - state.generated_tokens
         if not 0 < new <= self.run.tokens_per_step:
             return None
@@ -120,7 +119,7 @@ class Tracker:
             state.feed(token, self.markers)
         if state.phase is not Phase.THINK:
             return None
-        after = replace(state, tail=list(state.tail))
+        after = state.copy()
         after.feed(tokens[-1], self.markers)
         return state if after.phase is Phase.THINK else None
 

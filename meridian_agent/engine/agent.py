@@ -230,9 +230,14 @@ class Agent:
     def _info_of(self, request: Request, scheduler: Scheduler) -> request_info.RequestInfo:
         classes = self._client_slo_classes
         info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler, classes)
-        if not (self.frozen or self._lapsed & CAPS) and self.answer_only.sleep(request, info):
+        if self._lets_stops_sleep and self.answer_only.sleep(request, info):
             return replace(info, sleeping_stops=True)
         return info
+
+    @property
+    def _lets_stops_sleep(self) -> bool:
+        """Whether the settings on stops that sleep are in force."""
+        return not (self.frozen or self._lapsed & CAPS)
 
     def adopt(self, requests: Iterable[Request], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
@@ -274,7 +279,7 @@ class Agent:
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def stop_sleeps(self, request_id: str) -> bool:
         """Return whether the newest token of a request, one of its stop tokens, does not end the request."""
-        return not (self.frozen or self._lapsed & CAPS) and self.answer_only.token_sleeps(request_id)
+        return self._lets_stops_sleep and self.answer_only.token_sleeps(request_id)
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def stopped(self, request: Request) -> bool:
@@ -513,7 +518,7 @@ class Agent:
         stops = self.stops
         if stops.waiting:
             stops.take_out(scheduler, outputs.values())
-        if self.answer_only.with_strings and not (self.frozen or self._lapsed & CAPS):
+        if self.answer_only.with_strings and self._lets_stops_sleep:
             self.answer_only.note_strings(outputs.values())
         if not stops.waiting and self.accounts.take_text(scheduler, runner_output, outputs):
             return

@@ -6,7 +6,6 @@ neither, and without a policy in force both end thinking, as in stock vLLM. Runs
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.phases import Phase
@@ -101,7 +100,7 @@ def _thinking(state: PhaseState, tokens: Sequence[int], markers: Markers) -> lis
     """Return for each token after `state` whether it is a token of thinking or of a marker next to it."""
     if markers.longest == 1 and markers.by_last.keys().isdisjoint(tokens):
         return [state.phase is Phase.THINK] * len(tokens)
-    state, asleep = replace(state, tail=list(state.tail)), list[bool]()
+    state, asleep = state.copy(), list[bool]()
     for token in tokens:
         before = state.phase
         state.feed(token, markers)
