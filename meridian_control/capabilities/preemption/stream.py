@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2
 
@@ -62,16 +62,15 @@ class Preemption(Part):
         elif not was_on:
             table = self._table
             has_tokens = table.think_tokens + table.output_tokens > 0
-            waits = ~has_tokens | (table.preempted & (table.phase != agent_pb2.PHASE_OUTPUT))
-            self._waiting = dict.fromkeys((table.live & waits).nonzero()[0].tolist())
+            waits = table.live & (~has_tokens | _waits_again(table.preempted, table.phase))
+            self._waiting = dict.fromkeys(waits.nonzero()[0].tolist())
 
     def revise(self) -> None:
         self._revises = True
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         listed = snapshot.requests if self._is_on else ()
-        thinks = agent_pb2.PHASE_THINK
-        waiting = (each.slot for each in listed if each.queued or (each.preempted and each.phase == thinks))
+        waiting = (each.slot for each in listed if each.queued or _waits_again(each.preempted, each.phase))
         self._waiting = dict.fromkeys(waiting)
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
@@ -84,14 +83,12 @@ class Preemption(Part):
         if self._waiting:
             for slot in (*report.joined.slot, *report.resumed, *(request.slot for request in report.closed)):
                 self._waiting.pop(slot, None)
+        table = self._table
         for slot in report.preempted:
             # A request that was preempted for another one waits for its turn.
-            if slot not in report.preemptions.slot and self._thinks_preempted(slot):
+            own = slot not in report.preemptions.slot and table.holds(slot)
+            if own and _waits_again(table.preempted[slot], table.phase[slot]):
                 self._waiting[slot] = None
-
-    def _thinks_preempted(self, slot: int) -> bool:
-        table = self._table
-        return table.holds(slot) and bool(table.preempted[slot]) and table.phase[slot] != agent_pb2.PHASE_OUTPUT
 
     def _note(self, columns: agent_pb2.PreemptionColumns, step: int) -> None:
         """Note requests that were preempted for others. Raises BadReport if the columns differ in length."""
@@ -160,3 +157,8 @@ class Preemption(Part):
             recomputed_tokens_per_s=own.recomputed_tokens_per_s,
             max_wait_ms=own.max_wait_ms,
         )
+
+
+def _waits_again(preempted: Any, phase: Any) -> Any:
+    """Return whether a request, or each of several in arrays, waits again: it was preempted before its answer."""
+    return preempted & (phase != agent_pb2.PHASE_OUTPUT)
