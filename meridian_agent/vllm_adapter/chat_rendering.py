@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# What is noted in vLLM's rendered prompt, a dictionary, under the names that it has in the sampling parameters.
+# Names under which facts are noted in vLLM's rendered prompt, a dictionary, as in the sampling parameters.
 NOTED = (TEMPLATE, EFFORT, THINKING_ABSENT)
 # Words of which one stands in an assistant's text that contains its thinking, whatever the model's markers are.
 THINKING = re.compile("think|thought|reason|analysis", re.IGNORECASE)

@@ -350,6 +350,6 @@ def main() -> None:
     except OSError as error:
         # For example, the disk to which the output goes is full.
         say(f"cannot write the output: {error.strerror}", err=True)
-        # What is still buffered would fail again at the interpreter's end, which would change the exit code to 120.
+        # Otherwise the interpreter would write the buffered rest at its end, fail again, and exit with 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)

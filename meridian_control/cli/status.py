@@ -39,7 +39,7 @@ from meridian_control.common.look import percent
 
 # Number of names that a line shows.
 SHOWN = 3
-# What a document has of the savings; `meridianctl savings` has all.
+# Fields of the savings that a document shows; `meridianctl savings` shows all.
 SAVINGS = ("since_revision", "saved_ratio", "saved_tokens", "max_loss", "harm_ratio", "harmful", "judged", "unjudged")
 
 
@@ -149,14 +149,14 @@ def _policy(stored: policy_pb2.PolicyRevision | None) -> str:
 
 def _troubles(engines: Sequence[fleet_pb2.Engine]) -> dict[str, list[str]]:
     """Return the ids of the engines by what is wrong with them."""
-    live = connected(engines)
+    live, shared = connected(engines), set(same_names(engines))
     groups = {
         "lost": [e for e in engines if e.lost],
         "at fault": [e for e in engines if e.fault],
         "frozen": [e for e in live if e.freeze.freeze_ids or e.freeze.confirmed],
         "with an older policy": [e for e in live if e.acked_revision < e.revision],
         "with unknown thinking markers": [e for e in live if e.unknown_markers],
-        "without a name of its own": [e for e in live if e.engine_id in same_names(live)],
+        "without a name of its own": [e for e in live if e.engine_id in shared],
     }
     return {what: [e.engine_id for e in of] for what, of in groups.items()}
 
@@ -189,10 +189,11 @@ def _budgets(rows: Sequence[fleet_pb2.Budget]) -> str:
 
 def _levels(engines: Sequence[fleet_pb2.Engine]) -> dict[str, dict[str, int]]:
     """Return the level of each entry of pressure on each engine."""
-    names = sorted({row.name for e in engines for row in e.pressures})
-    return {
-        name: {e.engine_id: row.level for e in engines for row in e.pressures if row.name == name} for name in names
-    }
+    levels: dict[str, dict[str, int]] = {}
+    for e in engines:
+        for row in e.pressures:
+            levels.setdefault(row.name, {})[e.engine_id] = row.level
+    return dict(sorted(levels.items()))
 
 
 def _pressure(engines: Sequence[fleet_pb2.Engine]) -> str:
