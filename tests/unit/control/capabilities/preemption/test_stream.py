@@ -171,8 +171,11 @@ def test_columns_of_different_lengths_break_the_contract() -> None:
         made.said_preempts(preemptions=agent_pb2.PreemptionColumns(decision_id=[1], slot=[1]))
 
 
-def test_a_snapshot_lists_those_that_wait() -> None:
+@pytest.mark.parametrize("state", [{"queued": True}, {"preempted": True}])
+def test_a_snapshot_lists_those_that_wait(state: dict[str, Any]) -> None:
+    """One waits for its first step, and vLLM has preempted the other while it read its prompt."""
     made = Made()
-    made.send(snapshot=agent_pb2.Snapshot(step=5, requests=[made.thinker(0, 300), made.waiter(4)]))
+    waits = made.thinker(4, 0, phase=PROMPT, tenant="chat", **state)
+    made.send(snapshot=agent_pb2.Snapshot(step=5, requests=[made.thinker(0, 300), waits]))
     ((claim, *_),) = [made.session.open_decisions.values()]
     assert (claim.kind, claim.slot) == ("preempt", 4)
