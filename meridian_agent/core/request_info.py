@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-MAX_TEXT = 128
+# Largest number of characters of a text that a client chooses; and the bytes of the hash, in hexadecimal digits, with
+# which a longer name ends.
+MAX_TEXT, HASH_BYTES = 128, 8
 # Largest number of characters of a request id, which a client may choose too (X-Request-Id); what stands for the middle
 # of a longer one; and the number of characters after it, which are vLLM's own random ones and their hyphen.
 MAX_ID, LEFT_OUT, LAST = 256, "...", 9
@@ -217,7 +219,7 @@ def budget_of(params: SamplingParams, prompt: Sequence[int], markers: Markers) -
 def _text(extra: Mapping[str, object], name: str, complaints: list[str]) -> str:
     value = extra.get(name)
     if value is None or isinstance(value, (str, int, float)):
-        return clean("" if value is None else value)
+        return distinct("" if value is None else value)
     # The client has written the class that it asks for under the usual name.
     written = SLO_CLASS if name == ASKED_SLO_CLASS else name
     complaints.append(f"{written} must be a text; got {clean(value)}")
@@ -259,6 +261,16 @@ def shown_id(request_id: str) -> str:
         return text
     last = clean(request_id[-LAST:])
     return text[: MAX_ID - len(LEFT_OUT) - len(last)] + LEFT_OUT + last
+
+
+def distinct(value: object) -> str:
+    """Return a name as `clean` does, but let one that is longer than MAX_TEXT end in a hash of the whole, so that names
+    that only begin alike stay different. A name that has been through this function stays as it is."""
+    whole = printable(value) if isinstance(value, str) else ""
+    if len(whole) <= MAX_TEXT:
+        return whole or clean(value)
+    digest = hashlib.blake2b(whole.encode(), digest_size=HASH_BYTES, person=b"name").hexdigest()
+    return f"{whole[: MAX_TEXT - len(digest) - 1]}-{digest}"
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:

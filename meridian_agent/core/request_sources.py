@@ -12,7 +12,7 @@ import json
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from meridian_agent.core.request_info import MAX_TEXT, clean
+from meridian_agent.core.request_info import MAX_TEXT, distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +69,7 @@ class RequestSources(NamedTuple):
         if source is None:
             return ""
         if source.kind == HEADER:
-            return clean(_only(headers, source.name).strip())
+            return distinct(_only(headers, source.name).strip())
         if source.kind == API_KEY:
             key = _bearer(headers) if source.name in {"", AUTHORIZATION} else _only(headers, source.name).strip()
             return hashed(key, self.key_secret) if key else ""
@@ -111,7 +111,7 @@ def claim(token: str, name: str) -> str:
     except (ValueError, RecursionError):
         return ""
     value = payload.get(name) if isinstance(payload, dict) else None
-    return clean(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
+    return distinct(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
 
 
 def _only(headers: list[tuple[bytes, bytes]], name: str) -> str:

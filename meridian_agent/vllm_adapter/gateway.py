@@ -12,7 +12,7 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.request_info import ASKED_SLO_CLASS, SLO_CLASS, TENANT, clean
+from meridian_agent.core.request_info import ASKED_SLO_CLASS, SLO_CLASS, TENANT, distinct
 from meridian_agent.core.request_sources import USER, RequestSources, Sender
 from meridian_agent.vllm_adapter import after_import, required_api
 
@@ -95,6 +95,6 @@ def named(sources: RequestSources, sender: Sender, extra: dict[str, Any]) -> dic
     own = {TENANT, SLO_CLASS, ASKED_SLO_CLASS, GIVEN_USER}
     kept = {name: value for name, value in extra.items() if name not in own}
     by_user = sources.tenant is not None and sources.tenant.kind == USER
-    tenant = clean(extra.get(GIVEN_USER, "")) if by_user else sender.tenant
+    tenant = distinct(extra.get(GIVEN_USER, "")) if by_user else sender.tenant
     said = {TENANT: tenant, SLO_CLASS: sender.slo_class, ASKED_SLO_CLASS: extra.get(SLO_CLASS)}
     return kept | {name: value for name, value in said.items() if value}

@@ -220,6 +220,18 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
     assert max(len(tenant), len(slo_class), len(asked), len(effort)) <= MAX_TEXT
 
 
+@pytest.mark.parametrize("name", [TENANT, SLO_CLASS, "meridian_effort"])
+def test_long_names_that_begin_alike_are_different(name: str) -> None:
+    begins = "x" * (MAX_TEXT - 1)
+    (exact, *longer) = [
+        next(text for text in read({name: begins + end})[:3] if text) for end in ("1", "12", "13", "1\x00")
+    ]
+    assert exact == begins + "1"
+    assert len({exact, *longer}) == 4
+    assert {len(text) for text in longer} == {MAX_TEXT}
+    assert all(next(text for text in read({name: text})[:3] if text) == text for text in longer)
+
+
 @pytest.mark.parametrize(
     ("extra", "chat"),
     [({}, False), ({TEMPLATE: "{}"}, True), ({TEMPLATE: UNKNOWN_TEMPLATE}, True), ({CHAT: 1}, True)],
