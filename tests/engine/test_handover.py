@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from tests.data import maze
 from tests.engine.matrix.features.connectors import REMOTE_DECODE
 from tests.engine.pools import PLACES, POLICY, Pools
 from tests.needed import NIXL
-from tests.processes import wait_for
+from tests.processes import MODEL, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,6 +167,24 @@ def test_answers_that_end_early(pools: Pools, expected: list[Said]) -> None:
     thinking = max(said[4] for said in expected) - 2
     whole = all_of(pools["A"].port, max_tokens=thinking)
     assert all_of(pools.relay_port, max_tokens=thinking) == whole
+    no_block_is_left(pools)
+
+
+@pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
+def test_stops_end_answers_on_the_other_engine(pools: Pools, expected: list[Said], kind: str) -> None:
+    """They sleep on the thinking engine, beside the stop tokens of the handover."""
+    pools.apply(POLICY)
+    vocabulary = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    shared = [{*said[0].split()} & {*said[1].split()} for said in expected]
+    word = next(word for word in expected[0][1].split() if all(word in found for found in shared))
+    stops = {"stop": [word]} if kind == "stop" else {"extra_body": {"stop_token_ids": [vocabulary[word]]}}
+    whole = all_of(pools["A"].port, **stops)
+    assert [said[0] for said in whole] == [said[0] for said in expected]
+    for said, free in zip(whole, expected, strict=True):
+        assert (said[1].rstrip(), said[2]) == (free[1][: free[1].index(word)].rstrip(), "stop")
+    before = results(pools)
+    assert all_of(pools.relay_port, **stops) == whole
+    assert more(results(pools), before)["handed_over"] >= len(PROMPTS) / 2
     no_block_is_left(pools)
 
 
