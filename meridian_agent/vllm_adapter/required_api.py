@@ -277,7 +277,7 @@ V2_PROBE_ROWS: Table = {
 }
 # The API needed to let a request go on that vLLM has stopped while it thinks. Without this API, or before the first
 # release with which it was tried, such a request ends without an answer.
-PREMATURE_STOPS_FROM = (0, 32)
+PREMATURE_STOPS_FROM = (0, 31)
 PREMATURE_STOPS: Table = {
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "_free_request(_)",
