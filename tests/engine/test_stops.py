@@ -143,6 +143,17 @@ def test_frozen_in_shadow_or_disabled_stops_are_stocks(llm: Any, control: Contro
 
 
 @KINDS
+def test_in_shadow_a_stop_that_would_sleep_counts_as_unended(
+    llm: Any, control: Control, stops: Stops, kind: str
+) -> None:
+    control.apply({"scheduler": {"answer_only_stops": "all", "shadow": True}})
+    before = control.settled().answers["unended"]
+    assert stops.in_thinking(ask(llm, stops.params(kind)), kind)
+    assert ask(llm, {}) == stops.free
+    assert control.settled().answers["unended"] == before + 1
+
+
+@KINDS
 @pytest.mark.usefixtures("lost")
 def test_past_the_lease_stops_are_stocks(llm: Any, agent: Any, control: Control, stops: Stops, kind: str) -> None:
     control.apply({**ANSWER_ONLY, "scheduler": {**ANSWER_ONLY["scheduler"], "lease_ms": 1000}})
