@@ -30,7 +30,7 @@ from meridian_control.offline.statistics import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -142,7 +142,7 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     Raises TooFewRequests.
     """
     fit, held_out, unit = halved(replay.episodes.ids, replay.judge, split)
-    halves = _Halves(replay, fit, held_out, unit, goal)
+    halves = Halves(replay, fit, held_out, unit, goal)
     separations = [
         separation(replay, fit, unit, goal.confidence, name=name, score=score) for name, score in scores(replay).items()
     ]
@@ -183,7 +183,7 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     )
 
 
-def calibrated_cap(halves: _Halves, chosen: _Tried | None) -> int:
+def calibrated_cap(halves: Halves, chosen: Tried | None) -> int:
     """Return the smallest cap whose loss is within the allowed loss on both halves, in thinking tokens: the chosen cap
     if the other half proves it, or else the longest thinking of the trace, which no cap shortens.
 
@@ -203,7 +203,7 @@ def _with_goal(policy: Policy, cap_tokens: int, goal: Goal) -> Policy:
     return policy.model_copy(update={"scheduler": scheduler, "entropy": entropy})
 
 
-def _second(halves: _Halves, first: _Tried | None, confirmed: bool) -> SecondThreshold | None:
+def _second(halves: Halves, first: Tried | None, confirmed: bool) -> SecondThreshold | None:
     """Choose a give-up rule that acts together with the rule `first`; None if none is found.
 
     The harm is that of both rules. The proxy counts each answer that changes as harm, so it cannot judge the rule.
@@ -233,7 +233,7 @@ def _second(halves: _Halves, first: _Tried | None, confirmed: bool) -> SecondThr
 
 
 @dataclass(frozen=True)
-class _Tried:
+class Tried:
     """A rule and its effect on the first half. `harm` is the field of Figures."""
 
     rule: StoppingRule
@@ -243,9 +243,9 @@ class _Tried:
     harm: float
 
 
-def pareto(tried: Sequence[_Tried]) -> list[_Tried]:
+def pareto(tried: Sequence[Tried]) -> list[Tried]:
     """Return the rules that no other rule beats in both saving and accuracy, from least saved to most saved."""
-    front: list[_Tried] = []
+    front: list[Tried] = []
     for candidate in sorted(tried, key=lambda t: (-t.saved, -t.change)):
         if not front or candidate.change > front[-1].change:
             front.append(candidate)
@@ -253,7 +253,7 @@ def pareto(tried: Sequence[_Tried]) -> list[_Tried]:
 
 
 @dataclass(frozen=True)
-class _Halves:
+class Halves:
     """Both halves of the requests. unit: number of each request's group, or of the request itself, [requests]."""
 
     replay: Replay
@@ -262,16 +262,16 @@ class _Halves:
     unit: NDArray[np.int64]
     goal: Goal
 
-    def tried(self, rules: Sequence[StoppingRule]) -> list[_Tried]:
+    def tried(self, rules: Sequence[StoppingRule]) -> list[Tried]:
         """Try rules, and return those that stop at least one request of the first half."""
         tried = (self._try(rule) for rule in rules)
         return [t for t in tried if np.isfinite(t.stops.at_tokens[self.fit]).any()]
 
-    def _try(self, rule: StoppingRule) -> _Tried:
+    def _try(self, rule: StoppingRule) -> Tried:
         stops, fit = self.replay.stops(rule), self.fit
         change = stops.right[fit] - self.replay.judge.natural[fit]
-        saved = 1 - self._spent(stops, fit).sum() / self.replay.episodes.natural_tokens[fit].sum()
-        return _Tried(rule, stops, float(saved), float(change.mean()), float(self._harm(stops, fit).mean()))
+        saved = 1 - self.spent(stops, fit).sum() / self.replay.episodes.natural_tokens[fit].sum()
+        return Tried(rule, stops, float(saved), float(change.mean()), float(self._harm(stops, fit).mean()))
 
     def _harm(self, stops: Stops, where: NDArray[np.intp]) -> NDArray[np.float64]:
         """Return the mean accuracy that the requests of each unit lose, in [0, 1], [units]."""
@@ -293,10 +293,10 @@ class _Halves:
         natural = judge.natural[~np.isnan(judge.natural)]
         return not judge.groups and bool(np.isin(judge.right, (0, 1)).all() and np.isin(natural, (0, 1)).all())
 
-    def best(self, tried: Sequence[_Tried]) -> _Tried | None:
+    def best(self, tried: Sequence[Tried], laxer: Callable[[StoppingRule], StoppingRule] = loosened) -> Tried | None:
         """Return the rule that saves most within half the allowed loss, and whose bound is within the allowed loss.
 
-        The bound is that of the harm with loosened thresholds, because a threshold that the first half only just allows
+        The bound is that of the harm with laxer thresholds, because a threshold that the first half only just allows
         would often fail on the other half. Only harm counts as loss, because requests that become right by being
         stopped do so by chance.
         """
@@ -306,16 +306,16 @@ class _Halves:
                 break
             if candidate.harm > allowed / 2:
                 continue
-            if self._bound(self._harm(self._try(loosened(candidate.rule)).stops, self.fit)) <= allowed:
+            if self._bound(self._harm(self._try(laxer(candidate.rule)).stops, self.fit)) <= allowed:
                 return candidate
         return None
 
-    def point(self, candidate: _Tried) -> Point:
+    def point(self, candidate: Tried) -> Point:
         return Point(
             candidate.rule, self.figures(candidate.stops, self.fit), self.figures(candidate.stops, self.held_out)
         )
 
-    def _spent(self, stops: Stops, where: NDArray[np.intp]) -> NDArray[Any]:
+    def spent(self, stops: Stops, where: NDArray[np.intp]) -> NDArray[Any]:
         """Return each request's thinking tokens plus its probes' tokens, [where]."""
         natural = self.replay.episodes.natural_tokens[where]
         spent: NDArray[Any] = np.minimum(stops.at_tokens[where], natural) + self._probed(stops, where)
@@ -327,7 +327,7 @@ class _Halves:
 
     def figures(self, stops: Stops, where: NDArray[np.intp]) -> Figures:
         natural, before = self.replay.episodes.natural_tokens[where], self.replay.judge.natural[where]
-        spent, right = self._spent(stops, where), stops.right[where]
+        spent, right = self.spent(stops, where), stops.right[where]
         unit = np.unique(self.unit[where], return_inverse=True)[1]
         change, harm = right - before, self._harm(stops, where)
         weights = resampled(len(harm), RESAMPLES)

@@ -96,9 +96,9 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
     here = np.isin(episodes.owner, requests)
     eat, ranks, ratios = replay.eat_nats[here], episodes.ranks[here, 0], replay.rpdi[here]
     ranks = ranks[ranks > 0]
-    bounds = sorted({*RANKS, *map(int, _quantiles(ranks, GRID))}) if len(ranks) else []
-    levels, coarse = _quantiles(eat, GRID), _quantiles(eat, COARSE)
-    margins = _quantiles(episodes.margins[here, 0], GRID)
+    bounds = sorted({*RANKS, *map(int, quantiles(ranks, GRID))}) if len(ranks) else []
+    levels, coarse = quantiles(eat, GRID), quantiles(eat, COARSE)
+    margins = quantiles(episodes.margins[here, 0], GRID)
     settled = list(product(ALPHAS, coarse, VARIANCES))
     gates = [b for b in bounds if b <= np.quantile(ranks, 0.6)] if len(ranks) else []
     near = margins[: math.ceil(0.6 * len(margins))]
@@ -201,7 +201,7 @@ def give_ups(
     policy, before which no rule ends thinking.
     """
     episodes = replay.episodes
-    levels = _quantiles(replay.eat_nats[np.isin(episodes.owner, requests)], HIGH)
+    levels = quantiles(replay.eat_nats[np.isin(episodes.owner, requests)], HIGH)
     starts = np.quantile(episodes.natural_tokens[requests], STARTS)
     shared = {k: v for part in (first.parts if first else ()) if part.family in PROBED for k, v in part.entropy.items()}
     alphas = (shared["ema_alpha"],) if "ema_alpha" in shared else ALPHAS
@@ -236,13 +236,13 @@ def _agree(first: StoppingRule, second: StoppingRule) -> bool:
     return len(wanted) <= 1
 
 
-def _quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[float]:
+def quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[float]:
     """Return the distinct positive values at these quantiles, rounded to three digits."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return []
-    quantiles = np.quantile(finite, grid, method="inverted_cdf")
-    return sorted({float(f"{value:.3g}") for value in quantiles.tolist() if value > 0})
+    found = np.quantile(finite, grid, method="inverted_cdf").tolist()
+    return sorted({float(f"{value:.3g}") for value in found if value > 0})
 
 
 def _thinned(values: list[T], most: int = 8) -> list[T]:
