@@ -17,10 +17,10 @@ from tests.bench.harness import BenchError
 from tests.processes import Process, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from tests.bench.cuts import Cuts, Reference
-    from tests.bench.driver import Batch, Completion, Engine, Sample
+    from tests.bench.cuts import Reference
+    from tests.bench.driver import Batch, Engine, Sample
 
 MERIDIANCTL = str(Path(sys.executable).with_name("meridianctl"))
 # Seconds from the appearance of the trace file to the first record, which take one call over loopback.
@@ -32,6 +32,7 @@ CONNECTED_S = 1.0
 # rules.
 SENTENCES, PARAGRAPHS = "sentence", "paragraph"
 AT_PARAGRAPHS = "EAT at paragraphs"
+TRACE, LABELS = "trace", "labels.jsonl"
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,9 @@ def calibrate(engine: Engine, reference: Reference, samples: Sequence[Sample], f
     live probe then reads the same text as the recorded one. A probe of a rule gated by rank reads two tokens later than
     the recorded one at a sentence end did.
     """
-    known: dict[tuple[str, tuple[int, ...]], Cuts] = {}
-
-    def cut(sample: Sample, completion: Completion) -> Cuts:
-        key = sample.name, completion.tokens
-        if key not in known:
-            known[key] = reference.cuts(sample, completion)
-        return known[key]
-
-    sentences, paragraphs = (_recorded(engine, cut, samples, folder, where) for where in (SENTENCES, PARAGRAPHS))
+    sentences, paragraphs = (
+        _calibrated(engine, reference, samples, folder, where) for where in (SENTENCES, PARAGRAPHS)
+    )
     best = paragraphs.report["recommended"]
     chosen = paragraphs if best and best["family"].startswith(AT_PARAGRAPHS) else sentences
     families = {**sentences.report["families"]}
@@ -82,25 +77,31 @@ def calibrate(engine: Engine, reference: Reference, samples: Sequence[Sample], f
     return replace(chosen, report={**chosen.report, "families": families})
 
 
-def _recorded(
-    engine: Engine, cut: Callable[[Sample, Completion], Cuts], samples: Sequence[Sample], folder: Path, where: str
+def _calibrated(
+    engine: Engine, reference: Reference, samples: Sequence[Sample], folder: Path, where: str
 ) -> Calibrated:
     """Record once and run `meridianctl calibrate` on the recording, with files in a folder of its own. Raises
     BenchError."""
     task, folder = engine.task, folder / f"calibration-{where}"
-    folder.mkdir(exist_ok=True)
-    trace, labels, policy, report = (folder / name for name in ("trace", "labels.jsonl", "policy.toml", "report.json"))
-    for file in (trace, labels, policy, report):
+    policy, report = folder / "policy.toml", folder / "report.json"
+    for file in (policy, report):
         file.unlink(missing_ok=True)
-    batch = _record(engine, samples, trace, where)
-    done = list(zip(samples, batch.completions, strict=True))
-    cuts.write_labels(labels, done, [cut(*pair) for pair in done])
+    batch = record(engine, reference, samples, folder, where)
     # The base is not the policy of the recording, because that policy probes everywhere.
     base = folder / "base.toml"
     base.write_text(tomli_w.dumps(arms.with_answer_prefix({}, task.name, task.answer_prefix)))
     written = ["--out", str(policy), "--report", str(report), "--plot", str(folder / "frontier.png")]
     process = subprocess.run(
-        [MERIDIANCTL, "calibrate", str(trace), "--labels", str(labels), "--base", str(base), *written],
+        [
+            MERIDIANCTL,
+            "calibrate",
+            str(folder / TRACE),
+            "--labels",
+            str(folder / LABELS),
+            "--base",
+            str(base),
+            *written,
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -114,8 +115,20 @@ def _recorded(
     return Calibrated(arms.load(policy), figures, batch.mean_think_tokens(), len(samples))
 
 
-def _record(engine: Engine, samples: Sequence[Sample], trace: Path, where: str) -> Batch:
-    """Run requests under a policy in shadow while `meridianctl record` writes a trace. Raises BenchError."""
+def record(engine: Engine, reference: Reference, samples: Sequence[Sample], folder: Path, where: str) -> Batch:
+    """Run requests under a policy in shadow while `meridianctl record` writes a trace, and write their labels.
+
+    The files are TRACE and LABELS of the folder, which is made. Raises BenchError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (trace := folder / TRACE).unlink(missing_ok=True)
+    batch = _traced(engine, samples, trace, where)
+    done = list(zip(samples, batch.completions, strict=True))
+    cuts.write_labels(folder / LABELS, done, [reference.cuts(*pair) for pair in done])
+    return batch
+
+
+def _traced(engine: Engine, samples: Sequence[Sample], trace: Path, where: str) -> Batch:
     command = [MERIDIANCTL, "--server", engine.control.target, "record", str(trace)]
     recording = Process(command, trace.with_name("record.log"))
     try:

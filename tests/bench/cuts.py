@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 class Cuts:
     """All cuts of one request's thinking; entry n keeps n thinking tokens.
 
-    chance: probability of the right answer. likeliest: whether the likeliest answer is right. sentence_ends: thinking
-    tokens up to each sentence end.
+    chance: probability of the right answer. confidence: probability of the likeliest answer. likeliest: whether that
+    answer is right. sentence_ends: thinking tokens up to each sentence end.
     """
 
     chance: list[float]
+    confidence: list[float]
     likeliest: list[bool]
     sentence_ends: list[int]
 
@@ -44,11 +45,18 @@ class Reference:
 
         self._subject = measure.Subject(measure.TASKS[task.name], task.model)
         self._stop: int = self._subject.tokenizer.convert_tokens_to_ids(maze.STOP)
+        self._known: dict[tuple[str, tuple[int, ...]], Cuts] = {}
 
     def cuts(self, sample: Sample, completion: Completion) -> Cuts:
+        key = sample.name, completion.tokens
+        if key not in self._known:
+            self._known[key] = self._cuts(sample, completion)
+        return self._known[key]
+
+    def _cuts(self, sample: Sample, completion: Completion) -> Cuts:
         trace = self._subject.trace(sample.prompt, self._subject.ids(sample.prompt), list(completion.tokens))
         ends = [at for at, token in enumerate(trace.thinking, 1) if token == self._stop]
-        return Cuts(trace.chance, [guess == trace.truth for guess in trace.guess], ends)
+        return Cuts(trace.chance, trace.confidence, [guess == trace.truth for guess in trace.guess], ends)
 
 
 def write_labels(path: Path, done: Sequence[tuple[Sample, Completion]], cuts: Sequence[Cuts]) -> None:

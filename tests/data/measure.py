@@ -74,6 +74,8 @@ class Trace:
     """Rank of </think> as the next token, per position."""
     guess: list[str]
     """The likeliest answer, per position."""
+    confidence: list[float]
+    """Probability of the likeliest answer, per position."""
     chance: list[float]
     """Probability of the true answer, per position."""
 
@@ -135,6 +137,7 @@ class Subject:
             bare,
             rank.tolist(),
             self.tokenizer.convert_ids_to_tokens(after.argmax(-1).tolist()),
+            after.softmax(-1).amax(-1).tolist(),
             after.softmax(-1)[:, self.tokenizer.convert_tokens_to_ids(truth)].tolist(),
         )
 
