@@ -370,14 +370,23 @@ class Session:
         self.say(f"{arm}, {where}: {told}")
 
     def table(
-        self, title: str, text: str, columns: Sequence[Column], base: str, cases: Sequence[str] | None = None
+        self,
+        title: str,
+        text: str,
+        columns: Sequence[Column],
+        base: str,
+        cases: Sequence[str] | None = None,
+        *,
+        rows: list[list[Any]] | None = None,
     ) -> None:
         """Store a table of the runs so far. text: what a reader of the figures has to know. base: arm to which the
-        others are compared. cases: all by default."""
+        others are compared. cases: all by default. rows: as `rows_of` returns them, if not those of the runs."""
         minutes, runs = (time.monotonic() - self._began_s) / 60, self.runs
-        measured = f"{datetime.now(UTC):%Y-%m-%d} on {machine()}, in {minutes:.1f} minutes; other programs used at most"
-        measured += f" {max(self.others_cores, default=0.0):.2f} cores"
-        rows = rows_of(runs, columns, base, runs.cases() if cases is None else cases)
+        measured = f"{datetime.now(UTC):%Y-%m-%d} on {machine()}, in {minutes:.1f} minutes"
+        if self.others_cores:
+            measured += f"; other programs used at most {max(self.others_cores):.2f} cores"
+        if rows is None:
+            rows = rows_of(runs, columns, base, runs.cases() if cases is None else cases)
         plain = [asdict(column) for column in columns]
         self.store.put("tables", title, {"measured": measured, "text": text, "columns": plain, "rows": rows})
 
