@@ -246,10 +246,13 @@ def _flag(extra: Mapping[str, object], name: str, complaints: list[str]) -> bool
 
 def in_sample(request_id: str, share: float) -> bool:
     """Return whether a request belongs to the sample of the share `share`, 0 to 1. A larger sample contains each
-    smaller one."""
+    smaller one.
+
+    The control plane chooses its control group by the same hash, so a sample that is no smaller contains the group.
+    """
     if share >= 1:
         return True
-    digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=8, person=b"measured").digest()
+    digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=8, person=b"control-group").digest()
     return int.from_bytes(digest) < share * (1 << 64)
 
 

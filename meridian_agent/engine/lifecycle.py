@@ -42,6 +42,7 @@ from meridian_agent.vllm_adapter import (
     scheduler_api,
     tokenizer,
 )
+from meridian_agent.vllm_adapter.model_fingerprint import fingerprint
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits, limits_of
 from meridian_agent.vllm_adapter.version import unfit_limit, unfit_preemption, vllm_version
 
@@ -92,6 +93,7 @@ class Lifecycle:
         self._later_turns = LaterTurns(self._read_template, self.link.restart)
         # The model's own chat template, and the markers with which it is rendered to see what it does with thinking.
         self._chat_template: str | None = None
+        self._fingerprint = ""
         self._rendered_with = NO_MARKERS
         # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._unknown_in_hello = ""
@@ -109,6 +111,7 @@ class Lifecycle:
         self._markers = markers or no_markers(self._start.why("markers"))
         self._rendered_with = self._markers
         self._chat_template = tokenizer.chat_template_of(config)
+        self._fingerprint = find("fingerprint", lambda: fingerprint(config, self._chat_template), "")
         self._later_turns.has_template = self._chat_template is not None
         self._later_turns.read_anew()
         self._unknown_in_hello = self._markers.unknown
@@ -286,6 +289,7 @@ class Lifecycle:
             engine_limits=self.limits.message(),
             reclaim_note=clean(self._later_turns.note, MAX_FAULT),
             missing_facts=self._start.missing,
+            model_fingerprint=self._fingerprint,
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_preempt = self._facts.no_preempt

@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm.meridian")
 OPTIONAL = {
     "tokenizer": "as without markers, chat template and sentence ends",
     "markers": "no token counts as thinking, so nothing ends thinking until a policy names the markers",
+    "fingerprint": "self-calibration does not notice when the model changes",
     "chat template": "finished thinking stays in the prefix cache, as in stock vLLM",
     "sentence ends": "no token ends a sentence: rules that read sentence ends do not act, nor do probes there",
     "texts of some tokens": "these tokens end no sentence",

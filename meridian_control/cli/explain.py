@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC
 from typing import Annotated
 
+import grpc
 import typer
 from meridian.v1 import fleet_pb2
 from rich.table import Table
@@ -17,6 +18,7 @@ from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     INVALID,
     LONGEST_REQUEST_ID,
+    Client,
     Output,
     OutputOption,
     SinceOption,
@@ -32,7 +34,15 @@ from meridian_control.cli.console import (
     stamp_text,
     warn_unreachable,
 )
-from meridian_control.cli.tables import ends_table, handover_table, harm_table, savings_lines, savings_table
+from meridian_control.cli.tables import (
+    ends_table,
+    handover_table,
+    harm_table,
+    savings_lines,
+    savings_table,
+    self_calibration_lines,
+    self_calibration_table,
+)
 from meridian_control.common.decision_words import decision_text, event_text, outcome_text, why
 from meridian_control.common.look import percent, phase_text
 
@@ -154,14 +164,21 @@ def shadow(
 
 
 def savings(context: typer.Context, output: OutputOption = Output.table) -> None:
-    """Compare treated requests with the control group: tokens saved, spilled ends and harm, with intervals."""
+    """Compare treated requests with the control group: tokens saved, spilled ends and harm, with intervals; and show
+    what self-calibration has found."""
     with connect(context) as client:
         answer = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
+        found = _self_calibrations(client)
     warn_unreachable(answer.unreachable_replicas)
     if not output.is_table:
-        show_value(as_dict(answer), output)
+        listed = {"self_calibrations": [as_dict(each) for each in found]} if found else {}
+        show_value(as_dict(answer) | listed, output)
         return
     terminal = console()
+    if found:
+        terminal.print(self_calibration_table(found))
+        for line in self_calibration_lines(found):
+            terminal.say(line)
     if answer.withdrawn_revision:
         terminal.say(f"revision {answer.withdrawn_revision} withdrew what did harm: {answer.withdrawn_reason}")
     if not any(row.treated.requests or row.control.requests for row in answer.savings):
@@ -178,6 +195,17 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
             terminal.print(harm_table(row))
         for line in savings_lines(row):
             terminal.say(line)
+
+
+def _self_calibrations(client: Client) -> list[fleet_pb2.SelfCalibration]:
+    """Return what self-calibration has found; nothing from a control plane of an older version."""
+    try:
+        answer = client.fleet.ListSelfCalibrations(fleet_pb2.ListSelfCalibrationsRequest(), timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        return []
+    return list(answer.self_calibrations)
 
 
 # -------------------------------------------------------------------------------------------------------------- words

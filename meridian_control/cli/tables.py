@@ -7,6 +7,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, worst
+from meridian_control.capabilities.self_calibration.shown import proof_text, requests_text
 from meridian_control.cli.console import (
     add,
     new_table,
@@ -298,3 +299,22 @@ def request_table(rows: Iterable[fleet_pb2.LiveRequest], *, wide: bool = False) 
             *rest,
         )
     return shown
+
+
+def self_calibration_table(found: Sequence[fleet_pb2.SelfCalibration]) -> Table:
+    """Return what self-calibration has found for each model and SLO class."""
+    shown = new_table("model", "SLO class", "self-calibration", "since", "requests", "rule", "proof")
+    for each in found:
+        texts = requests_text(each), each.rule or "none", proof_text(each) or "none"
+        add(shown, each.model, each.slo_class or "none", each.state, stamp_text(each.since_time), *texts)
+    return shown
+
+
+def self_calibration_lines(found: Iterable[fleet_pb2.SelfCalibration]) -> Iterator[str]:
+    """Yield why each traffic is in its state, and what was tried."""
+    for each in found:
+        name = each.model + f", {each.slo_class}" * bool(each.slo_class)
+        if each.why:
+            yield f"{name}: {each.state}: {each.why}"
+        for tried in each.tried:
+            yield f"{name}: tried {stamp_text(tried.time)} on {tried.requests:,} requests: {tried.outcome}"

@@ -192,6 +192,24 @@ def evidence(events: int, trials: int, limit: float) -> float:
     return total / len(ALTERNATIVES)
 
 
+def confidence_of(attempt: int, confidence: float) -> float:
+    """Return the confidence that the bounds of the attempt must have, so that the bounds of all attempts together hold
+    with `confidence`.
+
+    attempt: 1 for the first. Attempt k may err with probability (1 - confidence) / (k (k + 1)); these sum to 1 -
+    confidence, whatever the number of attempts, and whether or not they share requests (alpha-spending, arXiv
+    1910.04900).
+    """
+    return 1 - (1 - confidence) / (attempt * (attempt + 1))
+
+
+def needed_to_prove(max_loss: float, confidence: float) -> float:
+    """Return the number of independent requests or groups without any harm whose bound is `max_loss`."""
+    if not 0 < max_loss < 1:
+        return 1.0 if max_loss else math.inf
+    return math.ceil(math.log(1 - confidence) / math.log1p(-max_loss))
+
+
 class SequentialTest:
     """Tests whether the probability of an event exceeds `limit`, and may be asked after each new batch of trials.
 

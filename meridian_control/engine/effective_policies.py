@@ -47,6 +47,7 @@ class EffectivePolicies:
 
     def __init__(self, table: RequestTable, hello: agent_pb2.Hello, shadow: Comparison) -> None:
         self._table, self._labels, self._shadow = table, dict(hello.labels), shadow
+        self._fingerprint = hello.model_fingerprint
         self.shorteners: list[Shortener] = []
         # The shorteners for which the policy in force has an entry.
         self._active: list[Shortener] = []
@@ -163,7 +164,8 @@ class EffectivePolicies:
         self._room = max(ROOM, 2 * len(used))
 
     def _who(self, opened: OpenedRequest) -> Who:
-        return Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels)
+        facts = opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels, self._fingerprint
+        return Who(*facts)
 
     # -------------------------------------------------------------------------------------------------------- reading
 

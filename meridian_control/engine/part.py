@@ -59,7 +59,8 @@ class Turn:
 
 class ProbeResult(NamedTuple):
     """A measured probe of a request. think_tokens: thinking tokens at the probe. is_empty: whether the answer would
-    have been empty there. same_answer: number of newest probes in a row with the same trial answer, 0 if unknown."""
+    have been empty there. same_answer: number of newest probes in a row with the same trial answer, 0 if unknown.
+    cost_tokens: tokens that the engine computed for it."""
 
     reason: str
     slot: int
@@ -67,6 +68,7 @@ class ProbeResult(NamedTuple):
     eat_nats: float
     is_empty: bool
     same_answer: int
+    cost_tokens: int
 
 
 class Stream:

@@ -216,7 +216,8 @@ class Intake:
         ids, slots = probes.decision_id[:], probes.slot[:]
         empty_answers = probes.empty_answer[:] or [False] * len(slots)
         same_answers = probes.same_answer[:] or [0] * len(slots)
-        columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers
+        costs = probes.cost_tokens[:] or [0] * len(slots)
+        columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers, costs
         if len({len(column) for column in columns}) != 1:
             raise BadReport("probe columns must have one length")
         if self._policies.policy is None:
@@ -251,8 +252,8 @@ class Intake:
     def _take_samples(self, rows: list[tuple[Any, ...]]) -> None:
         """Take in results of probes of different requests: rows of ProbeColumns, and the step."""
         table = self._table
-        _, *columns, _ = zip(*rows, strict=True)
-        slots, tokens, eat_nats, empty, _ = map(np.array, columns)
+        _, *columns = zip(*rows, strict=True)
+        slots, tokens, eat_nats, empty = map(np.array, columns[:4])
         add_eat_samples(table, slots, eat_nats, self._policies.ema_alpha(slots), tokens)
         table.note_empty_answers(slots, empty)
 

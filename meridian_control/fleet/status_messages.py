@@ -66,6 +66,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         engine_limits=engine_limits(session),
         labels=hello.labels,
         reclaim_note=hello.reclaim_note,
+        model_fingerprint=hello.model_fingerprint,
         unread_prompts=session.totals.unread_prompts,
     )
     freezing = session.freezing
@@ -162,7 +163,8 @@ def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) 
     """
     if not request_id:
         hello = sessions[0].hello
-        return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
+        who = Who(hello.model, engine_labels=dict(hello.labels), fingerprint=hello.model_fingerprint)
+        return Subject(who, hello.model)
     for session in sessions:
         for _, opened in session.table.requests():
             if is_called(opened.request_id, request_id):
@@ -172,7 +174,8 @@ def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) 
 
 
 def subject_of(hello: agent_pb2.Hello, opened: OpenedRequest) -> Subject:
-    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels))
+    labels = dict(hello.labels)
+    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, labels, hello.model_fingerprint)
     return Subject(
         who,
         hello.model,

@@ -2,7 +2,7 @@
 
 A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. If the labels put
 requests into groups, a group lies in one half as a whole, and groups take the place of requests in all statistics. The
-module owns the choice, its statistics and the resulting policy. The module needs scipy, from the extra `calibrate`. The
+module owns the choice, its statistics and the resulting policy. Groups need scipy, from the extra `calibrate`. The
 module's functions are pure.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.common.inference import binomial_upper, confidence_of
 from meridian_control.offline.calibrated_policy import floor_of, policy_of
 from meridian_control.offline.candidates import give_ups, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
@@ -22,15 +23,13 @@ from meridian_control.offline.rule_replay import CAP, SIGNALS, Replay, StoppingR
 from meridian_control.offline.separation import Separation, scores, separation
 from meridian_control.offline.statistics import (
     Interval,
-    confidence_of,
-    harmful_bound,
     mean_bound,
     percentiles,
     resampled,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -136,8 +135,9 @@ class Goal:
         return confidence_of(self.attempt, self.confidence) if self.attempt else self.confidence
 
 
-def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
-    """Choose a rule from a trace and compute its figures. split: number of the split into halves.
+def calibrate(replay: Replay, goal: Goal, split: int = 0, families: Collection[str] = tuple(SIGNALS)) -> Calibration:
+    """Choose a rule from a trace and compute its figures. split: number of the split into halves. families: those that
+    are tried, beside the fixed cap.
 
     Raises TooFewRequests.
     """
@@ -148,7 +148,9 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     ]
     good = {s.signal for s in separations if s.separates}
 
-    tried = {family: halves.tried(rules) for family, rules in single_rules(replay, fit).items()}
+    tried = {
+        family: halves.tried(rules) for family, rules in single_rules(replay, fit).items() if family in {*families, CAP}
+    }
     usable = [family for family in tried if set(SIGNALS[family]) <= good and family != CAP]
     cautious = {
         family: [t.rule for t in pareto(tried[family]) if t.harm <= PAIRED_LOSS * goal.max_loss] for family in usable
@@ -283,7 +285,7 @@ class Halves:
     def _bound(self, harm: NDArray[np.float64]) -> float:
         """Return the upper bound of the expected harm; exact if each unit is one request that is right or wrong."""
         if self._counts:
-            return harmful_bound(round(harm.sum()), len(harm), self.goal.bound_confidence)
+            return binomial_upper(round(harm.sum()), len(harm), self.goal.bound_confidence)
         return mean_bound(float(harm.mean()), len(harm), self.goal.bound_confidence)
 
     @cached_property

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from meridian_control.common.inference import needed_to_prove
 from meridian_control.common.look import percent
 from meridian_control.offline.rule_replay import CAP
-from meridian_control.offline.statistics import needed_to_prove
 from meridian_control.policy import formats as forms
 from meridian_control.policy.engine_schema import ModelPolicy
 

@@ -1,7 +1,6 @@
 """Measures how well each signal separates stops after which the answer is right from stops after which it is wrong.
 
-A rule on a signal that does not separate would end thinking at random places. The module needs scipy, from the extra
-`calibrate`. The module's functions are pure.
+A rule on a signal that does not separate would end thinking at random places. The module's functions are pure.
 """
 
 from __future__ import annotations

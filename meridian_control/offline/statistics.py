@@ -1,7 +1,7 @@
 """Statistics of a calibration: bootstrap intervals, bounds on harm, and the area under a signal's ROC curve.
 
 The bootstrap draws whole requests, because the sentence ends of one request are not independent; if requests belong to
-groups, it draws whole groups. The module needs scipy, from the extra `calibrate`. The module's functions are pure and
+groups, it draws whole groups. `mean_bound` needs scipy, from the extra `calibrate`. The module's functions are pure and
 give the same values in every run.
 """
 
@@ -13,7 +13,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import special  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +32,6 @@ class Interval:
     high: float
 
 
-def harmful_bound(harmful: int, requests: int, confidence: float) -> float:
-    """Return the one-sided Clopper-Pearson bound that the harmful share stays below with this confidence."""
-    if harmful == requests:
-        return 1.0
-    return float(special.betaincinv(harmful + 1, requests - harmful, confidence))
-
-
 def mean_bound(mean: float, count: int, confidence: float) -> float:
     """Return the Hoeffding-Bentkus bound that an expectation stays below with this confidence.
 
@@ -48,6 +40,9 @@ def mean_bound(mean: float, count: int, confidence: float) -> float:
     a) / (1 - b)). It is used in Learn then Test (arXiv 2110.01052) and comes from arXiv 2101.02703. Without harm it
     equals the exact bound for counts, 1 - (1 - confidence) ** (1 / n).
     """
+    # Self-calibration has no groups, and so runs without scipy.
+    from scipy import special  # type: ignore[import-untyped]
+
     most = math.ceil(count * mean - 1e-9)
 
     def p_value(r: float) -> float:
@@ -59,24 +54,6 @@ def mean_bound(mean: float, count: int, confidence: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if p_value(middle) >= 1 - confidence else (low, middle)
     return high
-
-
-def confidence_of(attempt: int, confidence: float) -> float:
-    """Return the confidence that the bounds of the attempt must have, so that the bounds of all attempts together hold
-    with `confidence`.
-
-    attempt: 1 for the first. Attempt k may err with probability (1 - confidence) / (k (k + 1)); these sum to 1 -
-    confidence, whatever the number of attempts, and whether or not they share requests (alpha-spending, arXiv
-    1910.04900).
-    """
-    return 1 - (1 - confidence) / (attempt * (attempt + 1))
-
-
-def needed_to_prove(max_loss: float, confidence: float) -> float:
-    """Return the number of independent requests or groups without any harm whose bound is `max_loss`."""
-    if not 0 < max_loss < 1:
-        return 1.0 if max_loss else math.inf
-    return math.ceil(math.log(1 - confidence) / math.log1p(-max_loss))
 
 
 @cache

@@ -63,10 +63,23 @@ def _scheduler_reads(policy: Policy) -> bool:
     return bool(policy.scheduler.enabled and (reads or may_shorten(policy)))
 
 
+def self_calibrates(own: Policy) -> bool:
+    """Whether the control plane looks for a rule by itself for a request. own: the policy that holds for it."""
+    return own.entropy.enabled and own.entropy.self_calibration
+
+
+def any_self_calibrates(policy: Policy) -> bool:
+    """Whether the control plane looks for a rule by itself for some request."""
+    return any(e.self_calibration for e in _of_any_request(policy, "entropy"))
+
+
 def measured_share(policy: Policy) -> float:
     """Return the share of requests whose signals are measured: all if a rule in force may read them for some request,
-    else the policy's sample."""
-    return 1.0 if _entropy_in_force(policy) or _scheduler_reads(policy) else policy.telemetry.shadow_sample_ratio
+    else the policy's sample, and for self-calibration no less than the control group."""
+    if _entropy_in_force(policy) or _scheduler_reads(policy):
+        return 1.0
+    recorded = policy.entropy.holdout_share if any_self_calibrates(policy) else 0.0
+    return max(policy.telemetry.shadow_sample_ratio, recorded)
 
 
 def reads_every_token(policy: Policy) -> bool:

@@ -88,6 +88,7 @@ PER_REQUEST = {
         "give_up_tokens",
         "give_up_eat_nats",
         "give_up_shadow",
+        "self_calibration",
     ),
     "loop": tuple(LoopPolicy.model_fields),
     "preemption": ("may_preempt", "max_prompt_tokens", "preemptible_from_tokens"),
@@ -125,6 +126,12 @@ class Who(NamedTuple):
     slo_class: str = ""
     effort: str = ""
     engine_labels: Mapping[str, str] = {}
+    fingerprint: str = ""
+
+    @property
+    def traffic(self) -> str:
+        """The exact name of the request's traffic, for which self-calibration finds a rule."""
+        return f"{self.model}#{self.fingerprint}#{self.slo_class}"
 
 
 def matches_globs(entry: Any, who: Who) -> bool:
@@ -146,6 +153,12 @@ class Override(Section):
     slo_class: SloClassGlob = ""
     effort: EffortGlob = ""
     engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels that the engine must have.")
+    traffic: str = Field(
+        "",
+        max_length=1024,
+        description="Exact name of the traffic that self-calibration found the values for: model, fingerprint of the "
+        "model and SLO class; empty matches all.",
+    )
     scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Other scheduler values.")  # type: ignore[valid-type]
     entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]
     loop: LoopOverride = Field(LoopOverride(), description="Other loop values.")  # type: ignore[valid-type]
@@ -156,15 +169,19 @@ class Override(Section):
 
     @model_validator(mode="after")
     def _whole_engines(self) -> Self:
-        if self.engine != EngineOverride() and (self.model or self.tenant or self.slo_class or self.effort):
+        requests = self.model or self.tenant or self.slo_class or self.effort or self.traffic
+        if self.engine != EngineOverride() and requests:
             raise PydanticCustomError(
-                "not_whole_engines", "must not set engine beside model, tenant, slo_class or effort, only engine_labels"
+                "not_whole_engines",
+                "must not set engine beside model, tenant, slo_class, effort or traffic, only engine_labels",
             )
         return self
 
     def matches(self, who: Who) -> bool:
-        return matches_globs(self, who) and all(
-            who.engine_labels.get(name) == value for name, value in self.engine_labels.items()
+        return (
+            (not self.traffic or self.traffic == who.traffic)
+            and matches_globs(self, who)
+            and all(who.engine_labels.get(name) == value for name, value in self.engine_labels.items())
         )
 
 

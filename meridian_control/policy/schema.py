@@ -313,6 +313,13 @@ class EntropyPolicy(Section):
         advice="Choose 2 if a rule ends thinking because of a single odd sentence end.",
         new=True,
     )
+    self_calibration: bool = field(
+        False,
+        description="Let the control plane find an EAT rule for each model and SLO class by itself from the control "
+        "group, put it in force if its loss is proved to be at most max_loss, and withdraw it if that changes.",
+        advice="Set it to true, also in an override for some classes, if nobody is to calibrate by hand.",
+        new=True,
+    )
     eat_reference: EatReference = ()
     rank_reference: SignalReference = signal_reference("the end marker's rank")
     margin_reference: SignalReference = signal_reference("the end marker's margin, in nats,")

@@ -112,6 +112,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         answer: fleet_pb2.ListBudgetsResponse = await self._answered("ListBudgets", request)
         return answer
 
+    async def ListSelfCalibrations(  # noqa: N802
+        self, request: fleet_pb2.ListSelfCalibrationsRequest, context: Context
+    ) -> fleet_pb2.ListSelfCalibrationsResponse:
+        answer: fleet_pb2.ListSelfCalibrationsResponse = await self._answered("ListSelfCalibrations", request)
+        return answer
+
     async def _answered(self, name: str, request: Message) -> Any:
         """Return the answer of the capability that serves a method. Raises NotFound without such a capability."""
         if (answer := self._answers.get(name)) is None:

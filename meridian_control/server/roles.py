@@ -88,6 +88,7 @@ RULES: dict[str, AccessRule] = {
     "meridian.v1.FleetService/ListDecisions": READ,
     "meridian.v1.FleetService/ListEngines": READ,
     "meridian.v1.FleetService/ListRequests": READ,
+    "meridian.v1.FleetService/ListSelfCalibrations": READ,
     "meridian.v1.FleetService/RecordTrace": CHANGE,
     "meridian.v1.FleetService/WatchFleet": READ,
     "meridian.v1.FreezeService/Freeze": CHANGE,

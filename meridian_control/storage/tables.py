@@ -9,7 +9,7 @@ from datetime import datetime
 
 from sqlalchemy import BigInteger, Column, DateTime, Float, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 8
+VERSION = 9
 MAX_REQUEST_ID_CHARS = 128
 METADATA = MetaData()
 
@@ -112,4 +112,22 @@ known_engines = Table(
     METADATA,
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("engines", Text, nullable=False),
+)
+
+# Episodes of self-calibration, numbered in their order, each a JSON document.
+episodes = Table(
+    "self_calibration_episodes",
+    METADATA,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("traffic", Text, nullable=False),
+    Column("episode", Text, nullable=False),
+    Index("self_calibration_episodes_traffic", "traffic", "number"),
+)
+
+# What self-calibration has found for each traffic, a JSON document.
+found_rules = Table(
+    "self_calibration_found",
+    METADATA,
+    Column("traffic", String(1024), primary_key=True),
+    Column("found", Text, nullable=False),
 )

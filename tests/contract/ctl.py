@@ -35,6 +35,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.unreachable: list[str] = []
         self.savings = fleet_pb2.GetSavingsResponse()
         self.budgets = fleet_pb2.ListBudgetsResponse()
+        self.self_calibrations = fleet_pb2.ListSelfCalibrationsResponse()
         self.watch_ends = False
         # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
         # open.
@@ -74,6 +75,11 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
 
     async def ListBudgets(self, request: Any, context: Any) -> fleet_pb2.ListBudgetsResponse:  # noqa: N802
         return self.budgets
+
+    async def ListSelfCalibrations(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> fleet_pb2.ListSelfCalibrationsResponse:
+        return self.self_calibrations
 
     async def EndThinking(  # noqa: N802
         self, request: fleet_pb2.EndThinkingRequest, context: Any

@@ -21,8 +21,9 @@ SPAN = 1 << 64
 def held_out(request_id: str, share: float) -> bool:
     """Return whether a request is in the control group of the share `share`, 0 to 1.
 
-    The hash depends on the id alone, so all replicas agree. It differs from the hashes that choose the decision log's
-    sample and the halves of a calibration. A larger group contains each smaller one.
+    The hash depends on the id alone, so all replicas agree. It is the one by which agents choose the requests that they
+    measure in shadow; it differs from the hashes that choose the decision log's sample and the halves of a calibration.
+    A larger group contains each smaller one.
     """
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"control-group").digest()
     return int.from_bytes(digest) < share * SPAN

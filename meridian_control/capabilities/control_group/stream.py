@@ -24,6 +24,7 @@ from meridian_control.engine.moments import sentence_ends
 from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.token_rows import differs
 from meridian_control.policy.drift_schema import SIGNALS
+from meridian_control.policy.effects import self_calibrates
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, acts_on_thinking, kinds_for_request, may_shorten
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class ControlGroup(Part):
         # One engine sees the answer of a request that two engines serve, the other one its thinking.
         is_whole = not (opened.remote_decode or opened.handed_over_ref)
         share = own.entropy.holdout_share
-        in_force = is_whole and share > 0 and may_shorten(own, entries)
+        in_force = is_whole and share > 0 and (may_shorten(own, entries) or self_calibrates(own))
         control = in_force and held_out(opened.request_id, share)
         begins = not (table.think_tokens[slot] or table.output_tokens[slot] or opened.handed_over_ref)
         table.set_arm(slot, control, in_force and (begins or (same_rules and bool(table.counted[slot]))))

@@ -98,6 +98,16 @@ const TABLES = {
       ["Reason", "reason", wrapped("reason")],
     ],
   },
+  self_calibrations: {
+    key: (c) => `${c.model} ${c.model_fingerprint} ${c.slo_class}`, what: "model and class",
+    none: () => "No policy asks for self-calibration: entropy.self_calibration is false, or nothing is recorded yet.",
+    columns: [
+      ["Model", "model", plain("model")], ["Class", "slo_class", (c) => c.slo_class || "none"],
+      ["State", "state", (c) => [c.state, c.state === "withdrawn" ? "warn" : ""]], ["Since", "since_time", (c) => date(c.since_time)],
+      ["Why", "why", wrapped("why")], ["Requests", "recorded_requests", plain("requests"), true],
+      ["Rule", "rule", wrapped("rule")], ["Proof", "proof", wrapped("proof")], ["Tried", "tried", wrapped("tried")],
+    ],
+  },
   budgets: {
     key: (b) => b.name, what: "budget",
     none: () => "The policy has no budget. An entry [[budget]] limits the thinking tokens of a model, tenant or class.",

@@ -5,7 +5,7 @@ import { $ } from "./rows.js";
 
 // The tables of each view that the control plane sends.
 export const VIEWS = {
-  overview: [], engines: ["engines", "freezes"], requests: ["requests", "ends"], policy: ["rollouts", "revisions"],
+  overview: [], engines: ["engines", "freezes"], requests: ["requests", "ends"], policy: ["rollouts", "revisions", "self_calibrations"],
   budgets: ["budgets", "tenants"],
 };
 

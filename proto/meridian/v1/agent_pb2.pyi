@@ -721,6 +721,7 @@ class Hello(_message.Message):
     MISSING_FACTS_FIELD_NUMBER: _builtins.int
     REQUEST_SOURCES_FIELD_NUMBER: _builtins.int
     NO_PREEMPT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -785,6 +786,10 @@ class Hello(_message.Message):
     """
     no_preempt: _builtins.str
     """Reason why the engine cannot preempt requests for waiting ones; empty if Capabilities.preempt is set."""
+    model_fingerprint: _builtins.str
+    """Digest of what the engine's answers depend on: the model's weights, configuration and chat template; empty if it is
+    not known.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels by which operators select the engine; from MERIDIAN_LABELS in the engine's environment."""
@@ -854,10 +859,11 @@ class Hello(_message.Message):
         missing_facts: _abc.Iterable[_builtins.str] | None = ...,
         request_sources: _builtins.str = ...,
         no_preempt: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "engine_limits", b"engine_limits", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "no_preempt", b"no_preempt", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "request_sources", b"request_sources", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "missing_facts", b"missing_facts", "model", b"model", "model_fingerprint", b"model_fingerprint", "no_answer_handed_over", b"no_answer_handed_over", "no_hand_over", b"no_hand_over", "no_preempt", b"no_preempt", "num_blocks", b"num_blocks", "reclaim_note", b"reclaim_note", "recover_ms", b"recover_ms", "refused", b"refused", "request_sources", b"request_sources", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "url", b"url", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015

@@ -407,6 +407,7 @@ class Engine(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     RECLAIM_NOTE_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     UNREAD_PROMPTS_FIELD_NUMBER: _builtins.int
     MISSING_FACTS_FIELD_NUMBER: _builtins.int
     REQUEST_SOURCES_FIELD_NUMBER: _builtins.int
@@ -489,6 +490,8 @@ class Engine(_message.Message):
     """Reason why the engine keeps the KV blocks of some finished requests although their chat template strips thinking;
     empty if it keeps none for this reason. As in Hello.
     """
+    model_fingerprint: _builtins.str
+    """Digest of the model's weights, configuration and chat template; empty if it is not known. As in Hello."""
     unread_prompts: _builtins.int
     """Number of requests of the engine's present stream whose prompts came as embeddings. Their thinking is neither known
     nor limited before the model writes a marker.
@@ -662,6 +665,7 @@ class Engine(_message.Message):
         lost: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         reclaim_note: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
         unread_prompts: _builtins.int = ...,
         missing_facts: _abc.Iterable[_builtins.str] | None = ...,
         request_sources: _builtins.str = ...,
@@ -669,7 +673,7 @@ class Engine(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "model_fingerprint", b"model_fingerprint", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1947,6 +1951,163 @@ class Budget(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__minute_left_tokens) -> _WhichOneofReturnType__minute_left_tokens | None: ...
 
 Global___Budget: _TypeAlias = Budget  # noqa: Y015
+
+@_typing.final
+class ListSelfCalibrationsRequest(_message.Message):
+    """Selects all traffics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSelfCalibrationsRequest: _TypeAlias = ListSelfCalibrationsRequest  # noqa: Y015
+
+@_typing.final
+class ListSelfCalibrationsResponse(_message.Message):
+    """What self-calibration has found. There are at most 64 traffics, so that there is one page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SELF_CALIBRATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def self_calibrations(self) -> _containers.RepeatedCompositeFieldContainer[Global___SelfCalibration]:
+        """One for each traffic."""
+
+    def __init__(
+        self,
+        *,
+        self_calibrations: _abc.Iterable[Global___SelfCalibration] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["self_calibrations", b"self_calibrations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSelfCalibrationsResponse: _TypeAlias = ListSelfCalibrationsResponse  # noqa: Y015
+
+@_typing.final
+class SelfCalibration(_message.Message):
+    """What self-calibration has found for one traffic: the requests of an SLO class for one version of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    SINCE_TIME_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    RECORDED_REQUESTS_FIELD_NUMBER: _builtins.int
+    NEEDED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    PROVED_ON_REQUESTS_FIELD_NUMBER: _builtins.int
+    SAVED_RATIO_FIELD_NUMBER: _builtins.int
+    LOSS_BOUND_FIELD_NUMBER: _builtins.int
+    MAX_LOSS_FIELD_NUMBER: _builtins.int
+    TRIED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model or LoRA adapter."""
+    slo_class: _builtins.str
+    """SLO class; empty for requests without one."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of the model, as in Hello."""
+    state: _builtins.str
+    """What the control plane does: "recording", "nothing is safe", "rolling out", "in force", "withdrawn", or "off" if the
+    policy does not ask for self-calibration.
+    """
+    why: _builtins.str
+    """Reason for the state in one line; empty if it needs none."""
+    recorded_requests: _builtins.int
+    """Requests of the control group that are recorded for the next attempt, or since the rule is in force."""
+    needed_requests: _builtins.int
+    """Requests that the next attempt needs; 0 while a rule is rolled out or in force."""
+    attempts: _builtins.int
+    """Number of attempts so far, which share the confidence."""
+    rule: _builtins.str
+    """The rule that is rolled out or in force, in words; empty if there is none."""
+    proved_on_requests: _builtins.int
+    """Requests on which the rule was chosen and proved."""
+    saved_ratio: _builtins.float
+    """Share of the thinking that the rule saves, as measured on the half of the requests that did not choose it."""
+    loss_bound: _builtins.float
+    """Upper bound of the share of lost answers, by the same half. What counts as lost is in the glossary."""
+    max_loss: _builtins.float
+    """Value of entropy.max_loss."""
+    @_builtins.property
+    def since_time(self) -> _timestamp_pb2.Timestamp:
+        """Time since when the state holds."""
+
+    @_builtins.property
+    def tried(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalibrationAttempt]:
+        """What was tried, oldest first; at most the newest 8."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        state: _builtins.str = ...,
+        since_time: _timestamp_pb2.Timestamp | None = ...,
+        why: _builtins.str = ...,
+        recorded_requests: _builtins.int = ...,
+        needed_requests: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        rule: _builtins.str = ...,
+        proved_on_requests: _builtins.int = ...,
+        saved_ratio: _builtins.float = ...,
+        loss_bound: _builtins.float = ...,
+        max_loss: _builtins.float = ...,
+        tried: _abc.Iterable[Global___CalibrationAttempt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since_time", b"since_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "loss_bound", b"loss_bound", "max_loss", b"max_loss", "model", b"model", "model_fingerprint", b"model_fingerprint", "needed_requests", b"needed_requests", "proved_on_requests", b"proved_on_requests", "recorded_requests", b"recorded_requests", "rule", b"rule", "saved_ratio", b"saved_ratio", "since_time", b"since_time", "slo_class", b"slo_class", "state", b"state", "tried", b"tried", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SelfCalibration: _TypeAlias = SelfCalibration  # noqa: Y015
+
+@_typing.final
+class CalibrationAttempt(_message.Message):
+    """An attempt of self-calibration, or a withdrawal of what an attempt had found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Requests on which it was made."""
+    outcome: _builtins.str
+    """What came of it, in one line."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """Time of the attempt."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        requests: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "requests", b"requests", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CalibrationAttempt: _TypeAlias = CalibrationAttempt  # noqa: Y015
 
 @_typing.final
 class ExplainRequestRequest(_message.Message):

@@ -77,6 +77,11 @@ class FleetServiceStub(object):
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsRequest.SerializeToString,
                 response_deserializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsResponse.FromString,
                 _registered_method=True)
+        self.ListSelfCalibrations = channel.unary_unary(
+                '/meridian.v1.FleetService/ListSelfCalibrations',
+                request_serializer=meridian_dot_v1_dot_fleet__pb2.ListSelfCalibrationsRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_fleet__pb2.ListSelfCalibrationsResponse.FromString,
+                _registered_method=True)
         self.EndThinking = channel.unary_unary(
                 '/meridian.v1.FleetService/EndThinking',
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.EndThinkingRequest.SerializeToString,
@@ -149,6 +154,13 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSelfCalibrations(self, request, context):
+        """Lists what self-calibration has found for each model and SLO class.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EndThinking(self, request, context):
         """Ends the thinking of one live request now, so that the engine generates the answer. Any replica passes the call on
         to the replica that has the engine's stream. A call that is repeated while an end is under way returns the decision
@@ -200,6 +212,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.ListBudgets,
                     request_deserializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsRequest.FromString,
                     response_serializer=meridian_dot_v1_dot_fleet__pb2.ListBudgetsResponse.SerializeToString,
+            ),
+            'ListSelfCalibrations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSelfCalibrations,
+                    request_deserializer=meridian_dot_v1_dot_fleet__pb2.ListSelfCalibrationsRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_fleet__pb2.ListSelfCalibrationsResponse.SerializeToString,
             ),
             'EndThinking': grpc.unary_unary_rpc_method_handler(
                     servicer.EndThinking,
@@ -426,6 +443,33 @@ class FleetService(object):
             '/meridian.v1.FleetService/ListBudgets',
             meridian_dot_v1_dot_fleet__pb2.ListBudgetsRequest.SerializeToString,
             meridian_dot_v1_dot_fleet__pb2.ListBudgetsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSelfCalibrations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.FleetService/ListSelfCalibrations',
+            meridian_dot_v1_dot_fleet__pb2.ListSelfCalibrationsRequest.SerializeToString,
+            meridian_dot_v1_dot_fleet__pb2.ListSelfCalibrationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,8 @@ class FleetServiceStub:
     """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
     ListBudgets: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListBudgetsRequest, _fleet_pb2.ListBudgetsResponse]
     """Lists the thinking budgets of the policy in force with their usage over all replicas."""
+    ListSelfCalibrations: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListSelfCalibrationsRequest, _fleet_pb2.ListSelfCalibrationsResponse]
+    """Lists what self-calibration has found for each model and SLO class."""
     EndThinking: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.EndThinkingRequest, _fleet_pb2.EndThinkingResponse]
     """Ends the thinking of one live request now, so that the engine generates the answer. Any replica passes the call on
     to the replica that has the engine's stream. A call that is repeated while an end is under way returns the decision
@@ -94,6 +96,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
     ListBudgets: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListBudgetsRequest, _fleet_pb2.ListBudgetsResponse]  # type: ignore[assignment]
     """Lists the thinking budgets of the policy in force with their usage over all replicas."""
+    ListSelfCalibrations: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListSelfCalibrationsRequest, _fleet_pb2.ListSelfCalibrationsResponse]  # type: ignore[assignment]
+    """Lists what self-calibration has found for each model and SLO class."""
     EndThinking: _aio.UnaryUnaryMultiCallable[_fleet_pb2.EndThinkingRequest, _fleet_pb2.EndThinkingResponse]  # type: ignore[assignment]
     """Ends the thinking of one live request now, so that the engine generates the answer. Any replica passes the call on
     to the replica that has the engine's stream. A call that is repeated while an end is under way returns the decision
@@ -175,6 +179,14 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListBudgetsResponse, _abc.Awaitable[_fleet_pb2.ListBudgetsResponse]]:
         """Lists the thinking budgets of the policy in force with their usage over all replicas."""
+
+    @_abc_1.abstractmethod
+    def ListSelfCalibrations(
+        self,
+        request: _fleet_pb2.ListSelfCalibrationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListSelfCalibrationsResponse, _abc.Awaitable[_fleet_pb2.ListSelfCalibrationsResponse]]:
+        """Lists what self-calibration has found for each model and SLO class."""
 
     @_abc_1.abstractmethod
     def EndThinking(

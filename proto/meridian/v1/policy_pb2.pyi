@@ -234,6 +234,7 @@ class Override(_message.Message):
     LOOP_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     PREEMPTION_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
@@ -242,6 +243,8 @@ class Override(_message.Message):
     """Glob over the request's SLO class."""
     effort: _builtins.str
     """Glob over the request's effort."""
+    traffic: _builtins.str
+    """Exact name of the traffic that self-calibration found the values for: model, fingerprint of the model, SLO class."""
     @_builtins.property
     def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels that the engine must have, by label name; the values must be equal."""
@@ -279,10 +282,11 @@ class Override(_message.Message):
         loop: Global___LoopOverride | None = ...,
         engine: Global___EngineOverride | None = ...,
         preemption: Global___PreemptionOverride | None = ...,
+        traffic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "entropy", b"entropy", "loop", b"loop", "preemption", b"preemption", "scheduler", b"scheduler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine", b"engine", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "preemption", b"preemption", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine", b"engine", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "preemption", b"preemption", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,6 +520,7 @@ class EntropyOverride(_message.Message):
     GIVE_UP_TOKENS_FIELD_NUMBER: _builtins.int
     GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
+    SELF_CALIBRATION_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Replaces EntropyPolicy.enabled."""
     shadow: _builtins.bool
@@ -550,6 +555,8 @@ class EntropyOverride(_message.Message):
     """Replaces EntropyPolicy.give_up_eat_nats."""
     give_up_shadow: _builtins.bool
     """Replaces EntropyPolicy.give_up_shadow."""
+    self_calibration: _builtins.bool
+    """Replaces EntropyPolicy.self_calibration."""
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Replaces EntropyPolicy.rank_conditions."""
@@ -575,10 +582,11 @@ class EntropyOverride(_message.Message):
         give_up_tokens: _builtins.int | None = ...,
         give_up_eat_nats: _builtins.float | None = ...,
         give_up_shadow: _builtins.bool | None = ...,
+        self_calibration: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -612,6 +620,8 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__self_calibration: _TypeAlias = _typing.Literal["self_calibration"]  # noqa: Y015
+    _WhichOneofArgType__self_calibration: _TypeAlias = _typing.Literal["_self_calibration", b"_self_calibration"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
@@ -646,6 +656,8 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__self_calibration) -> _WhichOneofReturnType__self_calibration | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
@@ -869,6 +881,7 @@ class EntropyPolicy(_message.Message):
     GIVE_UP_TOKENS_FIELD_NUMBER: _builtins.int
     GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
+    SELF_CALIBRATION_FIELD_NUMBER: _builtins.int
     EAT_REFERENCE_FIELD_NUMBER: _builtins.int
     RANK_REFERENCE_FIELD_NUMBER: _builtins.int
     MARGIN_REFERENCE_FIELD_NUMBER: _builtins.int
@@ -939,6 +952,10 @@ class EntropyPolicy(_message.Message):
     """Give-up rule: the EMA level, in nats, from which the answer counts as still undecided."""
     give_up_shadow: _builtins.bool
     """Only count the give-up rule's decisions, even while the section's other rules are in force."""
+    self_calibration: _builtins.bool
+    """Let the control plane find an EAT rule for each model and SLO class by itself from the control group, put it in
+    force if its loss is proved to be at most max_loss, and withdraw it if that changes.
+    """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
@@ -994,14 +1011,15 @@ class EntropyPolicy(_message.Message):
         give_up_tokens: _builtins.int | None = ...,
         give_up_eat_nats: _builtins.float | None = ...,
         give_up_shadow: _builtins.bool | None = ...,
+        self_calibration: _builtins.bool | None = ...,
         eat_reference: _abc.Iterable[Global___EatBin] | None = ...,
         rank_reference: _abc.Iterable[Global___SignalBin] | None = ...,
         margin_reference: _abc.Iterable[Global___SignalBin] | None = ...,
         rpdi_reference: _abc.Iterable[Global___SignalBin] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_reference", b"margin_reference", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_reference", b"margin_reference", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -1043,6 +1061,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_window_tokens: _TypeAlias = _typing.Literal["rpdi_window_tokens"]  # noqa: Y015
     _WhichOneofArgType__rpdi_window_tokens: _TypeAlias = _typing.Literal["_rpdi_window_tokens", b"_rpdi_window_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__self_calibration: _TypeAlias = _typing.Literal["self_calibration"]  # noqa: Y015
+    _WhichOneofArgType__self_calibration: _TypeAlias = _typing.Literal["_self_calibration", b"_self_calibration"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
@@ -1085,6 +1105,8 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_window_tokens) -> _WhichOneofReturnType__rpdi_window_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__self_calibration) -> _WhichOneofReturnType__self_calibration | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 

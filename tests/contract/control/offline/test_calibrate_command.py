@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from meridian_control.cli.main import app
-from meridian_control.offline.statistics import harmful_bound
+from meridian_control.common.inference import binomial_upper
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
 from tests.fakes.replays import made
@@ -82,7 +82,7 @@ def test_the_command_in_a_series_needs_a_stronger_proof(tmp_path: Path) -> None:
         figures = found["recommended"]["held_out"]
         confidence = 1 - 0.05 / (attempt * (attempt + 1) or 1)
         bounds.append(figures["harm_bound"])
-        assert bounds[-1] == pytest.approx(harmful_bound(figures["harmful"], figures["requests"], confidence))
+        assert bounds[-1] == pytest.approx(binomial_upper(figures["harmful"], figures["requests"], confidence))
         assert found["goal"]["bound_confidence"] == pytest.approx(confidence)
     told = " ".join(result.stdout.split())
     assert "points of accuracy with 95 % confidence over all attempts (this is attempt 3), which is within" in told

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
+from meridian_control.common.inference import binomial_upper
 from meridian_control.engine.request_table import RequestTable
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
@@ -17,7 +18,6 @@ from meridian_control.offline.candidates import give_ups, loosened
 from meridian_control.offline.correctness import from_labels, from_probes
 from meridian_control.offline.halves import first_half
 from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, RANK, Replay, StoppingRule, either
-from meridian_control.offline.statistics import harmful_bound
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
@@ -150,7 +150,7 @@ def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp
     assert found.second is not None
     figures, first = found.second.together.held_out, found.recommended.held_out
     assert (found.second.proved, found.second.in_force) == (True, True)
-    assert figures.harm_bound == harmful_bound(figures.harmful, figures.requests, 0.95) <= 0.1
+    assert figures.harm_bound == binomial_upper(figures.harmful, figures.requests, 0.95) <= 0.1
     assert figures.saved > first.saved + 0.02
     assert found.second.given_up >= 5
     assert found.second.together.fit.harm_bound <= 0.1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from meridian_control.common.inference import binomial_upper, needed_to_prove
 from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import loosened, paired, single_rules
@@ -25,7 +26,7 @@ from meridian_control.offline.rule_replay import (
     Replay,
     StoppingRule,
 )
-from meridian_control.offline.statistics import harmful_bound, mean_bound, needed_to_prove
+from meridian_control.offline.statistics import mean_bound
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import model as schema
 from meridian_control.policy.section import INT32_MAX
@@ -305,7 +306,7 @@ def test_the_harm_bound_is_exact_for_single_requests_that_are_right_or_wrong(tmp
     assert found.recommended is not None
     figures = found.recommended.held_out
     assert figures.harm == pytest.approx(figures.harmful / figures.requests)
-    assert figures.harm_bound == harmful_bound(figures.harmful, figures.requests, 0.95)
+    assert figures.harm_bound == binomial_upper(figures.harmful, figures.requests, 0.95)
 
 
 def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> None:
@@ -354,6 +355,6 @@ def test_a_rule_that_the_other_half_does_not_prove_stays_in_shadow(tmp_path: Pat
 
 def test_the_numbers_that_a_proof_needs() -> None:
     assert needed_to_prove(0.01, 0.95) == 299
-    assert harmful_bound(0, 299, 0.95) <= 0.01 < harmful_bound(0, 298, 0.95)
+    assert binomial_upper(0, 299, 0.95) <= 0.01 < binomial_upper(0, 298, 0.95)
     assert needed_to_prove(0.0, 0.95) == float("inf")
     assert needed_to_prove(1.0, 0.95) == 1

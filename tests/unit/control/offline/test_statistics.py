@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 
 import numpy as np
 import pytest
 from scipy import special  # type: ignore[import-untyped]
 
+from meridian_control.common.inference import binomial_upper, confidence_of, needed_to_prove
 from meridian_control.offline.halves import first_half
-from meridian_control.offline.statistics import Area, confidence_of, harmful_bound, mean_bound, needed_to_prove
+from meridian_control.offline.statistics import Area, mean_bound
 
 
 def test_the_bound_on_harm() -> None:
     # For 0 harmful of n the bound is 1 - (1 - confidence) ** (1 / n), the rule of three.
-    assert harmful_bound(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
-    assert harmful_bound(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
-    assert harmful_bound(5, 5, 0.95) == 1
+    assert binomial_upper(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
+    assert binomial_upper(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
+    assert binomial_upper(5, 5, 0.95) == 1
 
 
 def test_the_bound_on_a_mean() -> None:
     """Without harm the bound is the exact one; else it lies above the exact one for counts, and holds as often as it
     should."""
-    assert mean_bound(0.0, 300, 0.95) == pytest.approx(harmful_bound(0, 300, 0.95))
-    assert mean_bound(0.03, 100, 0.95) > harmful_bound(3, 100, 0.95)
+    assert mean_bound(0.0, 300, 0.95) == pytest.approx(binomial_upper(0, 300, 0.95))
+    assert mean_bound(0.03, 100, 0.95) > binomial_upper(3, 100, 0.95)
     assert mean_bound(1.0, 10, 0.95) == 1
     # The p-value of Learn then Test, computed here from its definition.
     mean, count, bound = 0.1, 50, mean_bound(0.1, 50, 0.9)
@@ -41,7 +43,8 @@ def test_attempts_together_err_as_seldom_as_one(requests: int, max_loss: float) 
 
     def proved(confidence: float) -> float:
         """Return the chance that one attempt proves the rule."""
-        within = [n for n in range(requests) if harmful_bound(n, requests, confidence) <= max_loss]
+        is_within = (binomial_upper(n, requests, confidence) <= max_loss for n in range(requests))
+        within = range(sum(takewhile(bool, is_within)))
         return float(special.bdtr(max(within), requests, max_loss)) if within else 0.0
 
     assert 0.001 < sum(proved(confidence_of(k, 0.95)) for k in range(1, 201)) <= 0.05

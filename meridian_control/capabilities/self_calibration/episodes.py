@@ -1,0 +1,44 @@
+"""Describes one request of the control group as calibration reads it: its probes, without text and without its id.
+
+The values are immutable, and the functions are pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import NamedTuple
+
+
+class Sample(NamedTuple):
+    """A measured probe. think_tokens: at its place. arrived_tokens: thinking tokens when the result came. same_answer:
+    number of newest probes in a row with the same trial answer. is_read: whether a rule reads probes like this one."""
+
+    think_tokens: int
+    arrived_tokens: int
+    eat_nats: float
+    cost_tokens: int
+    same_answer: int
+    is_empty: bool
+    is_read: bool
+
+
+class Episode(NamedTuple):
+    """A request whose thinking the model itself ended. name: digest of the request's id."""
+
+    name: str
+    natural_tokens: int
+    samples: tuple[Sample, ...]
+
+    def to_json(self) -> str:
+        return json.dumps([self.name, self.natural_tokens, self.samples], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Episode:
+        name, natural_tokens, samples = json.loads(text)
+        return cls(name, natural_tokens, tuple(Sample(*sample) for sample in samples))
+
+
+def name_of(request_id: str) -> str:
+    """Return a name for a request that does not tell its id."""
+    return hashlib.blake2b(request_id.encode(errors="replace"), digest_size=8).hexdigest()

@@ -1,0 +1,276 @@
+"""Records, calibrates, rolls out, watches and withdraws over all engines and replicas; the replica that leads decides.
+
+All code runs on the server's event loop; the calibration runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from meridian_control.capabilities.self_calibration import rule as rules
+from meridian_control.capabilities.self_calibration import shown
+from meridian_control.capabilities.self_calibration.learner import Learner, Rule, State
+from meridian_control.capabilities.self_calibration.stream import Recorder
+from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive
+from meridian_control.fleet.part import FleetPart, Shown
+from meridian_control.policy.effects import any_self_calibrates, self_calibrates
+from meridian_control.rollout.state import By
+from meridian_control.rollout.state import State as RolloutState
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.capabilities.self_calibration.episodes import Episode
+    from meridian_control.capabilities.self_calibration.store import EpisodeStore
+    from meridian_control.engine.part import Stream
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.fleet.part import Beside
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.store import StoredRevision
+    from meridian_control.rollout.driver import Rollouts
+
+logger = logging.getLogger(__name__)
+
+# Most episodes that wait for the store, and most that it keeps of a traffic; and most traffics, because clients may
+# choose SLO classes.
+MAX_WAITING, MAX_KEPT, MAX_TRAFFICS = 10_000, 5_000, 64
+# Number of new episodes of a traffic after which its rule in force is judged again.
+JUDGED_EVERY = 20
+# Seconds after which a calibration is given up.
+PATIENCE_S = 600.0
+WORKER = "meridian_control.offline.self_calibration"
+
+
+class CalibrationError(MeridianError):
+    """The process that calibrates has failed."""
+
+
+class SelfCalibration(FleetPart):
+    """Self-calibration on one replica: what it records, and while it leads, what it decides for the fleet.
+
+    calibrate: runs a task of `meridian_control.offline.self_calibration` and returns its result.
+    """
+
+    failure = "self-calibration does not go on"
+    tick_s = 5.0
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
+        self._new: deque[tuple[str, Episode]] = deque(maxlen=MAX_WAITING)
+        self._store: EpisodeStore | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        # By traffic, the tests of its rule in force.
+        self._watches: dict[str, rules.Watch] = {}
+        # Whether the store may have rules although no policy asks for self-calibration.
+        self._is_known = True
+
+    def attach(self, beside: Beside) -> None:
+        # `meridianctl` replays recordings with the capabilities, and needs no database.
+        from meridian_control.capabilities.self_calibration.store import EpisodeStore
+
+        self._store, self._leads, self._clock = EpisodeStore(beside.database), beside.leads, beside.clock
+        self._rollouts: Rollouts = beside.rollouts
+
+    def stream(self, stream: Stream) -> Recorder:
+        return Recorder(stream, self.record)
+
+    def record(self, traffic: str, episode: Episode) -> None:
+        """Take in a request of the control group that has closed; the next tick stores it."""
+        self._new.append((traffic, episode))
+
+    async def end(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        await self._record()
+
+    # ------------------------------------------------------------------------------------------------------- decisions
+
+    async def tick(self) -> None:
+        """Store what was recorded, and if this replica leads, take the next step for each traffic.
+
+        Raises StoreUnavailable, StoredPolicyUnreadable, CalibrationError.
+        """
+        await self._record()
+        if self._store is None or not self._leads():
+            self._watches = {}
+            return
+        if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):
+            return
+        newest, learners = await self._store.newest(), await self._store.learners()
+        self._is_known = bool(newest or learners)
+        for traffic in list(dict.fromkeys([*learners, *newest]))[:MAX_TRAFFICS]:
+            current = await self._rollouts.store.policies.current()
+            if current is not None:
+                await self._step(traffic, learners.get(traffic), newest.get(traffic, 0), current)
+
+    async def _record(self) -> None:
+        if self._store is not None and self._new:
+            rows = list(self._new)
+            await self._store.add(rows)
+            for _ in rows:
+                self._new.popleft()
+
+    async def _step(self, traffic: str, learner: Learner | None, newest: int, current: StoredRevision) -> None:
+        assert self._store is not None
+        who, now = rules.who_of(traffic), self._clock()
+        own = rules.with_override(current.policy, traffic, None).of(who)
+        max_loss = own.entropy.max_loss
+        if not self_calibrates(own):
+            if learner is not None and learner.rule is not None:
+                await self._withdraw(learner, newest, current, max_loss, "entropy.self_calibration is false")
+            return
+        before, learner = learner, learner or Learner.new(traffic, max_loss, now)
+        if learner.state is State.ROLLING_OUT:
+            learner = await self._follow(learner, newest, max_loss)
+        elif learner.state is State.IN_FORCE:
+            learner = await self._watch(learner, own, newest, current)
+        elif not rules.obstacle(own) and learner.is_due(await self._store.count(traffic, learner.after), max_loss):
+            learner = await self._attempt(learner, own, current)
+            await self._store.drop(traffic, MAX_KEPT)
+        if learner != before:
+            await self._store.save(learner)
+
+    async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
+        """Calibrate, and begin the rollout of the rule that is proved."""
+        assert self._store is not None
+        store, max_loss = self._rollouts.store, own.entropy.max_loss
+        if await store.active() is not None:
+            return learner
+        _, episodes = await self._store.read(learner.traffic, learner.after, MAX_KEPT)
+        goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
+        found = await self.calibrate(_task(own, episodes) | goal)
+        now = self._clock()
+        if "rule" not in found:
+            logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
+            return learner.refused(found["requests"], found["why"], now, max_loss)
+        rule = Rule.model_validate(found["rule"])
+        override = rules.override_of(learner.traffic, rule)
+        candidate = rules.with_override(current.policy, learner.traffic, override)
+        reason = f"{rule.text} for {learner.traffic}: saves {rule.saved:.1%} of the thinking, loses at most "
+        reason += f"{rule.bound:.2%} of the answers, on {found['requests']} requests"
+        try:
+            plan = rules.plan_for(len(self.fleet.connections))
+            rollout = await store.start(plan, candidate, current.etag, By(now, rules.AUTHOR, reason))
+        except (EtagMismatch, RolloutActive):
+            # Somebody else has changed the policy in the meantime, so the next tick calibrates for that one.
+            return learner
+        logger.info("rollout %d begins: %s", rollout.rollout_id, reason)
+        learner = learner.proved(rule, found["requests"], rollout.rollout_id, now)
+        # A rollout that no learner knew of would have nobody who withdraws its rule.
+        await self._store.save(learner)
+        await self._rollouts.look()
+        return learner
+
+    async def _follow(self, learner: Learner, newest: int, max_loss: float) -> Learner:
+        rollout = await self._rollouts.store.get(learner.rollout_id)
+        if rollout.state is RolloutState.COMPLETED:
+            return learner.rolled_out(newest, self._clock())
+        if rollout.active:
+            return learner
+        reason = rollout.events[-1].reason
+        why = f"rollout {rollout.rollout_id} was {rollout.state.word.replace('_', ' ')}" + f": {reason}" * bool(reason)
+        return learner.withdrawn(why, newest, self._clock(), max_loss)
+
+    async def _watch(self, learner: Learner, own: Policy, newest: int, current: StoredRevision) -> Learner:
+        """Withdraw the rule if it harms, or if the traffic has drifted."""
+        assert self._store is not None
+        assert learner.rule is not None
+        max_loss, traffic = own.entropy.max_loss, learner.traffic
+        if not rules.has(current.policy, rules.override_of(traffic, learner.rule)):
+            why = f"revision {current.revision} by {current.author or 'nobody'} does not have it"
+            return learner.withdrawn(
+                why + f": {current.reason}" * bool(current.reason), newest, self._clock(), max_loss
+            )
+        watch = self._watches.get(traffic)
+        if watch is None or watch.rule != learner.rule:
+            watch = self._watches[traffic] = rules.Watch(learner.rule, max_loss, learner.after)
+        if await self._store.count(traffic, watch.after) < JUDGED_EVERY:
+            return learner
+        last, episodes = await self._store.read(traffic, watch.after, MAX_KEPT)
+        judged = await self.calibrate(_task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")})
+        watch.after = last
+        if not (why := watch.add(judged["requests"], judged["harmful"], judged["first"])):
+            return learner
+        return await self._withdraw(learner, newest, current, max_loss, why)
+
+    async def _withdraw(
+        self, learner: Learner, newest: int, current: StoredRevision, max_loss: float, why: str
+    ) -> Learner:
+        """Take the rule out of the policy. While a rollout keeps the policy from being changed, the next tick tries."""
+        assert self._store is not None
+        policy, policies = rules.with_override(current.policy, learner.traffic, None), self._rollouts.store.policies
+        now = self._clock()
+        if policy != current.policy:
+            reason = f"withdraws the rule for {learner.traffic}: {why}"
+            try:
+                stored = await policies.append(policy, etag=current.etag, author=rules.AUTHOR, reason=reason, now=now)
+            except (EtagMismatch, RolloutActive):
+                return learner
+            logger.warning("revision %d %s", stored.revision, reason)
+            self.fleet.set_policy(stored)
+        withdrawn = learner.withdrawn(why, newest, now, max_loss)
+        await self._store.save(withdrawn)
+        return withdrawn
+
+    async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Run a task in a process of its own. Raises CalibrationError."""
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                out, complaint = await process.communicate(json.dumps(task).encode())
+        except TimeoutError:
+            process.kill()
+            raise CalibrationError(f"the calibration took more than {PATIENCE_S:g} s") from None
+        finally:
+            self._process = None
+        if process.returncode:
+            lines = complaint.decode(errors="replace").strip().splitlines() or ["no error"]
+            raise CalibrationError(f"the calibration ended with {process.returncode}: {lines[-1]}")
+        result: dict[str, Any] = json.loads(out)
+        return result
+
+    # ----------------------------------------------------------------------------------------------- messages and page
+
+    def calls(self) -> Mapping[str, Callable[[Any], Awaitable[Any]]]:
+        return {"ListSelfCalibrations": self.listed}
+
+    async def listed(self, request: fleet_pb2.ListSelfCalibrationsRequest) -> fleet_pb2.ListSelfCalibrationsResponse:
+        """Return what was found for each traffic, and how many requests are recorded for the next attempt. Raises
+        StoreUnavailable."""
+        policy = self.fleet.policy
+        learners = await self._store.learners() if self._store is not None and policy is not None else {}
+        found = []
+        for traffic, learner in sorted(learners.items()):
+            assert self._store is not None
+            assert policy is not None
+            own = rules.with_override(policy.policy, traffic, None).of(rules.who_of(traffic))
+            recorded = await self._store.count(traffic, learner.after)
+            found.append(shown.message(learner, own, recorded))
+        return shown.messages(found)
+
+    async def show(self) -> Shown:
+        if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):
+            return Shown({}, {"self_calibrations": []})
+        return Shown({}, {"self_calibrations": [shown.row(found) for found in await self._found_now()]})
+
+    async def _found_now(self) -> list[fleet_pb2.SelfCalibration]:
+        from meridian.v1 import fleet_pb2
+
+        return list((await self.listed(fleet_pb2.ListSelfCalibrationsRequest())).self_calibrations)
+
+
+def _task(own: Policy, episodes: list[Episode]) -> dict[str, Any]:
+    return {"base": own.model_dump_json(), "episodes": [episode.to_json() for episode in episodes]}

@@ -1,0 +1,142 @@
+"""Decides when the requests of one traffic are calibrated, and what follows from each result: a pure state machine.
+
+The module has no clock and does no I/O: the fleet part records, runs the calibration, starts rollouts, and tells the
+learner what came of it. So months can be simulated in seconds.
+"""
+
+import enum
+from datetime import datetime
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from meridian_control.common.inference import confidence_of, needed_to_prove
+
+CONFIDENCE = 0.95
+# The requests of an attempt are so many times those of the attempt before, so that few attempts share the confidence.
+GROWTH = 2
+# Number of attempts that are kept for people to read.
+MAX_TRIED = 8
+
+
+class State(enum.StrEnum):
+    """What the control plane does for a traffic."""
+
+    RECORDING = "recording"
+    REFUSED = "nothing is safe"
+    ROLLING_OUT = "rolling out"
+    IN_FORCE = "in force"
+    WITHDRAWN = "withdrawn"
+
+
+class Value(BaseModel):
+    """A value that is stored as JSON; fields that a newer version added are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Rule(Value):
+    """An EAT rule, with what was measured on the requests that did not choose it. text: the rule in words. entropy: its
+    fields of the policy's entropy section. floor_tokens: thinking tokens before which it ended no thinking. bound:
+    upper bound of the share of lost answers, at the confidence of its attempt. saved: share of the thinking that it
+    saves. reference: upper end and number of requests of each bin of the first EAT that it reads."""
+
+    text: str
+    entropy: dict[str, Any]
+    floor_tokens: int
+    bound: float
+    saved: float
+    reference: tuple[tuple[float, int], ...] = ()
+
+
+class Tried(Value):
+    """An attempt: when, on how many requests, and what came of it in one line."""
+
+    time: datetime
+    requests: int
+    outcome: str
+
+
+class Learner(Value):
+    """What is known of one traffic; each method returns the next value.
+
+    since, why: when the state began, and the reason in one line. after: number of the newest episode that no longer
+    counts. needed: episodes with which the next attempt is due. attempts: over the whole life of the traffic, so that
+    with CONFIDENCE none of its rules ever loses more than the allowed share. rollout_id: the rollout of the rule.
+    """
+
+    traffic: str
+    state: State = State.RECORDING
+    since: datetime
+    why: str = ""
+    after: int = 0
+    needed: int
+    attempts: int = 0
+    requests: int = 0
+    rule: Rule | None = None
+    rollout_id: int = 0
+    tried: tuple[Tried, ...] = ()
+
+    @classmethod
+    def new(cls, traffic: str, max_loss: float, now: datetime) -> Self:
+        return cls(traffic=traffic, since=now, needed=fewest(1, max_loss))
+
+    def is_due(self, episodes: int, max_loss: float) -> bool:
+        """Return whether so many episodes after `after` are enough for the next attempt."""
+        records = self.state in (State.RECORDING, State.REFUSED, State.WITHDRAWN)
+        return records and episodes >= max(self.needed, fewest(self.attempts + 1, max_loss))
+
+    def refused(self, requests: int, why: str, now: datetime, max_loss: float) -> Self:
+        """Note that an attempt on so many judged requests has proved no rule."""
+        attempts, needed = self.attempts + 1, GROWTH * max(requests, self.needed)
+        needed = max(needed, fewest(attempts + 1, max_loss))
+        tried = self._tried(now, requests, why)
+        return self._with(
+            state=State.REFUSED, since=now, why=why, attempts=attempts, requests=requests, needed=needed, tried=tried
+        )
+
+    def proved(self, rule: Rule, requests: int, rollout_id: int, now: datetime) -> Self:
+        """Note that an attempt has proved a rule, whose rollout has begun."""
+        tried = self._tried(now, requests, f"{rule.text}: saves {rule.saved:.1%}, may lose {rule.bound:.2%}")
+        return self._with(
+            state=State.ROLLING_OUT,
+            since=now,
+            why="",
+            attempts=self.attempts + 1,
+            requests=requests,
+            rule=rule,
+            rollout_id=rollout_id,
+            tried=tried,
+        )
+
+    def rolled_out(self, newest: int, now: datetime) -> Self:
+        """Note that all engines have the rule. newest: number of the newest episode."""
+        return self._with(state=State.IN_FORCE, since=now, why="", after=newest)
+
+    def withdrawn(self, why: str, newest: int, now: datetime, max_loss: float) -> Self:
+        """Note that the rule is not in force any more. Only later requests count from now on, because the traffic may
+        have changed."""
+        outcome = f"withdrawn: {why}"
+        return self._with(
+            state=State.WITHDRAWN,
+            since=now,
+            why=why,
+            after=newest,
+            needed=fewest(self.attempts + 1, max_loss),
+            rule=None,
+            rollout_id=0,
+            tried=self._tried(now, self.requests, outcome),
+        )
+
+    def _tried(self, now: datetime, requests: int, outcome: str) -> tuple[Tried, ...]:
+        return (*self.tried, Tried(time=now, requests=requests, outcome=outcome))[-MAX_TRIED:]
+
+    def _with(self, **changes: Any) -> Self:
+        return self.model_copy(update=changes)
+
+
+def fewest(attempt: int, max_loss: float) -> int:
+    """Return the fewest requests of which each half can prove a rule without any lost answer in this attempt."""
+    if max_loss >= 1:
+        return 2
+    return 2 * int(needed_to_prove(max_loss, confidence_of(attempt, CONFIDENCE)))

@@ -1,0 +1,74 @@
+"""Describes what self-calibration has found, for gRPC and the status page. All functions are pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.capabilities.self_calibration.rule import obstacle, who_of
+from meridian_control.common.look import percent
+from meridian_control.common.plain_data import plain
+from meridian_control.policy.effects import self_calibrates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian_control.capabilities.self_calibration.learner import Learner
+    from meridian_control.policy.model import Policy
+
+OFF = "off"
+
+
+def messages(found: Iterable[fleet_pb2.SelfCalibration]) -> fleet_pb2.ListSelfCalibrationsResponse:
+    return fleet_pb2.ListSelfCalibrationsResponse(self_calibrations=found)
+
+
+def message(learner: Learner, own: Policy, recorded: int) -> fleet_pb2.SelfCalibration:
+    """Return what was found for a traffic. own: the policy that holds for it without a rule that was found by itself.
+    recorded: requests that count for the next attempt, or since the rule is in force."""
+    who, on = who_of(learner.traffic), self_calibrates(own)
+    shown = fleet_pb2.SelfCalibration(
+        model=who.model,
+        slo_class=who.slo_class,
+        model_fingerprint=who.fingerprint,
+        state=learner.state.value if on else OFF,
+        why=learner.why or (obstacle(own) if on else ""),
+        recorded_requests=recorded,
+        needed_requests=learner.needed if learner.rule is None else 0,
+        attempts=learner.attempts,
+        max_loss=own.entropy.max_loss,
+    )
+    shown.since_time.FromDatetime(learner.since)
+    if (rule := learner.rule) is not None:
+        shown.rule, shown.saved_ratio, shown.loss_bound = rule.text, rule.saved, rule.bound
+        shown.proved_on_requests = learner.requests
+    for tried in learner.tried:
+        shown.tried.add(requests=tried.requests, outcome=tried.outcome).time.FromDatetime(tried.time)
+    return shown
+
+
+def row(found: fleet_pb2.SelfCalibration) -> dict[str, Any]:
+    """Return a row of the status page."""
+    return {
+        **plain(found),
+        "requests": requests_text(found),
+        "proof": proof_text(found),
+        "tried": "; ".join(f"{tried.requests:,} requests: {tried.outcome}" for tried in found.tried),
+    }
+
+
+def requests_text(found: fleet_pb2.SelfCalibration) -> str:
+    """Return how many requests are recorded, and how many the next attempt needs."""
+    needed = f" of {found.needed_requests:,} for the next attempt" if found.needed_requests else " since then"
+    return f"{found.recorded_requests:,}{needed}"
+
+
+def proof_text(found: fleet_pb2.SelfCalibration) -> str:
+    """Return what the rule saves and may lose, and on how many requests that was measured; empty without a rule."""
+    if not found.rule:
+        return ""
+    saved, bound, allowed = percent(found.saved_ratio), percent(found.loss_bound, 2), percent(found.max_loss, 2)
+    return (
+        f"saves {saved}; loses at most {bound} of the answers, allowed {allowed}; {found.proved_on_requests:,} requests"
+    )

@@ -1,0 +1,84 @@
+"""Keeps episodes and what was found for each traffic in the database, so that all replicas add to the same episodes,
+and a new leader goes on where the one before stopped.
+
+The store owns the tables `self_calibration_episodes` and `self_calibration_found`. All methods may raise
+StoreUnavailable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import delete, func, insert, select, update
+
+from meridian_control.capabilities.self_calibration.episodes import Episode
+from meridian_control.capabilities.self_calibration.learner import Learner
+from meridian_control.storage.tables import episodes as _episodes
+from meridian_control.storage.tables import found_rules as _found
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_control.storage.database import Database
+
+
+class EpisodeStore:
+    """The episodes and learners of all replicas."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, rows: Sequence[tuple[str, Episode]]) -> None:
+        """Add episodes, each with the name of its traffic."""
+        values = [{"traffic": traffic, "episode": episode.to_json()} for traffic, episode in rows]
+        async with self._database.writing(tell=False) as connection:
+            await connection.execute(insert(_episodes), values)
+
+    async def newest(self) -> dict[str, int]:
+        """Return the number of the newest episode of each traffic."""
+        query = select(_episodes.c.traffic, func.max(_episodes.c.number)).group_by(_episodes.c.traffic)
+        async with self._database.reading() as connection:
+            return dict(map(tuple, await connection.execute(query)))
+
+    async def count(self, traffic: str, after: int) -> int:
+        """Return the number of episodes with higher numbers than `after`."""
+        query = select(func.count()).where(_episodes.c.traffic == traffic, _episodes.c.number > after)
+        async with self._database.reading() as connection:
+            return int(await connection.scalar(query) or 0)
+
+    async def read(self, traffic: str, after: int, most: int) -> tuple[int, list[Episode]]:
+        """Return up to `most` of the newest episodes with higher numbers than `after`, one for each request, oldest
+        first; and the number of the newest one, `after` if there is none."""
+        query = (
+            select(_episodes.c.number, _episodes.c.episode)
+            .where(_episodes.c.traffic == traffic, _episodes.c.number > after)
+            .order_by(_episodes.c.number.desc())
+            .limit(most)
+        )
+        async with self._database.reading() as connection:
+            rows = list(await connection.execute(query))
+        by_name = {episode.name: episode for episode in (Episode.from_json(row.episode) for row in reversed(rows))}
+        return (rows[0].number if rows else after), [*by_name.values()]
+
+    async def drop(self, traffic: str, keep: int) -> None:
+        """Drop all but the `keep` newest episodes of a traffic."""
+        numbers = select(_episodes.c.number).where(_episodes.c.traffic == traffic)
+        oldest = numbers.order_by(_episodes.c.number.desc()).offset(keep).limit(1)
+        async with self._database.writing(tell=False) as connection:
+            if (last := await connection.scalar(oldest)) is not None:
+                old = (_episodes.c.traffic == traffic) & (_episodes.c.number <= last)
+                await connection.execute(delete(_episodes).where(old))
+
+    async def learners(self) -> dict[str, Learner]:
+        """Return what was found, by the name of the traffic."""
+        async with self._database.reading() as connection:
+            rows = await connection.execute(select(_found.c.traffic, _found.c.found))
+            return {row.traffic: Learner.model_validate_json(row.found) for row in rows}
+
+    async def save(self, learner: Learner) -> None:
+        """Store what is known of a traffic. Only the leader calls it."""
+        values = {"found": learner.model_dump_json()}
+        async with self._database.writing(tell=False) as connection:
+            same = _found.c.traffic == learner.traffic
+            if not (await connection.execute(update(_found).where(same).values(values))).rowcount:
+                await connection.execute(insert(_found).values(values | {"traffic": learner.traffic}))

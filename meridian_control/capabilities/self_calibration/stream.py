@@ -1,0 +1,80 @@
+"""Collects the probes of one engine's control group, as episodes for calibration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.capabilities.control_group.requests import MISSING_GAPS, gap_tokens
+from meridian_control.capabilities.self_calibration.episodes import Episode, Sample, name_of
+from meridian_control.common.table_columns import NATURAL_END
+from meridian_control.engine.part import UNREAD_PROBE, Part
+from meridian_control.engine.request_table import THINK
+from meridian_control.engine.think_ends import FINISHED
+from meridian_control.policy.model import Who
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from meridian.v1 import agent_pb2
+
+    from meridian_control.engine.part import ProbeResult, Stream
+
+# Most probes of a request that are kept; a request with more is left out.
+MAX_SAMPLES = 2000
+
+
+class Recorder(Part):
+    """The live requests of one engine's control group whose policy asks for self-calibration.
+
+    found: takes the name of the traffic and an episode, when its request closes.
+    """
+
+    def __init__(self, stream: Stream, found: Callable[[str, Episode], None]) -> None:
+        self._stream, self._table, self._found = stream, stream.table, found
+        self._samples: dict[int, list[Sample]] = {}
+        # Samples whose results came with the report that is being taken in, by slot.
+        self._new: list[tuple[int, Sample]] = []
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        self._samples.clear()
+        self._new.clear()
+
+    def probed(self, results: Sequence[ProbeResult]) -> None:
+        table, of = self._table, self._stream.policies.of
+        for result in results:
+            if table.control[result.slot] and of(result.slot).entropy.self_calibration:
+                place, same = result.think_tokens, result.same_answer
+                read = result.reason != UNREAD_PROBE
+                sample = Sample(place, place, result.eat_nats, result.cost_tokens, same, result.is_empty, read)
+                self._new.append((result.slot, sample))
+
+    def reported(self, report: agent_pb2.StepReport, now: object) -> None:
+        for slot, sample in self._new:
+            arrived = max(sample.think_tokens, int(self._table.think_tokens[slot]))
+            kept = self._samples.setdefault(slot, [])
+            if len(kept) <= MAX_SAMPLES:
+                kept.append(sample._replace(arrived_tokens=arrived))
+        self._new.clear()
+
+    def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
+        for closed in rows if self._samples else ():
+            samples = self._samples.pop(closed.slot, None)
+            if samples and governed and closed.reason in FINISHED and len(samples) <= MAX_SAMPLES:
+                self._close(closed.slot, samples)
+
+    def _close(self, slot: int, samples: list[Sample]) -> None:
+        """Hand on the episode of a request whose thinking the model itself has ended, once, and whose newest probe lies
+        near that end, so that the answer that stayed is known."""
+        table = self._table
+        opened, natural = table.info[slot], int(table.think_tokens[slot])
+        thinks_again = table.reentered[slot] or table.phase[slot] == THINK
+        if opened is None or table.first_end[slot] != NATURAL_END or thinks_again:
+            return
+        if not (table.counted[slot] and table.control[slot]):
+            return
+        interval = self._stream.policies.of(slot).entropy.eat_probe_interval_tokens
+        if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, interval):
+            return
+        hello = self._stream.hello
+        who = Who(opened.model or hello.model, slo_class=opened.slo_class, fingerprint=hello.model_fingerprint)
+        self._found(who.traffic, Episode(name_of(opened.request_id), natural, tuple(samples)))

@@ -1,0 +1,163 @@
+"""Calibrates an EAT rule on the episodes of self-calibration, or judges one, in a process of its own: this takes
+seconds of processor time, for which streams must not wait.
+
+`run` reads a task as JSON from standard input and writes the result as JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_control.capabilities.self_calibration.episodes import Episode
+from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
+from meridian_control.offline.calibration import Goal, calibrate
+from meridian_control.offline.candidates import CONFIRMATIONS
+from meridian_control.offline.correctness import from_probes
+from meridian_control.offline.episodes import Episodes
+from meridian_control.offline.halves import TooFewRequests
+from meridian_control.offline.rule_replay import EAT_SENTENCE, Replay, StoppingRule
+from meridian_control.policy.effects import probe_lead_tokens
+from meridian_control.policy.model import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Fields of the policy that a rule sets. The rule reads the newest probe, so that it needs few probes before its floor.
+# The places of probes stay the policy's own, at which the episodes' probes are.
+CHOSEN = (
+    "ema_alpha",
+    "eat_warmup_samples",
+    "eat_ema_variance_threshold",
+    "eat_level_threshold_nats",
+    "confirm_sentence_ends",
+)
+# Reports between a decision and its effect for a request that no probe holds.
+DELAY_TOKENS = 2
+
+
+def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
+    """Return requests as columns in which each probe that a rule reads is a sentence end without other signals.
+
+    from_tokens: thinking tokens before which no rule reads a probe.
+    """
+    samples = [(owner, sample) for owner, row in enumerate(rows) for sample in row.samples]
+    columns = [np.array(column) for column in zip(*(sample for _, sample in samples), strict=True)]
+    places, arrived, eat, cost, same, empty, is_read = columns
+    owner = np.array([owner for owner, _ in samples], np.int64)
+    read = np.flatnonzero(is_read & (places >= from_tokens))
+    count = len(read)
+    zeros = np.zeros(count, np.int64)
+    return Episodes(
+        ids=[row.name for row in rows],
+        natural_tokens=np.array([row.natural_tokens for row in rows], np.int64),
+        owner=owner[read],
+        think_tokens=places[read],
+        decided_tokens=arrived[read],
+        paragraph=np.zeros(count, bool),
+        ranks=np.zeros((count, RANK_HISTORY), np.int64),
+        rank_count=zeros,
+        margins=np.full((count, CONFIRM_HISTORY), np.nan),
+        entropy_nats=np.full(count, np.nan),
+        entropy_count=zeros,
+        entropy_place=zeros,
+        entropy_running=np.zeros(1),
+        earlier_counts=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
+        earlier_places=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
+        sample=read,
+        sample_owner=owner,
+        sample_tokens=places,
+        sample_arrived=arrived,
+        eat_nats=eat,
+        cost_tokens=cost,
+        same_answer=same,
+        empty_answer=empty,
+        seen=frozenset(row.name for row in rows),
+        left_out={},
+        policy=None,
+    )
+
+
+def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
+    """Calibrate on episodes. Return the number of judged `requests`, and the proved `rule` or `why` none is proved.
+
+    base: the policy that holds for the requests without a rule found by itself.
+    """
+    # Of the rules that are tried, those with the longest lead read the earliest probes.
+    earliest = {"eat_warmup_samples": 1, "confirm_sentence_ends": max(CONFIRMATIONS)}
+    episodes = episodes_of(rows, _read_from(base, earliest, base.scheduler.min_think_tokens))
+    judge = from_probes(episodes)
+    replay = Replay(episodes, judge, base, DELAY_TOKENS)
+    judged = int((~np.isnan(judge.natural)).sum())
+    try:
+        result = calibrate(replay, goal, families=[EAT_SENTENCE])
+    except TooFewRequests as error:
+        return {"requests": judged, "why": str(error)}
+    if (point := result.recommended) is None:
+        if result.best is None:
+            return {"requests": judged, "why": "no rule loses little enough on the half that chooses"}
+        bound = result.best.held_out.harm_bound
+        why = f"{result.best.rule} may lose {bound:.2%}, more than the allowed {goal.max_loss:.2%}"
+        return {"requests": judged, "why": why}
+    if point.held_out.saved <= 0:
+        return {"requests": judged, "why": f"{point.rule} saves nothing on the half that did not choose it"}
+    policy = result.policy
+    rule = {
+        "text": str(point.rule),
+        "entropy": {name: getattr(policy.entropy, name) for name in CHOSEN},
+        "floor_tokens": max(base.scheduler.min_think_tokens, policy.scheduler.min_think_tokens),
+        "bound": point.held_out.harm_bound,
+        "saved": point.held_out.saved,
+        "reference": [(eat_bin.max_nats, eat_bin.requests) for eat_bin in policy.entropy.eat_reference],
+    }
+    return {"requests": judged, "rule": rule}
+
+
+def judged(base: Policy, rows: Sequence[Episode], entropy: dict[str, Any], floor_tokens: int) -> dict[str, Any]:
+    """Judge a rule on episodes. Return the number of judged `requests`, how many answers the rule would have lost
+    (`harmful`), and the `first` EAT in nats that the rule reads of each request that has one."""
+    episodes = episodes_of(rows, _read_from(base, entropy, floor_tokens))
+    judge = from_probes(episodes)
+    replay = Replay(episodes, judge, base, DELAY_TOKENS)
+    rule = StoppingRule(EAT_SENTENCE, _placed(entropy))
+    stops = replay.stops(rule)
+    known = ~np.isnan(judge.natural)
+    first = replay.first_samples(rule, 0)
+    return {
+        "requests": int(known.sum()),
+        "harmful": int((np.isfinite(stops.at_tokens) & (stops.right < 1) & known).sum()),
+        "first": [value for value in first.tolist() if math.isfinite(value)],
+    }
+
+
+def _read_from(base: Policy, entropy: dict[str, Any], floor_tokens: int) -> int:
+    """Return the thinking tokens from which on a rule with these fields and this floor reads probes."""
+    return floor_tokens - probe_lead_tokens(base.entropy.model_copy(update=entropy))
+
+
+def _placed(entropy: dict[str, Any]) -> dict[str, Any]:
+    """Return a rule's fields with those of its probes' places, which are all that the episodes have."""
+    places = {"eat_probe_interval_tokens": 1, "eat_probe_placement": "sentence", "eat_probe_max_rank": 0}
+    return {**places, "eat_probe_max_margin_nats": 0.0, **entropy}
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """Do a task: to judge its `rule`, or else to find one."""
+    base, rows = Policy.model_validate_json(task["base"]), [Episode.from_json(text) for text in task["episodes"]]
+    if "rule" in task:
+        return judged(base, rows, task["rule"]["entropy"], task["rule"]["floor_tokens"])
+    return found(base, rows, Goal(task["max_loss"], attempt=task["attempt"]))
+
+
+def run() -> None:
+    os.nice(10)
+    json.dump(work(json.load(sys.stdin)), sys.stdout)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,251 @@
+"""The control plane finds a rule by itself, puts it in force in a rollout, and withdraws it.
+
+Store, rollouts and calibration are real; the test moves the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+
+from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.self_calibration import rule
+from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
+from meridian_control.capabilities.self_calibration.learner import State, fewest
+from meridian_control.capabilities.self_calibration.rule import AUTHOR
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.offline.self_calibration import work
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import Policy, Who
+from tests.contract.rollouts import Control, controlling
+from tests.fakes.episodes import Traffic
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+ASKED = parse_toml("[entropy]\nself_calibration = true\nmax_loss = 0.02\nrank_conditions = []")
+EASY, MISLED = Traffic(), Traffic(misled=0.3)
+WHO = Who("model", slo_class="chat", fingerprint="0123456789abcdef")
+OTHER = WHO._replace(slo_class="batch")
+ENOUGH = fewest(1, 0.02) + 100
+# Time of a rollout's step, in ticks of one second.
+STEP_S = 5
+
+
+async def in_process(task: dict[str, Any]) -> dict[str, Any]:
+    """Do a task of the calibration without a process of its own, whose start takes seconds."""
+    result: dict[str, Any] = json.loads(json.dumps(work(json.loads(json.dumps(task)))))
+    return result
+
+
+@pytest.fixture
+async def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Control]:
+    monkeypatch.setattr(rule, "BAKE_S", float(STEP_S))
+    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as running:
+        yield running
+
+
+async def apply(control: Control, policy: Policy, author: str = "ann", reason: str = "") -> None:
+    stored = await control.store.append(policy, etag="", author=author, reason=reason, now=control.now)
+    control.fleet.set_policy(stored)
+    await control.rollouts.look()
+
+
+async def policy_now(control: Control) -> Policy:
+    current = await control.store.current()
+    assert current is not None
+    return current.policy
+
+
+async def records(control: Control, traffic: Traffic, count: int, who: Who = WHO, seed: int = 1) -> None:
+    part = control.fleet.part(SelfCalibration)
+    part.calibrate = in_process
+    for episode in traffic.episodes(random.Random(seed), count):
+        part.record(who.traffic, episode)
+    await part.tick()
+
+
+async def found(control: Control, who: Who = WHO) -> fleet_pb2.SelfCalibration:
+    answer = await fleet_pb2_grpc.FleetServiceStub(control.channel).ListSelfCalibrations(
+        fleet_pb2.ListSelfCalibrationsRequest()
+    )
+    (row,) = [each for each in answer.self_calibrations if each.slo_class == who.slo_class]
+    return row
+
+
+async def completes(control: Control) -> None:
+    """Let the rollout run to its end on the connected engine, whose control group the candidate does not harm."""
+    (session,) = [connection.session for connection in control.fleet.connections]
+    rollout = await control.get()
+    await until(lambda: control.knows("engine", rollout.candidate_revision))
+    await control.ticks()
+    session.part(ControlGroup).verdicts["judged"] += 200
+    await control.ticks(2 * STEP_S)
+    await control.fleet.part(SelfCalibration).tick()
+
+
+async def in_force(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH)
+    await completes(control)
+
+
+async def test_a_rule_is_found_rolled_out_watched_and_withdrawn(control: Control) -> None:
+    with LinkedEngine([control.target], clock=lambda: 0.0):
+        await until(lambda: len(list(control.fleet.connections)) == 1)
+        await apply(control, ASKED)
+        await records(control, EASY, ENOUGH // 2)
+        row = await found(control)
+        assert (row.state, row.recorded_requests, row.needed_requests) == ("recording", ENOUGH // 2, fewest(1, 0.02))
+        assert await policy_now(control) == ASKED
+        await records(control, EASY, ENOUGH - ENOUGH // 2, seed=2)
+        row = await found(control)
+        assert row.state == "rolling out"
+        assert (row.model, row.slo_class, row.attempts) == (WHO.model, WHO.slo_class, 1)
+        assert await policy_now(control) == ASKED, "the policy in force stays until the rollout is complete"
+        await completes(control)
+        row = await found(control)
+        assert row.state == "in force", row
+        assert 0.1 < row.saved_ratio < 1
+        assert row.loss_bound <= row.max_loss == pytest.approx(0.02)
+        policy = await policy_now(control)
+        mine = policy.of(WHO)
+        assert not mine.entropy.shadow
+        assert mine.entropy.rpdi_threshold == mine.entropy.margin_threshold_nats == 0, "no other rule comes with it"
+        others = (OTHER, WHO._replace(fingerprint="fedcba9876543210"), WHO._replace(model="adapter"), Who())
+        assert all(policy.of(who).entropy.shadow for who in others)
+        await records(control, EASY, 300, seed=3)
+        assert (await found(control)).state == "in force", "harmless traffic leaves the rule in force"
+        await records(control, MISLED, 100, seed=4)
+        row = await found(control)
+        assert row.state == "withdrawn"
+        assert row.why.endswith("of 400 answers of the control group")
+        assert [tried.outcome.split(":")[0] for tried in row.tried] == [row.tried[0].outcome.split(":")[0], "withdrawn"]
+        current = await control.store.current()
+        assert current is not None
+        assert (current.policy, current.author) == (ASKED, AUTHOR)
+        assert row.why in current.reason
+        assert (row.recorded_requests, row.needed_requests) == (0, fewest(2, 0.02))
+
+
+async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, MISLED, ENOUGH)
+    row = await found(control)
+    assert row.state == "nothing is safe"
+    assert row.why
+    assert row.needed_requests == 2 * ENOUGH
+    assert [tried.requests for tried in row.tried] == [ENOUGH]
+    assert await policy_now(control) == ASKED
+    assert await control.rollouts.store.active() is None
+
+
+async def test_traffic_that_changes_without_harm_starts_over(control: Control) -> None:
+    with LinkedEngine([control.target], clock=lambda: 0.0):
+        await until(lambda: len(list(control.fleet.connections)) == 1)
+        await in_force(control)
+        await records(control, Traffic(undecided_nats=2.5), 200, seed=5)
+        row = await found(control)
+        assert row.state == "withdrawn"
+        assert row.why.startswith("the traffic has changed: ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (ASKED, "by ann does not have it: back to the file"),
+        (parse_toml("[entropy]\nself_calibration = false"), "entropy.self_calibration is false"),
+    ],
+    ids=["without the rule", "off"],
+)
+async def test_a_person_may_take_the_rule_out(control: Control, changed: Policy, why: str) -> None:
+    with LinkedEngine([control.target], clock=lambda: 0.0):
+        await until(lambda: len(list(control.fleet.connections)) == 1)
+        await in_force(control)
+        kept = (await policy_now(control)).override if "false" in why else ()
+        await apply(control, changed.model_copy(update={"override": kept}), reason="back to the file")
+        await control.fleet.part(SelfCalibration).tick()
+        row = await found(control)
+        assert row.why.endswith(why)
+        assert not (await policy_now(control)).override
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"holdout_share": 0.0}, "entropy.holdout_share is 0, so no request is recorded"),
+        ({"rank_conditions": [{"max_ranks": [5]}]}, "entropy.rank_conditions would come into force with the rule"),
+    ],
+    ids=["no control group", "another rule"],
+)
+async def test_what_keeps_a_rule_from_being_found_is_said(control: Control, more: dict[str, Any], why: str) -> None:
+    entropy = {**ASKED.entropy.model_dump(mode="json"), **more}
+    await apply(control, Policy.model_validate({"entropy": entropy}))
+    await records(control, EASY, ENOUGH)
+    row = await found(control)
+    assert row.state == "recording"
+    assert row.why.startswith(why)
+
+
+async def test_a_rollout_that_is_rolled_back_withdraws_the_rule(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH)
+    (rollout,) = [await control.get()]
+    from meridian.v1 import rollout_pb2
+
+    aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann", reason="not today")
+    await control.stub.AbortRollout(aborting)
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert (row.state, row.why) == ("withdrawn", f"rollout {rollout.rollout_id} was aborted: not today")
+
+
+async def test_another_leader_goes_on_where_the_first_stopped(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH // 2)
+    await control.kill()
+    await control.start()
+    assert (await found(control)).recorded_requests == ENOUGH // 2
+    await records(control, EASY, ENOUGH - ENOUGH // 2, seed=2)
+    assert (await found(control)).state == State.ROLLING_OUT
+    await control.kill()
+    await control.start()
+    await control.fleet.part(SelfCalibration).tick()
+    assert (await found(control)).state == State.ROLLING_OUT
+    control.leads = False
+    await records(control, MISLED, 300, seed=3)
+    assert (await found(control)).state == State.ROLLING_OUT, "only the leader decides"
+
+
+async def test_the_calibration_runs_in_a_process_of_its_own(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = control.fleet.part(SelfCalibration)
+    episodes = [episode.to_json() for episode in EASY.episodes(random.Random(1), 40)]
+    task = {"base": ASKED.model_dump_json(), "episodes": episodes, "max_loss": 0.5, "attempt": 1}
+    assert await part.calibrate(task) == await in_process(task)
+    with pytest.raises(CalibrationError, match="KeyError: 'attempt'"):
+        await part.calibrate({name: task[name] for name in ("base", "episodes", "max_loss")})
+    monkeypatch.setattr(sys, "executable", "/usr/bin/false")
+    with pytest.raises(CalibrationError, match="ended with 1: no error"):
+        await part.calibrate(task)
+
+
+async def test_episodes_are_kept_while_the_store_is_away(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(control.store.database, "writing", unavailable)
+        with pytest.raises(StoreUnavailable):
+            await records(control, EASY, 5, seed=2)
+    await control.fleet.part(SelfCalibration).tick()
+    assert (await found(control)).recorded_requests == 10
+
+
+def unavailable(*_: object, **__: object) -> None:
+    raise StoreUnavailable("policy store: away")

@@ -1,0 +1,97 @@
+"""Self-calibration on the real engine: the control plane records each request of the control group as the engine has
+measured it, for the model that the engine serves, and changes no token."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+
+from meridian_agent.vllm_adapter.model_fingerprint import fingerprint
+from meridian_control.capabilities.self_calibration.episodes import Episode
+from tests.engine import paced
+from tests.engine.recording import probes, records
+from tests.engine.test_rules import CASES, GREEDY, free_run
+from tests.processes import RPC_S, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engine.pacing import Settled
+    from tests.processes import Control
+
+ASKED: dict[str, Any] = {
+    "scheduler": {"min_think_tokens": 0},
+    "entropy": {
+        "self_calibration": True,
+        "holdout_share": 0.5,
+        "eat_probe_interval_tokens": 4,
+        "eat_probe_placement": "anywhere",
+    },
+    # The sample in shadow is no smaller than the control group, whatever the policy says.
+    "telemetry": {"shadow_sample_ratio": 0.01},
+}
+
+
+def stored(folder: Path) -> list[tuple[str, Episode]]:
+    """Return the episodes in the control plane's store."""
+    (file,) = folder.glob("**/*.db")
+    with sqlite3.connect(f"file:{file}?mode=ro", uri=True) as connection:
+        rows = connection.execute("SELECT traffic, episode FROM self_calibration_episodes ORDER BY number").fetchall()
+    return [(traffic, Episode.from_json(episode)) for traffic, episode in rows]
+
+
+def test_the_control_group_is_recorded_as_the_engine_measures_it(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
+    free, _ = free_run(llm, agent)
+    end = agent.tracker.markers.end[0]
+    control.apply(ASKED)
+    with records(agent) as seen:
+        tokens = paced(llm, CASES, GREEDY, settled)
+    assert tokens == free, "self-calibration in shadow changes no token"
+    measured = probes(seen)
+    assert 0 < len(measured) < len(CASES), "the control group is measured, and nobody else"
+    control.settled()
+    wait_for(lambda: len(stored(control.folder)) >= len(measured), RPC_S, "the episodes")
+    kept = stored(control.folder)
+    assert {traffic for traffic, _ in kept} == {f"{agent.facts.model}#{control.engine().model_fingerprint}#"}
+    natural = sorted(each.index(end) for each in free)
+    assert all(episode.natural_tokens in natural for _, episode in kept)
+    recorded = sorted([(s.think_tokens, round(s.eat_nats, 4)) for s in episode.samples] for _, episode in kept)
+    assert recorded == sorted([(probe[2], round(probe[3], 4)) for probe in each] for each in measured.values())
+    with control.channel() as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+
+        def counted() -> int:
+            answer = fleet.ListSelfCalibrations(fleet_pb2.ListSelfCalibrationsRequest(), timeout=RPC_S)
+            return sum(row.recorded_requests for row in answer.self_calibrations)
+
+        wait_for(lambda: counted() == len(kept), RPC_S, "the leader's look")
+
+
+def test_the_fingerprint_is_that_of_the_models_files(llm: Any, scheduler: Any, tmp_path: Path) -> None:
+    config = scheduler.vllm_config
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"layers": 2}))
+    (folder / "model.safetensors").write_bytes(bytes(100_000))
+    made = config.model_config
+    before, config.model_config.model = made.model, str(folder)
+    try:
+        first = fingerprint(config, "template")
+        assert first == fingerprint(config, "template")
+        assert first != fingerprint(config, "another template")
+        with (folder / "model.safetensors").open("r+b") as weights:
+            weights.seek(50_000)
+            weights.write(bytes([1]) * 30_000)
+        second = fingerprint(config, "template")
+        assert second != first
+        (folder / "config.json").write_text(json.dumps({"layers": 3}))
+        assert fingerprint(config, "template") not in {first, second}
+        config.model_config.model = "hub/model"
+        assert len(fingerprint(config, None)) == 16
+    finally:
+        config.model_config.model = before

@@ -1,0 +1,102 @@
+"""What self-calibration records: each request of the control group whose thinking the model itself ends, as the engine
+measured it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from meridian_control.capabilities.control_group.rule import held_out
+from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.capabilities.self_calibration.episodes import Episode, name_of
+from meridian_control.capabilities.self_calibration.stream import Recorder
+from meridian_control.policy.model import Who
+from tests.fakes.tables import policy
+from tests.unit import sessions
+from tests.unit.sessions import EARLY, Stream, stream
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+
+SHARE = 0.5
+CONTROL, TREATED = (
+    next(name for name in map(str, range(100)) if held_out(name, SHARE) == is_control) for is_control in (True, False)
+)
+PROBED = {"eat_probe_interval_tokens": 4, "eat_probe_placement": "anywhere", "holdout_share": SHARE}
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Episode]]:
+    """Return the list to which streams of the test add what they record."""
+    kept = list[tuple[str, Episode]]()
+    recorder = partial(Recorder, found=lambda traffic, episode: kept.append((traffic, episode)))
+    monkeypatch.setattr(sessions, "STREAM_PARTS", (*STREAM_PARTS, recorder))
+    return kept
+
+
+def asked(**entropy: Any) -> Policy:
+    return policy(scheduler=EARLY, entropy={**PROBED, "self_calibration": True, **entropy})
+
+
+def run(made: Stream, name: str = CONTROL, think: int = 40, **fields: Any) -> None:
+    made.open(name, think=think, answer=3, **fields)
+    made.step(think + 12)
+
+
+def test_a_request_of_the_control_group_is_recorded_as_it_was_measured(found: list[tuple[str, Episode]]) -> None:
+    made = stream(asked(), hello_fields={"model_fingerprint": "0123456789abcdef"})
+    made.agent.eat_nats = 0.5
+    run(made)
+    ((traffic, episode),) = found
+    assert traffic == Who("model", slo_class="slo", fingerprint="0123456789abcdef").traffic
+    assert (episode.name, episode.natural_tokens) == (name_of(CONTROL), 40)
+    assert Episode.from_json(episode.to_json()) == episode
+    places = [sample.think_tokens for sample in episode.samples]
+    assert places == sorted(places)
+    assert 6 <= len(places) <= 10, "one probe every four tokens"
+    assert all(sample.eat_nats == pytest.approx(0.5) for sample in episode.samples)
+    assert all(sample.is_read and sample.arrived_tokens >= sample.think_tokens for sample in episode.samples)
+    assert [sample.same_answer for sample in episode.samples] == list(range(1, len(places) + 1))
+
+
+def test_probes_that_no_rule_reads_are_marked(found: list[tuple[str, Episode]]) -> None:
+    """A rule in force has fired in shadow for the request of the control group, which is probed on to judge it."""
+    rare = {"eat_probe_interval_tokens": 30, "shadow": False, "ema_alpha": 1.0, "eat_warmup_samples": 1}
+    made = stream(asked(**rare))
+    made.agent.eat_nats = 0.01
+    run(made, think=80)
+    ((_, episode),) = found
+    read = [sample.think_tokens for sample in episode.samples if sample.is_read]
+    unread = [sample.think_tokens for sample in episode.samples if not sample.is_read]
+    assert read
+    assert unread, "the rule fired at its first sample"
+    assert min(unread) > read[0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "fields"),
+    [
+        (asked(), TREATED, {}),
+        (asked(self_calibration=False), CONTROL, {}),
+        (asked(holdout_share=0.0), CONTROL, {}),
+        (asked(enabled=False), CONTROL, {}),
+        (asked(), CONTROL, {"own_cap": 20}),
+    ],
+    ids=["treated", "not asked", "no control group", "off", "ended by force"],
+)
+def test_others_are_not_recorded(
+    found: list[tuple[str, Episode]], rules: Policy, name: str, fields: dict[str, Any]
+) -> None:
+    run(stream(rules), name, **fields)
+    assert not found
+
+
+def test_a_request_without_a_probe_near_its_end_is_left_out(found: list[tuple[str, Episode]]) -> None:
+    made = stream(asked())
+    made.open(CONTROL, think=60, answer=3)
+    made.step(20)
+    made.apply(asked(enabled=False))
+    made.step(60)
+    assert not found

@@ -1,0 +1,95 @@
+"""The calibration of episodes: what it proves and refuses, and that a control plane needs no scipy for it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from meridian_control.capabilities.self_calibration.episodes import Episode, Sample
+from meridian_control.capabilities.self_calibration.learner import fewest
+from meridian_control.offline.calibration import Goal
+from meridian_control.offline.self_calibration import CHOSEN, found, judged
+from meridian_control.policy.model import Policy
+from tests.fakes.episodes import GAP_TOKENS, Traffic
+
+BASE = Policy.model_validate({"scheduler": {"min_think_tokens": 256}})
+GOAL = Goal(0.02, attempt=1)
+EASY, MISLED = Traffic(), Traffic(misled=0.2)
+LEVEL = {
+    "ema_alpha": 1.0,
+    "eat_warmup_samples": 1,
+    "eat_ema_variance_threshold": 1e-4,
+    "eat_level_threshold_nats": 0.1,
+    "confirm_sentence_ends": 1,
+}
+
+
+def test_a_rule_is_proved_on_traffic_that_settles() -> None:
+    result = found(BASE, EASY.episodes(random.Random(1), fewest(1, 0.02) + 60), GOAL)
+    rule = result["rule"]
+    assert result["requests"] == fewest(1, 0.02) + 60
+    assert set(rule["entropy"]) == set(CHOSEN)
+    assert rule["floor_tokens"] >= 256
+    assert rule["bound"] <= 0.02
+    assert rule["saved"] > 0.1
+    fresh = judged(BASE, EASY.episodes(random.Random(2), 2000), rule["entropy"], rule["floor_tokens"])
+    assert fresh["harmful"] <= 0.02 * fresh["requests"]
+    assert sum(count for _, count in rule["reference"]) == pytest.approx(result["requests"], abs=5)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "count", "why"),
+    [
+        (MISLED, fewest(1, 0.02) + 60, "no rule loses little enough on the half that chooses"),
+        (EASY, fewest(1, 0.02) // 2, "no rule loses little enough on the half that chooses"),
+        (EASY, 5, "10 requests are needed in each half"),
+    ],
+    ids=["misled", "few", "very few"],
+)
+def test_nothing_is_proved(traffic: Traffic, count: int, why: str) -> None:
+    result = found(BASE, traffic.episodes(random.Random(1), count), GOAL)
+    assert "rule" not in result
+    assert result["why"].startswith(why)
+
+
+def episode(*probes: tuple[int, float, int], natural: int = 700, unread: tuple[int, ...] = ()) -> Episode:
+    """Return a request with probes, each with its place, EAT, and number of probes in a row with its trial answer."""
+    samples = [Sample(place, place, eat, 2, same, False, place not in unread) for place, eat, same in probes]
+    return Episode("r", natural, tuple(samples))
+
+
+@pytest.mark.parametrize(
+    ("one", "floor", "more", "harmful", "first"),
+    [
+        (episode((300, 0.05, 1), (400, 0.05, 2)), 256, {}, 0, [0.05]),
+        (episode((300, 0.05, 1), (400, 0.05, 1)), 256, {}, 1, [0.05]),
+        (episode((300, 0.5, 1), (400, 0.05, 1)), 256, {}, 0, [0.5]),
+        (episode((300, 0.05, 1), (400, 0.05, 1)), 256, {"confirm_sentence_ends": 2}, 0, [0.05]),
+        (episode((100, 0.05, 1), (400, 0.5, 1)), 256, {}, 0, [0.5]),
+        (episode((100, 0.05, 1), (400, 0.05, 1)), 0, {}, 1, [0.05]),
+        (episode((300, 0.05, 1), (400, 0.05, 1), unread=(300,)), 256, {}, 0, [0.05]),
+        (episode((300, 0.5, 1), (400, 0.5, 1)), 256, {}, 0, [0.5]),
+    ],
+    ids=["stays", "changes", "later", "in a row", "before the floor", "no floor", "unread", "never"],
+)
+def test_an_answer_is_lost_if_it_changes_after_the_stop(
+    one: Episode, floor: int, more: dict[str, Any], harmful: int, first: list[float]
+) -> None:
+    base = Policy.model_validate({"entropy": {"eat_probe_interval_tokens": GAP_TOKENS}})
+    result = judged(base, [one], LEVEL | more, floor)
+    assert (result["requests"], result["harmful"], result["first"]) == (1, harmful, pytest.approx(first))
+
+
+def test_a_control_plane_needs_no_scipy_for_it() -> None:
+    code = "import sys; sys.modules['scipy'] = None; from meridian_control.offline.self_calibration import run; run()"
+    episodes = [each.to_json() for each in EASY.episodes(random.Random(1), 60)]
+    task = {"base": BASE.model_dump_json(), "episodes": episodes, "max_loss": 0.3, "attempt": 1}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(task), capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["rule"]["saved"] > 0
