@@ -36,6 +36,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.savings = fleet_pb2.GetSavingsResponse()
         self.budgets = fleet_pb2.ListBudgetsResponse()
         self.self_calibrations = fleet_pb2.ListSelfCalibrationsResponse()
+        self.refuses_self_calibrations = False
         self.watch_ends = False
         # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
         # open.
@@ -79,6 +80,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     async def ListSelfCalibrations(  # noqa: N802
         self, request: Any, context: Any
     ) -> fleet_pb2.ListSelfCalibrationsResponse:
+        if self.refuses_self_calibrations:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
         return self.self_calibrations
 
     async def EndThinking(  # noqa: N802

@@ -95,3 +95,23 @@ async def test_engines_say_that_rules_were_withdrawn(control: Control) -> None:
     control.fleet.engines = [engine("a", 1, withdrawn="it did harm"), engine("b", 1, withdrawn="it did harm")]
     text = (await control("engines")).stdout
     assert text.splitlines()[-1] == "a, b: the control plane has withdrawn what did harm: it did harm"
+
+
+async def test_savings_show_what_self_calibration_has_found(control: Control) -> None:
+    chat = fleet_pb2.SelfCalibration(
+        model="m", slo_class="chat", state="in force", rule="EAT < 0.07 nats", max_loss=0.01
+    )
+    chat.recorded_requests, chat.proved_on_requests, chat.saved_ratio, chat.loss_bound = 40, 1500, 0.39, 0.0047
+    batch = fleet_pb2.SelfCalibration(model="m", state="nothing is safe", why="it may lose 3 %", needed_requests=1472)
+    batch.tried.add(requests=736, outcome="it may lose 3 %")
+    control.fleet.self_calibrations.self_calibrations.extend([chat, batch])
+    lines = [" ".join(line.split()) for line in (await control("savings")).stdout.splitlines()]
+    assert "40 since then EAT < 0.07 nats saves 39.0 %; loses at most 0.47 % of the answers" in lines[1]
+    assert "nothing is safe" in lines[2]
+    assert "0 of 1,472 for the next attempt none none" in lines[2]
+    assert lines[3] == "m: nothing is safe: it may lose 3 %"
+    assert lines[4].endswith("on 736 requests: it may lose 3 %")
+    as_json = json.loads((await control("savings", "-o", "json")).stdout)
+    assert [row["state"] for row in as_json["self_calibrations"]] == ["in force", "nothing is safe"]
+    control.fleet.refuses_self_calibrations = True
+    assert (await control("savings")).stdout.startswith("no request counts"), "an older control plane"
