@@ -1,4 +1,5 @@
-"""The demo's course: start everything, send the load, change the policy half-way, report.
+"""The demo's course: start everything, send the load, change the policy half-way, let the control plane find a rule by
+itself, report.
 
 The demo has one event loop. The caller stops the processes through `Children`.
 """
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 CONTROL_START_S, ENGINE_START_S, CONNECT_S = 30.0, 240.0, 30.0
 SETTLE_S = 10.0
+# Longest time for which the control plane looks for a rule by itself.
+FIND_S = 120.0
 CHECK_S = 0.25
 PROBE_PLACES = 8
 
@@ -159,11 +162,28 @@ async def _measure(console: Console, options: Options, fleet: Fleet) -> report.F
             await sending
         engine = await fleet.settled(SETTLE_S)
         ends = await fleet.ends(sample.completion_id for sample in load.samples if sample.completion_id)
+        found = await _find(console, options, fleet)
     finally:
         following.cancel()
         sending.cancel()
         await asyncio.gather(following, sending, return_exceptions=True)
-    return report.Findings(load.samples, ends, change, engine)
+    return report.Findings(load.samples, ends, change, engine, found)
+
+
+async def _find(console: Console, options: Options, fleet: Fleet) -> fleet_pb2.SelfCalibration:
+    """Let the control plane look for a rule by itself, and return what it has found, or why it has found none."""
+    await fleet.apply_policy(HERE / "self.toml")
+    load = Load(f"{options.http}/v1", maze.prompts(options.requests, options.seed + 1))
+    sending = asyncio.create_task(load.run(options.concurrency))
+    deadline = time.monotonic() + FIND_S
+    try:
+        async with shown(console, lambda: f"the control plane looks for a rule by itself | {_line(load, fleet)}"):
+            while not (found := await fleet.self_calibration()).attempts and time.monotonic() < deadline:
+                await asyncio.sleep(CHECK_S)
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+    return found
 
 
 def _announce(console: Console, change: PolicyChange, converged: str) -> None:

@@ -117,6 +117,11 @@ class Fleet:
             await asyncio.sleep(0.1)
         return self.engine
 
+    async def self_calibration(self) -> fleet_pb2.SelfCalibration:
+        """Return what self-calibration has found for the demo's requests; an empty message before it has seen any."""
+        answer = await self._fleet.ListSelfCalibrations(fleet_pb2.ListSelfCalibrationsRequest(), timeout=CALL_TIMEOUT_S)
+        return next(iter(answer.self_calibrations), fleet_pb2.SelfCalibration())
+
     async def apply_policy(self, file: Path) -> PolicyChange:
         """Apply `file` with meridianctl, and wait until the engine acknowledges it. Raises DemoError."""
         known = (await self.refresh()).acked_revision

@@ -31,12 +31,14 @@ NATURAL = "natural"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All measurements of the demo. ends: how thinking ended, as in Fleet.ends."""
+    """All measurements of the demo. ends: how thinking ended, as in Fleet.ends. found: what self-calibration has found
+    after both periods."""
 
     samples: Sequence[Sample]
     ends: Mapping[str, str]
     change: PolicyChange
     engine: fleet_pb2.Engine
+    found: fleet_pb2.SelfCalibration
 
     def period(self, name: str) -> list[Sample]:
         return [sample for sample in self.samples if sample.period == name]
@@ -136,7 +138,24 @@ def verdict(findings: Findings) -> list[str]:
         f"The price: the answer begins {ttot[1]:.0f} instead of {ttot[0]:.0f} ms after the thinking (P95), because a "
         "request waits for the decision where its answer is tried; the gaps between answer tokens are "
         f"{gaps[1]:.0f} instead of {gaps[0]:.0f} ms (P99).",
+        self_calibration_text(findings.found),
     ]
+
+
+def self_calibration_text(found: fleet_pb2.SelfCalibration) -> str:
+    """Return what the control plane has found without a threshold from anybody, or why it has found nothing."""
+    if found.rule:
+        return (
+            f"Then nobody wrote a threshold: on {found.proved_on_requests} recorded requests the control plane found "
+            f"the rule {found.rule}, which saves {found.saved_ratio:.1%} of the thinking and, judged by trial answers, "
+            f"loses at most {found.loss_bound:.1%} of the answers (allowed {found.max_loss:.0%}), and began to roll it "
+            "out."
+        )
+    why = found.why or f"{found.recorded_requests} of {found.needed_requests} requests are recorded"
+    return (
+        f"Then nobody wrote a threshold, and the control plane found no rule: {why}. It goes on recording, and tries "
+        f"again after {found.needed_requests} requests."
+    )
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -171,6 +190,7 @@ def json_line(findings: Findings) -> str:
             "accuracy_before": _rounded(accuracy(before), 4),
             "accuracy_after": _rounded(accuracy(after), 4),
             "policy_change_ms": _rounded(findings.change.duration_ms, 1),
+            "self_calibration": {"state": findings.found.state, "rule": findings.found.rule},
         }
     )
 

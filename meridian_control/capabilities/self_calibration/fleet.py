@@ -11,11 +11,12 @@ import logging
 import sys
 from collections import deque
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration import shown
-from meridian_control.capabilities.self_calibration.learner import Learner, Rule, State
+from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive
 from meridian_control.fleet.part import FleetPart, Shown
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Most episodes that wait for the store, and most that it keeps of a traffic; and most traffics, because clients may
+# Most episodes that wait for the store; and most traffics that are kept, those that came last, because clients may
 # choose SLO classes.
-MAX_WAITING, MAX_KEPT, MAX_TRAFFICS = 10_000, 5_000, 64
+MAX_WAITING, MAX_TRAFFICS = 10_000, 64
 # Number of new episodes of a traffic after which its rule in force is judged again.
 JUDGED_EVERY = 20
-# Seconds after which a calibration is given up.
-PATIENCE_S = 600.0
+# Seconds after which a calibration is given up, and those between one that has failed and the next.
+PATIENCE_S = REST_S = 600.0
 WORKER = "meridian_control.offline.self_calibration"
 
 
@@ -72,6 +73,8 @@ class SelfCalibration(FleetPart):
         self._watches: dict[str, rules.Watch] = {}
         # Whether the store may have rules although no policy asks for self-calibration.
         self._is_known = True
+        # The time until which nothing is calibrated, because a calibration has failed.
+        self._rests_until = datetime.min.replace(tzinfo=UTC)
 
     def attach(self, beside: Beside) -> None:
         # `meridianctl` replays recordings with the capabilities, and needs no database.
@@ -108,7 +111,12 @@ class SelfCalibration(FleetPart):
             return
         newest, learners = await self._store.newest(), await self._store.learners()
         self._is_known = bool(newest or learners)
-        for traffic in list(dict.fromkeys([*learners, *newest]))[:MAX_TRAFFICS]:
+        kept = sorted(newest, key=lambda traffic: -newest[traffic])
+        for traffic in kept[MAX_TRAFFICS:]:
+            await self._store.drop(traffic, 0)
+        if self._clock() < self._rests_until:
+            return
+        for traffic in dict.fromkeys([*learners, *kept[:MAX_TRAFFICS]]):
             current = await self._rollouts.store.policies.current()
             if current is not None:
                 await self._step(traffic, learners.get(traffic), newest.get(traffic, 0), current)
@@ -136,9 +144,9 @@ class SelfCalibration(FleetPart):
             learner = await self._watch(learner, own, newest, current)
         elif not rules.obstacle(own) and learner.is_due(await self._store.count(traffic, learner.after), max_loss):
             learner = await self._attempt(learner, own, current)
-            await self._store.drop(traffic, MAX_KEPT)
         if learner != before:
             await self._store.save(learner)
+            await self._store.drop(traffic, MAX_EPISODES)
 
     async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
         """Calibrate, and begin the rollout of the rule that is proved."""
@@ -146,13 +154,13 @@ class SelfCalibration(FleetPart):
         store, max_loss = self._rollouts.store, own.entropy.max_loss
         if await store.active() is not None:
             return learner
-        _, episodes = await self._store.read(learner.traffic, learner.after, MAX_KEPT)
+        newest, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         found = await self.calibrate(_task(own, episodes) | goal)
         now = self._clock()
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
-            return learner.refused(found["requests"], found["why"], now, max_loss)
+            return learner.refused(found["requests"], found["why"], newest, now, max_loss)
         rule = Rule.model_validate(found["rule"])
         override = rules.override_of(learner.traffic, rule)
         candidate = rules.with_override(current.policy, learner.traffic, override)
@@ -196,9 +204,10 @@ class SelfCalibration(FleetPart):
             watch = self._watches[traffic] = rules.Watch(learner.rule, max_loss, learner.after)
         if await self._store.count(traffic, watch.after) < JUDGED_EVERY:
             return learner
-        last, episodes = await self._store.read(traffic, watch.after, MAX_KEPT)
+        last, episodes = await self._store.read(traffic, watch.after, MAX_EPISODES)
         judged = await self.calibrate(_task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")})
         watch.after = last
+        await self._store.drop(traffic, MAX_EPISODES)
         if not (why := watch.add(judged["requests"], judged["harmful"], judged["first"])):
             return learner
         return await self._withdraw(learner, newest, current, max_loss, why)
@@ -225,6 +234,7 @@ class SelfCalibration(FleetPart):
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError."""
         pipe = asyncio.subprocess.PIPE
+        self._rests_until = self._clock() + timedelta(seconds=REST_S)
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe
         )
@@ -239,6 +249,7 @@ class SelfCalibration(FleetPart):
         if process.returncode:
             lines = complaint.decode(errors="replace").strip().splitlines() or ["no error"]
             raise CalibrationError(f"the calibration ended with {process.returncode}: {lines[-1]}")
+        self._rests_until = self._clock()
         result: dict[str, Any] = json.loads(out)
         return result
 

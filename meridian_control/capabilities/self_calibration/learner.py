@@ -15,6 +15,8 @@ from meridian_control.common.inference import confidence_of, needed_to_prove
 CONFIDENCE = 0.95
 # The requests of an attempt are so many times those of the attempt before, so that few attempts share the confidence.
 GROWTH = 2
+# Most episodes of a traffic that are kept. An attempt that has had so many is followed by one with as many new ones.
+MAX_EPISODES = 5_000
 # Number of attempts that are kept for people to read.
 MAX_TRIED = 8
 
@@ -86,13 +88,18 @@ class Learner(Value):
         records = self.state in (State.RECORDING, State.REFUSED, State.WITHDRAWN)
         return records and episodes >= max(self.needed, fewest(self.attempts + 1, max_loss))
 
-    def refused(self, requests: int, why: str, now: datetime, max_loss: float) -> Self:
-        """Note that an attempt on so many judged requests has proved no rule."""
+    def refused(self, requests: int, why: str, newest: int, now: datetime, max_loss: float) -> Self:
+        """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode."""
         attempts, needed = self.attempts + 1, GROWTH * max(requests, self.needed)
-        needed = max(needed, fewest(attempts + 1, max_loss))
-        tried = self._tried(now, requests, why)
         return self._with(
-            state=State.REFUSED, since=now, why=why, attempts=attempts, requests=requests, needed=needed, tried=tried
+            state=State.REFUSED,
+            since=now,
+            why=why,
+            after=newest if needed > MAX_EPISODES else self.after,
+            needed=min(MAX_EPISODES, max(needed, fewest(attempts + 1, max_loss))),
+            attempts=attempts,
+            requests=requests,
+            tried=self._tried(now, requests, why),
         )
 
     def proved(self, rule: Rule, requests: int, rollout_id: int, now: datetime) -> Self:

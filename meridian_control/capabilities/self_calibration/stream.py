@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.capabilities.control_group.requests import MISSING_GAPS, gap_tokens
+from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
 from meridian_control.capabilities.self_calibration.episodes import Episode, Sample, name_of
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
@@ -72,8 +72,7 @@ class Recorder(Part):
             return
         if not (table.counted[slot] and table.control[slot]):
             return
-        interval = self._stream.policies.of(slot).entropy.eat_probe_interval_tokens
-        if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, interval):
+        if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, MAX_GAP_TOKENS):
             return
         hello = self._stream.hello
         who = Who(opened.model or hello.model, slo_class=opened.slo_class, fingerprint=hello.model_fingerprint)
