@@ -229,7 +229,9 @@ def paragraph_rule(hold_ms: int) -> dict[str, Any]:
     return {"scheduler": {"min_think_tokens": 0}, "entropy": rule}
 
 
-def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any, control: Control) -> None:
+def test_a_held_request_ends_exactly_where_it_was_measured(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
     """Thinking ends exactly at the probed paragraph end, however long the decision takes.
 
     A request without an answer in time goes on thinking.
@@ -238,8 +240,20 @@ def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any,
     end, paragraph = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids("\n\n")
     # The hold is as long as any engine allows, so that a busy machine does not change the result.
     control.apply(paragraph_rule(MAX_HOLD_MS))
+    run = Run(llm)
+    for i, case in enumerate(CASES):
+        run.add(f"r{i}", case, GREEDY)
+    asked = set[str]()
+
+    def all_asked() -> bool:
+        asked.update(live.info.request_id for _, live, *_ in agent.directives.probes)
+        return len(asked) == len(CASES)
+
     with records(agent) as seen:
-        held = chat(llm, CASES, GREEDY)
+        # A control plane that does not keep pace would ask for the first probe only after the first paragraph.
+        run.until(all_asked, settled=settled)
+        run.until()
+    held = [run.tokens[f"r{i}"] for i in range(len(CASES))]
     probed = {think_tokens for record, *_ in seen for _, _, think_tokens, *_ in record.probes}
     for f, h in zip(free, held, strict=True):
         at = h.index(end)
