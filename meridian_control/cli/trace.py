@@ -105,12 +105,12 @@ def calibrate(
 ) -> None:
     """Replay traces, print the rules that save most thinking for a proved loss of accuracy, and write a policy."""
     try:
-        from meridian_control.offline import calibration, calibration_report, halves
-
-        if plot is not None:
-            import_module("matplotlib")
+        for name in ("scipy", "matplotlib") if plot is not None else ("scipy",):
+            import_module(name)
     except ImportError as error:
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
+    from meridian_control.offline import calibration, calibration_report, halves
+
     with reported():
         replay = _replay(traces, labels, base, model, delay_tokens)
     goal = calibration.Goal(max_loss, confidence, attempt)
