@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.capabilities.self_calibration.episodes import Episode
+from meridian_control.common.look import percent
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import CONFIRMATIONS
@@ -102,7 +103,7 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
         if result.best is None:
             return {"requests": judged, "why": "no rule loses little enough on the half that chooses"}
         bound = result.best.held_out.harm_bound
-        why = f"{result.best.rule} may lose {bound:.2%}, more than the allowed {goal.max_loss:.2%}"
+        why = f"{result.best.rule} may lose {percent(bound, 2)}, more than the allowed {percent(goal.max_loss, 2)}"
         return {"requests": judged, "why": why}
     if point.held_out.saved <= 0:
         return {"requests": judged, "why": f"{point.rule} saves nothing on the half that did not choose it"}

@@ -19,6 +19,7 @@ from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive
+from meridian_control.common.look import percent
 from meridian_control.fleet.part import FleetPart, Shown
 from meridian_control.policy.effects import any_self_calibrates, self_calibrates
 from meridian_control.rollout.state import By
@@ -164,8 +165,8 @@ class SelfCalibration(FleetPart):
         rule = Rule.model_validate(found["rule"])
         override = rules.override_of(learner.traffic, rule)
         candidate = rules.with_override(current.policy, learner.traffic, override)
-        reason = f"{rule.text} for {learner.traffic}: saves {rule.saved:.1%} of the thinking, loses at most "
-        reason += f"{rule.bound:.2%} of the answers, on {found['requests']} requests"
+        reason = f"{rule.text} for {learner.traffic}: saves {percent(rule.saved)} of the thinking, loses at "
+        reason += f"most {percent(rule.bound, 2)} of the answers, on {found['requests']} requests"
         try:
             plan = rules.plan_for(len(self.fleet.connections))
             rollout = await store.start(plan, candidate, current.etag, By(now, rules.AUTHOR, reason))

@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict
 
 from meridian_control.common.inference import confidence_of, needed_to_prove
+from meridian_control.common.look import percent
 
 CONFIDENCE = 0.95
 # The requests of an attempt are so many times those of the attempt before, so that few attempts share the confidence.
@@ -104,7 +105,9 @@ class Learner(Value):
 
     def proved(self, rule: Rule, requests: int, rollout_id: int, now: datetime) -> Self:
         """Note that an attempt has proved a rule, whose rollout has begun."""
-        tried = self._tried(now, requests, f"{rule.text}: saves {rule.saved:.1%}, may lose {rule.bound:.2%}")
+        tried = self._tried(
+            now, requests, f"{rule.text}: saves {percent(rule.saved)}, may lose {percent(rule.bound, 2)}"
+        )
         return self._with(
             state=State.ROLLING_OUT,
             since=now,

@@ -50,11 +50,13 @@ def message(learner: Learner, own: Policy, recorded: int) -> fleet_pb2.SelfCalib
 
 def row(found: fleet_pb2.SelfCalibration) -> dict[str, Any]:
     """Return a row of the status page."""
+    tried = [f"tried on {tried.requests:,} requests: {tried.outcome}" for tried in reversed(found.tried)]
+    proof = f"{found.rule}: {proof_text(found)}" if found.rule else "none"
     return {
         **plain(found),
         "requests": requests_text(found),
-        "proof": proof_text(found),
-        "tried": "; ".join(f"{tried.requests:,} requests: {tried.outcome}" for tried in found.tried),
+        "proof": proof,
+        "tried": "; ".join([*filter(None, [found.why]), *tried]),
     }
 
 

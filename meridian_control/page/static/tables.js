@@ -104,8 +104,8 @@ const TABLES = {
     columns: [
       ["Model", "model", plain("model")], ["Class", "slo_class", (c) => c.slo_class || "none"],
       ["State", "state", (c) => [c.state, c.state === "withdrawn" ? "warn" : ""]], ["Since", "since_time", (c) => date(c.since_time)],
-      ["Why", "why", wrapped("why")], ["Requests", "recorded_requests", plain("requests"), true],
-      ["Rule", "rule", wrapped("rule")], ["Proof", "proof", wrapped("proof")], ["Tried", "tried", wrapped("tried")],
+      ["Requests", "recorded_requests", wrapped("requests"), true], ["Rule", "rule", wrapped("proof")],
+      ["Why, and what was tried", "why", wrapped("tried")],
     ],
   },
   budgets: {

@@ -12,6 +12,7 @@ from meridian_control.capabilities.budgets import shown as budgets
 from meridian_control.capabilities.control_group.shown import savings_row
 from meridian_control.capabilities.handover.shown import handovers_text
 from meridian_control.capabilities.pressure.shown import levels_text
+from meridian_control.capabilities.self_calibration.shown import row as self_calibration_row
 from meridian_control.common.plain_data import plain
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.page.contents import (
@@ -228,3 +229,17 @@ def test_what_needs_attention_is_said_once_for_all_engines() -> None:
     row = rollout_row(halted)
     assert (row["state"], row["level"], row["revisions"]) == ("halted", "bad", "1 → 2")
     assert row["reason"] == "ttot_p99_ms was 412, limit 250"
+
+
+def test_self_calibration_says_what_it_found_and_why_it_found_nothing() -> None:
+    in_force = fleet_pb2.SelfCalibration(model="m", rule="EAT < 0.07 nats", saved_ratio=0.39, loss_bound=0.0047)
+    in_force.max_loss, in_force.proved_on_requests, in_force.recorded_requests = 0.01, 1500, 40
+    shown = self_calibration_row(in_force)
+    assert shown["requests"] == "40 since then"
+    proof = "saves 39.0 %; loses at most 0.47 % of the answers, allowed 1.00 %; 1,500 requests"
+    assert shown["proof"] == f"EAT < 0.07 nats: {proof}"
+    nothing = fleet_pb2.SelfCalibration(model="m", why="it may lose 3 %", needed_requests=1472)
+    nothing.tried.add(requests=736, outcome="it may lose 3 %")
+    shown = self_calibration_row(nothing)
+    assert (shown["requests"], shown["proof"]) == ("0 of 1,472 for the next attempt", "none")
+    assert shown["tried"] == "it may lose 3 %; tried on 736 requests: it may lose 3 %"
