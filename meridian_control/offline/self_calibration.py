@@ -114,7 +114,7 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
         "floor_tokens": max(base.scheduler.min_think_tokens, policy.scheduler.min_think_tokens),
         "bound": point.held_out.harm_bound,
         "saved": point.held_out.saved,
-        "reference": [(eat_bin.max_nats, eat_bin.requests) for eat_bin in policy.entropy.eat_reference],
+        "reference": [eat_bin.model_dump() for eat_bin in policy.entropy.eat_reference],
     }
     return {"requests": judged, "rule": rule}
 

@@ -14,10 +14,13 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1 import fleet_pb2
+
 from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
+from meridian_control.capabilities.self_calibration.watch import Watch
 from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive
 from meridian_control.common.look import percent
 from meridian_control.fleet.part import FleetPart, Shown
@@ -27,8 +30,6 @@ from meridian_control.rollout.state import State as RolloutState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
-
-    from meridian.v1 import fleet_pb2
 
     from meridian_control.capabilities.self_calibration.episodes import Episode
     from meridian_control.capabilities.self_calibration.store import EpisodeStore
@@ -71,7 +72,7 @@ class SelfCalibration(FleetPart):
         self._store: EpisodeStore | None = None
         self._process: asyncio.subprocess.Process | None = None
         # By traffic, the tests of its rule in force.
-        self._watches: dict[str, rules.Watch] = {}
+        self._watches: dict[str, Watch] = {}
         # Whether the store may have rules although no policy asks for self-calibration.
         self._is_known = True
         # The time until which nothing is calibrated, because a calibration has failed.
@@ -202,7 +203,7 @@ class SelfCalibration(FleetPart):
             )
         watch = self._watches.get(traffic)
         if watch is None or watch.rule != learner.rule:
-            watch = self._watches[traffic] = rules.Watch(learner.rule, max_loss, learner.after)
+            watch = self._watches[traffic] = Watch(learner.rule, max_loss, learner.after)
         if await self._store.count(traffic, watch.after) < JUDGED_EVERY:
             return learner
         last, episodes = await self._store.read(traffic, watch.after, MAX_EPISODES)
@@ -271,17 +272,13 @@ class SelfCalibration(FleetPart):
             own = rules.with_override(policy.policy, traffic, None).of(rules.who_of(traffic))
             recorded = await self._store.count(traffic, learner.after)
             found.append(shown.message(learner, own, recorded))
-        return shown.messages(found)
+        return fleet_pb2.ListSelfCalibrationsResponse(self_calibrations=found)
 
     async def show(self) -> Shown:
         if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):
             return Shown({}, {"self_calibrations": []})
-        return Shown({}, {"self_calibrations": [shown.row(found) for found in await self._found_now()]})
-
-    async def _found_now(self) -> list[fleet_pb2.SelfCalibration]:
-        from meridian.v1 import fleet_pb2
-
-        return list((await self.listed(fleet_pb2.ListSelfCalibrationsRequest())).self_calibrations)
+        found = (await self.listed(fleet_pb2.ListSelfCalibrationsRequest())).self_calibrations
+        return Shown({}, {"self_calibrations": list(map(shown.row, found))})
 
 
 def _task(own: Policy, episodes: list[Episode]) -> dict[str, Any]:

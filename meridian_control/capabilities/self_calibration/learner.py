@@ -8,10 +8,10 @@ import enum
 from datetime import datetime
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
-
 from meridian_control.common.inference import confidence_of, needed_to_prove
 from meridian_control.common.look import percent
+from meridian_control.policy.drift_schema import EatBin
+from meridian_control.rollout.state import Value
 
 CONFIDENCE = 0.95
 # The requests of an attempt are so many times those of the attempt before, so that few attempts share the confidence.
@@ -32,24 +32,18 @@ class State(enum.StrEnum):
     WITHDRAWN = "withdrawn"
 
 
-class Value(BaseModel):
-    """A value that is stored as JSON; fields that a newer version added are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
 class Rule(Value):
     """An EAT rule, with what was measured on the requests that did not choose it. text: the rule in words. entropy: its
     fields of the policy's entropy section. floor_tokens: thinking tokens before which it ended no thinking. bound:
     upper bound of the share of lost answers, at the confidence of its attempt. saved: share of the thinking that it
-    saves. reference: upper end and number of requests of each bin of the first EAT that it reads."""
+    saves. reference: the distribution of the first EAT that it reads of each request."""
 
     text: str
     entropy: dict[str, Any]
     floor_tokens: int
     bound: float
     saved: float
-    reference: tuple[tuple[float, int], ...] = ()
+    reference: tuple[EatBin, ...] = ()
 
 
 class Tried(Value):

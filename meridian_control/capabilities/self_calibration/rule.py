@@ -5,19 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.rollout.plan import Plan, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from meridian_control.capabilities.self_calibration.learner import Rule
 
 AUTHOR = "meridian-self-calibration"
-# Largest probability that a rule which loses at most the allowed share is ever withdrawn for its harm, or one whose
-# traffic is as it was for drift; each for each rule and leader.
-FALSE_ALARM_RATE = 0.01
 # A rollout on at least so many engines begins with half of them; a step of a smaller one might select no engine.
 HALVED_FROM, BAKE_S = 8, 600.0
 
@@ -63,46 +57,3 @@ def plan_for(engines: int) -> Plan:
     """Return the plan of a rule's rollout on so many engines."""
     steps = (50.0, 100.0) if engines >= HALVED_FROM else (100.0,)
     return Plan(step=tuple(Step(percent=percent, bake_s=BAKE_S) for percent in steps))
-
-
-class Watch:
-    """The tests of one rule in force: of its harm, and of drift of the first EAT that it reads.
-
-    after: number of the newest episode that the tests have taken in. judged, harmful: what they have taken in.
-    """
-
-    def __init__(self, rule: Rule, max_loss: float, after: int) -> None:
-        self.rule, self.after = rule, after
-        self.judged = self.harmful = 0
-        self._harm = SequentialTest(max_loss)
-        self._edges = [edge for edge, _ in rule.reference]
-        self._shift = ShiftTest([count for _, count in rule.reference]) if len(rule.reference) > 1 else None
-        self._seen = [0] * len(self._edges)
-
-    def add(self, judged: int, harmful: int, first_eat: Iterable[float]) -> str:
-        """Take in newer episodes. Return why the rule is to be withdrawn; empty if it is not."""
-        self.judged, self.harmful = self.judged + judged, self.harmful + harmful
-        if self._harm.add_trials(harmful, judged) * FALSE_ALARM_RATE >= 1:
-            return f"it would have changed {self.harmful} of {self.judged} answers of the control group"
-        if self._shift is None:
-            return ""
-        new = [0] * len(self._edges)
-        for value in first_eat:
-            new[next((at for at, edge in enumerate(self._edges) if value <= edge), len(new) - 1)] += 1
-        self._seen = [before + more for before, more in zip(self._seen, new, strict=True)]
-        if self._shift.add_counts(new) * FALSE_ALARM_RATE >= 1:
-            return f"the traffic has changed: {self._drift()}"
-        return ""
-
-    def _drift(self) -> str:
-        """Describe the bin that has gained most."""
-        counts = [count for _, count in self.rule.reference]
-        seen, calibrated = sum(self._seen), sum(counts)
-        gains = [mine / max(1, seen) - count / calibrated for mine, count in zip(self._seen, counts, strict=True)]
-        at = gains.index(max(gains))
-        low = f"above {self._edges[at - 1]:g}" if at else f"up to {self._edges[0]:g}"
-        high = f" and up to {self._edges[at]:g}" if 0 < at < len(gains) - 1 else ""
-        return (
-            f"{self._seen[at]} of {seen} requests have a first EAT {low}{high} nats, where the calibration had "
-            f"{counts[at]} of {calibrated}"
-        )

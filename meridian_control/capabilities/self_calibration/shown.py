@@ -12,16 +12,10 @@ from meridian_control.common.plain_data import plain
 from meridian_control.policy.effects import self_calibrates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from meridian_control.capabilities.self_calibration.learner import Learner
     from meridian_control.policy.model import Policy
 
 OFF = "off"
-
-
-def messages(found: Iterable[fleet_pb2.SelfCalibration]) -> fleet_pb2.ListSelfCalibrationsResponse:
-    return fleet_pb2.ListSelfCalibrationsResponse(self_calibrations=found)
 
 
 def message(learner: Learner, own: Policy, recorded: int) -> fleet_pb2.SelfCalibration:

@@ -104,7 +104,7 @@ const TABLES = {
     columns: [
       ["Model", "model", plain("model")], ["Class", "slo_class", (c) => c.slo_class || "none"],
       ["State", "state", (c) => [c.state, c.state === "withdrawn" ? "warn" : ""]], ["Since", "since_time", (c) => date(c.since_time)],
-      ["Requests", "recorded_requests", wrapped("requests"), true], ["Rule", "rule", wrapped("proof")],
+      ["Requests", "recorded_requests", wrapped("requests")], ["Rule", "rule", wrapped("proof")],
       ["Why, and what was tried", "why", wrapped("tried")],
     ],
   },

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.self_calibration import rule
@@ -197,9 +197,7 @@ async def test_what_keeps_a_rule_from_being_found_is_said(control: Control, more
 async def test_a_rollout_that_is_rolled_back_withdraws_the_rule(control: Control) -> None:
     await apply(control, ASKED)
     await records(control, EASY, ENOUGH)
-    (rollout,) = [await control.get()]
-    from meridian.v1 import rollout_pb2
-
+    rollout = await control.get()
     aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann", reason="not today")
     await control.stub.AbortRollout(aborting)
     await control.fleet.part(SelfCalibration).tick()
