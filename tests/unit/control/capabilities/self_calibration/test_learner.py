@@ -1,0 +1,144 @@
+"""When an attempt is due, what follows from it, what a found rule is in a policy, and when it is withdrawn."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from meridian_control.capabilities.self_calibration import rule as rules
+from meridian_control.capabilities.self_calibration.learner import (
+    MAX_EPISODES,
+    MAX_TRIED,
+    Learner,
+    Rule,
+    State,
+    fewest,
+)
+from meridian_control.capabilities.self_calibration.watch import Watch
+from meridian_control.policy.model import Override, Policy, Who
+from tests.fakes.tables import policy
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+LOSS = 0.02
+WHO = Who("org/model#1", slo_class="chat", fingerprint="0123456789abcdef")
+REFERENCE = [{"max_nats": edge, "requests": 100} for edge in (0.2, 0.6, 1.0, 1.4, 3.0)]
+RULE = Rule.model_validate(
+    {
+        "text": "EAT < 0.05 nats",
+        "entropy": {"ema_alpha": 1.0, "eat_level_threshold_nats": 0.05, "confirm_sentence_ends": 2},
+        "floor_tokens": 700,
+        "bound": 0.011,
+        "saved": 0.25,
+        "reference": REFERENCE,
+    }
+)
+
+
+def learner() -> Learner:
+    return Learner.new(WHO.traffic, LOSS, NOW)
+
+
+def test_an_attempt_is_due_once_each_half_can_prove_a_rule() -> None:
+    assert [fewest(attempt, 0.01) for attempt in (1, 2, 10)] == [736, 954, 1532]
+    assert fewest(1, 1.0) == 2
+    new = learner()
+    assert not new.is_due(fewest(1, LOSS) - 1, LOSS)
+    assert new.is_due(fewest(1, LOSS), LOSS)
+    assert not new.is_due(fewest(1, LOSS), 0.01), "the policy now allows less"
+
+
+def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
+    refused = learner().refused(400, "EAT < 0.1 nats may lose 3 %", 17, NOW, LOSS)
+    assert (refused.state, refused.attempts, refused.why) == (State.REFUSED, 1, "EAT < 0.1 nats may lose 3 %")
+    assert (refused.needed, refused.after) == (800, 0), "the same requests count again"
+    again = refused.refused(3000, "no", 4000, NOW, LOSS)
+    assert (again.needed, again.after, again.attempts) == (MAX_EPISODES, 4000, 2), "as many new ones"
+    for number in range(20):
+        again = again.refused(5000, str(number), 5000, NOW, LOSS)
+    assert [tried.outcome for tried in again.tried] == [str(number) for number in range(20 - MAX_TRIED, 20)]
+
+
+def test_attempts_are_counted_over_the_whole_life() -> None:
+    rolled = learner().refused(400, "no", 1, NOW, LOSS).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
+    assert (rolled.state, rolled.attempts, rolled.requests, rolled.after) == (State.IN_FORCE, 2, 900, 50)
+    assert not rolled.is_due(10**6, LOSS), "the rule is in force"
+    withdrawn = rolled.withdrawn("it loses too much", 99, NOW, LOSS)
+    assert (withdrawn.state, withdrawn.rule, withdrawn.after) == (State.WITHDRAWN, None, 99)
+    assert (withdrawn.attempts, withdrawn.needed) == (2, fewest(3, LOSS))
+    assert Learner.model_validate_json(rolled.model_dump_json()) == rolled
+
+
+# ------------------------------------------------------------------------------------------------------- in the policy
+
+
+def test_a_rule_holds_for_its_traffic_alone() -> None:
+    base = policy(entropy={"rpdi_threshold": 3.0, "give_up_tokens": 900, "give_up_shadow": False})
+    mine = rules.with_override(base, WHO.traffic, rules.override_of(WHO.traffic, RULE))
+    own = mine.of(WHO)
+    assert (own.entropy.shadow, own.entropy.eat_level_threshold_nats, own.entropy.confirm_sentence_ends) == (
+        False,
+        0.05,
+        2,
+    )
+    assert (own.entropy.rpdi_threshold, own.entropy.give_up_tokens) == (0, 0), "no other rule comes with it"
+    assert own.scheduler.min_think_tokens == 700
+    others: list[dict[str, Any]] = [{"model": "org/model"}, {"slo_class": ""}, {"fingerprint": ""}, {"slo_class": "c"}]
+    assert all(mine.of(WHO._replace(**other)) is mine for other in others)
+    assert rules.who_of(WHO.traffic).traffic == WHO.traffic
+
+
+def test_overrides_of_people_come_later() -> None:
+    theirs = Override.model_validate({"slo_class": "chat", "entropy": {"shadow": True}})
+    base = Policy(override=(theirs,))
+    override = rules.override_of(WHO.traffic, RULE)
+    mine = rules.with_override(base, WHO.traffic, override)
+    assert mine.override == (override, theirs)
+    assert mine.of(WHO).entropy.shadow
+    assert rules.has(mine, override)
+    assert not rules.has(base, override)
+    other = rules.override_of(WHO.traffic, RULE.model_copy(update={"floor_tokens": 800}))
+    again = rules.with_override(mine, WHO.traffic, other)
+    assert again.override == (other, theirs)
+    assert not rules.has(again, override)
+    assert rules.with_override(again, WHO.traffic, None) == base
+
+
+def test_a_small_fleet_gets_a_rule_at_once() -> None:
+    percents = [[step.percent for step in rules.plan_for(engines).step] for engines in (1, 7, 8, 500)]
+    assert percents == [[100], [100], [50, 100], [50, 100]]
+
+
+# ---------------------------------------------------------------------------------------------------------- withdrawal
+
+
+@pytest.mark.parametrize(
+    ("judged", "harmful", "batches", "why"),
+    [
+        (20, 0, 200, ""),
+        (100, 2, 50, ""),
+        (20, 4, 5, "it would have changed "),
+        (1, 1, 8, "it would have changed "),
+    ],
+    ids=["no harm", "as much as is allowed", "more", "each"],
+)
+def test_harm_withdraws_a_rule(judged: int, harmful: int, batches: int, why: str) -> None:
+    watch = Watch(RULE, LOSS, 0)
+    found = [watch.add(judged, harmful, []) for _ in range(batches)]
+    first = next((text for text in found if text), "")
+    assert first.startswith(why)
+    assert bool(first) == bool(why)
+
+
+def test_drift_withdraws_a_rule_and_names_the_bin() -> None:
+    watch = Watch(RULE, LOSS, 0)
+    alike = [0.1, 0.3, 0.9, 1.2, 2.0]
+    assert not any(watch.add(5, 0, alike) for _ in range(40))
+    found = next(text for text in (watch.add(5, 0, [5.0] * 5) for _ in range(40)) if text)
+    assert found.startswith("the traffic has changed: ")
+    assert "requests have a first EAT above 1.4 nats, where the calibration had 100 of 500" in found
+    low = Watch(RULE, LOSS, 0)
+    assert "up to 0.2 nats" in next(text for text in (low.add(5, 0, [0.1] * 5) for _ in range(40)) if text)
+    without = Watch(RULE.model_copy(update={"reference": ()}), LOSS, 0)
+    assert not any(without.add(5, 0, [5.0] * 5) for _ in range(40))
