@@ -54,6 +54,7 @@ def _kept_decisions(agent: Any) -> set[int]:
     """Return the decisions that still owe their outcome."""
     plan, placed = agent.directives.plan, agent.probing.placed.values()
     kept = {p.decision_id for p in placed} | {decision_id for decision_id, *_ in agent.directives.probes}
+    kept |= {claim.decision_id for claim in agent.directives.preempts.claims.values()}
     if plan is not None and not plan.reported:
         kept.add(plan.decision_id)
     for tr in agent.tracker.by_id.values():
