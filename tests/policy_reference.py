@@ -37,7 +37,7 @@ SECTIONS: dict[str, type[Section]] = {
     "entropy": EntropyPolicy,
     "entropy.rank_conditions[]": RankCondition,
     "entropy.eat_reference[]": EatBin,
-    "entropy.rank_reference[], margin_reference[], rpdi_reference[]": SignalBin,
+    "entropy.rank_reference[], rpdi_reference[]": SignalBin,
     "loop": LoopPolicy,
     "disagg": DisaggPolicy,
     "engine": EnginePolicy,

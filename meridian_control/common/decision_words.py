@@ -31,7 +31,6 @@ ENDS = {
     "give_up": "EAT stays high",
     "hard_cap": "cap reached",
     "loop": "the thinking repeats itself",
-    "margin": "the end marker is almost the likeliest token",
     "natural": "the model ended it",
     "operator": "an operator asked for the answer",
     "pressure": "cap under pressure",
@@ -80,7 +79,6 @@ EVENTS = {
 SIGNALS = {
     "answer_reserve_tokens": "answer reserve",
     "answering_kv_used": "KV in use on the answering engine",
-    "boundary_margins_nats": "end marker's margin in nats",
     "boundary_ranks": "end marker's rank",
     "boundary_rpdi": "RPDI",
     "earlier_eat_ema_nats": "EAT mean in nats",

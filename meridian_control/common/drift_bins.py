@@ -22,7 +22,6 @@ class Signal(NamedTuple):
 SIGNALS = {
     "eat": Signal("EAT", "first EAT sample", "nats"),
     "rank": Signal("The end marker's rank", "first rank at a sentence end", ""),
-    "margin": Signal("The end marker's margin", "first margin at a sentence end", "nats"),
     "rpdi": Signal("RPDI", "first RPDI at a sentence end", ""),
 }
 
@@ -40,7 +39,7 @@ def drift_bins(savings: fleet_pb2.Savings) -> dict[str, list[Bin]]:
     by_signal = {
         "eat": [Bin(sample_bin.max_nats, sample_bin.calibrated, sample_bin.seen) for sample_bin in savings.eat_samples]
     }
-    others = {"rank": savings.rank_samples, "margin": savings.margin_samples, "rpdi": savings.rpdi_samples}
+    others = {"rank": savings.rank_samples, "rpdi": savings.rpdi_samples}
     for signal, bins in others.items():
         by_signal[signal] = [Bin(sample_bin.max_value, sample_bin.calibrated, sample_bin.seen) for sample_bin in bins]
     return {signal: bins for signal, bins in by_signal.items() if bins}

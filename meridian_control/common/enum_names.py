@@ -21,7 +21,7 @@ STATES = _names(agent_pb2.AgentState, "AGENT_STATE_")
 FAULT_CAUSE_NAMES = _names(agent_pb2.FaultCause, "FAULT_CAUSE_")
 ENTROPY_BACKENDS = _names(agent_pb2.EntropyBackend, "ENTROPY_BACKEND_")
 # The names of the rules of the section entropy that end thinking.
-ENTROPY_REASONS = ("eat", "rank", "margin", "rpdi", "give_up")
+ENTROPY_REASONS = ("eat", "rank", "rpdi", "give_up")
 EVICTION_TIERS = _names(agent_pb2.EvictionTier, "EVICTION_TIER_")
 BUDGET_STAGES = _names(fleet_pb2.BudgetStage, "BUDGET_STAGE_")
 

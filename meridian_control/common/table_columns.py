@@ -115,8 +115,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
 HISTORIES: dict[str, tuple[Any, Any, int]] = {
     # End-marker ranks at the newest sentence ends of the thinking.
     "boundary_ranks": (np.int64, 0, RANK_HISTORY),
-    # At the newest sentence ends: the log-probability of the likeliest token minus that of the end marker, and RPDI.
-    "boundary_margins": (np.float64, np.nan, CONFIRM_HISTORY),
+    # RPDI at the newest sentence ends.
     "boundary_rpdi": (np.float64, np.nan, CONFIRM_HISTORY),
     # The moving mean and variance of EAT after the samples before the newest one.
     "earlier_eat_ema_nats": (np.float64, np.nan, CONFIRM_HISTORY - 1),
@@ -136,7 +135,7 @@ PROBE_COLUMNS = (
     *("eat_count", "eat_think_tokens", "eat_nats", "eat_ema_nats", "eat_ema_variance"),
     *("earlier_eat_ema_nats", "earlier_eat_ema_variance", "empty_answer"),
 )
-SENTENCE_END_COLUMNS = ("boundary_ranks", "boundary_margins", "boundary_rpdi")
+SENTENCE_END_COLUMNS = ("boundary_ranks", "boundary_rpdi")
 SIGNAL_COLUMNS = (
     *ROW_COLUMNS,
     *PROBE_COLUMNS,
@@ -172,11 +171,11 @@ EAT_WORDS = words_of("eat_nats", "earlier_eat_ema_variance")
 EAT_SHIFTED = [0, 1, 2, 1, *range(3, CONFIRM_HISTORY + 1), 2, *range(CONFIRM_HISTORY + 2, 2 * CONFIRM_HISTORY)]
 
 # The words of a row that token rows change, those that a probe's result changes, and those with the values at sentence
-# ends; and among the last, the words of ranks, margins and RPDI.
+# ends; and among the last, the words of ranks and RPDI.
 ROW_WORDS = words_of(ROW_COLUMNS[0], ROW_COLUMNS[-1])
 PROBE_WORDS = words_of(PROBE_COLUMNS[0], PROBE_COLUMNS[-1])
 END_WORDS = words_of(SENTENCE_END_COLUMNS[0], SENTENCE_END_COLUMNS[-1])
-RANKS, MARGINS, RPDI = (
+RANKS, RPDI = (
     slice(words.start - END_WORDS.start, words.stop - END_WORDS.start)
     for words in (words_of(name, name) for name in SENTENCE_END_COLUMNS)
 )
@@ -246,7 +245,6 @@ class Columns:
     end_decided: NDArray[np.uint8]
     shadow_decided: NDArray[np.uint32]
     boundary_ranks: NDArray[np.int64]
-    boundary_margins: NDArray[np.float64]
     boundary_rpdi: NDArray[np.float64]
     earlier_eat_ema_nats: NDArray[np.float64]
     earlier_eat_ema_variance: NDArray[np.float64]

@@ -15,7 +15,6 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.masks import any_in
 from meridian_control.common.table_columns import (
     END_WORDS,
-    MARGINS,
     PROBE_PLACES,
     PROBE_WORDS,
     RANKS,
@@ -125,8 +124,8 @@ class Before:
 class SentenceEnds(NamedTuple):
     """Rows that reported the end marker's rank at a sentence end, [ends], sorted by slot.
 
-    number: how many ranks the slot has had. newest: the words of the columns boundary_ranks, boundary_margins and
-    boundary_rpdi of the slot after the row; before: the same before the report.
+    number: how many ranks the slot has had. newest: the words of the columns boundary_ranks and boundary_rpdi
+    of the slot after the row; before: the same before the report.
     """
 
     row: NDArray[np.intp]
@@ -137,10 +136,6 @@ class SentenceEnds(NamedTuple):
     @property
     def ranks(self) -> NDArray[np.int64]:
         return self.newest[:, RANKS]
-
-    @property
-    def margins(self) -> NDArray[np.float64]:
-        return self.newest.view(np.float64)[:, MARGINS]
 
     @property
     def rpdi(self) -> NDArray[np.float64]:
@@ -335,7 +330,7 @@ def window_entropies(
 def values_at_ends(
     history: History, known: NDArray[np.intp], before: NDArray[np.int64], now: NDArray[np.int64], width: int
 ) -> SentenceEnds:
-    """Return the ranks, margins and RPDI at the report's sentence ends.
+    """Return the ranks and RPDI at the report's sentence ends.
 
     known: their rows, [ends]. before: as SentenceEnds has it. now: the rows of SIGNAL_ROW of the slots that have rows,
     after the report. width: number of entropies in a window.
@@ -351,7 +346,6 @@ def values_at_ends(
     newest[:, 0] = rows.end_rank.take(known)
     values = newest.view(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        values[:, MARGINS.start] = rows.margin_nats(known)
         values[:, RPDI.start] = ratio_of_means(width, held[:, ENTROPIES] - over[:, ENTROPIES], total, newest_sum)
     if any_in(owner[1:] == owner[:-1]):
         index = np.arange(len(known))
@@ -366,7 +360,7 @@ def _put_earlier_ends(newest: NDArray[np.int64], before: NDArray[np.int64], earl
     of the request's earlier sentence ends in the report, [ends].
     """
     index, earlier = np.arange(len(newest))[:, None], earlier[:, None]
-    for words in (RANKS, MARGINS, RPDI):
+    for words in (RANKS, RPDI):
         ages = np.arange(words.stop - words.start)
         held = before[index, words.start + np.maximum(ages - earlier - 1, 0)]
         newest[:, words] = np.where(ages <= earlier, newest[np.maximum(index - ages, 0), words.start], held)

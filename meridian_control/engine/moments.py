@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from meridian_control.common.masks import any_in
-from meridian_control.common.table_columns import END_WORDS, MARGINS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
+from meridian_control.common.table_columns import END_WORDS, PROBE_COLUMNS, PROBE_WORDS, RANKS, RPDI
 from meridian_control.engine.history import (
     COUNT_WORDS,
     CYCLES,
@@ -254,7 +254,6 @@ class Moments:
         return self._back("boundary_count", SENTENCE_ENDS)
 
     boundary_ranks = kept(lambda seen: seen._at_newest_end("boundary_ranks", RANKS))
-    boundary_margins = kept(lambda seen: seen._at_newest_end("boundary_margins", MARGINS))
     boundary_rpdi = kept(lambda seen: seen._at_newest_end("boundary_rpdi", RPDI))
 
     def _at_newest_end(self, name: str, words: slice) -> NDArray[Any]:
@@ -331,7 +330,6 @@ class _EndMoments(RowMoments):
         self._at, self.boundary_count = ends, ends.number
 
     boundary_ranks = kept(lambda seen: seen._at.ranks)
-    boundary_margins = kept(lambda seen: seen._at.margins)
     boundary_rpdi = kept(lambda seen: seen._at.rpdi)
     thinking, boundary_now = kept(lambda seen: seen.live), kept(lambda seen: seen.live)
 

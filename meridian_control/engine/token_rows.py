@@ -85,7 +85,6 @@ class TokenRows(NamedTuple):
     s: NDArray[np.int64]
     flags_seen: int
     end_logprob_nats: NDArray[np.float32]
-    top_logprob_nats: NDArray[np.float32]
     encoded: NDArray[np.uint32]
     sent: int
 
@@ -95,14 +94,6 @@ class TokenRows(NamedTuple):
         shifted[1:] = column[:-1]
         shifted[self.first] = first
         return shifted
-
-    def margin_nats(self, row: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the log-probability of the likeliest token minus that of the end marker in these rows, NaN if either
-        was not measured. Call it with NumPy's warnings about invalid values off, because both may be infinite."""
-        # The difference is taken in double precision, so that a rule compares the same number that `explain` shows.
-        margin: NDArray[np.float64] = self.top_logprob_nats.take(row).astype(np.float64)
-        margin -= self.end_logprob_nats.take(row)
-        return margin
 
 
 def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> TokenRows:
@@ -133,7 +124,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     if seen & FLAG_MARKER:
         text = (flags & FLAG_MARKER) == 0
         thinking, answering = thinks & text, answering & text
-    entropy_nats, end_logprob_nats, top_logprob_nats = rows[4:].view(np.float32)
+    entropy_nats, end_logprob_nats = rows[4:6].view(np.float32)
     return TokenRows(
         slot=slot,
         phase=phase,
@@ -152,7 +143,6 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         s=s,
         flags_seen=seen,
         end_logprob_nats=end_logprob_nats,
-        top_logprob_nats=top_logprob_nats,
         encoded=rows,
         sent=encoded.shape[1],
     )

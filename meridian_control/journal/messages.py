@@ -214,7 +214,6 @@ def compared(decision: Decision) -> list[Compared]:
     rules = {
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,
-        ("force", "margin"): _margin,
         ("force", "rpdi"): _rpdi,
         ("force", "give_up"): _give_up,
         ("force", "soft_close"): _soft_close,
@@ -262,13 +261,6 @@ def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Comp
                 limit = f"entropy.rank_conditions[{index}].max_ranks[{k}]"
                 yield f"boundary_ranks[{age + k}]", rank, "<=", limit, bound
             return
-
-
-def _margin(decision: Decision, policy: Policy) -> Iterator[Compared]:
-    yield _floor(decision, policy)
-    for k, margin in enumerate(decision.signals.boundary_margins_nats):
-        limit = policy.entropy.margin_threshold_nats
-        yield f"boundary_margins_nats[{k}]", margin, "<=", "entropy.margin_threshold_nats", limit
 
 
 def _rpdi(decision: Decision, policy: Policy) -> Iterator[Compared]:
@@ -334,9 +326,6 @@ def _probe(decision: Decision, policy: Policy) -> Iterator[Compared]:
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
     if gate := policy.entropy.eat_probe_max_rank:
         yield "boundary_ranks[0]", decision.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
-    if limit := policy.entropy.eat_probe_max_margin_nats:
-        margin = decision.signals.boundary_margins_nats[0]
-        yield "boundary_margins_nats[0]", margin, "<=", "entropy.eat_probe_max_margin_nats", limit
 
 
 def _cap_probe(decision: Decision, policy: Policy) -> Iterator[Compared]:

@@ -108,9 +108,8 @@ class Signals(NamedTuple):
     # Cycle in which the thinking repeats: tokens of a round, and tokens that repeat; 0 for no cycle.
     loop_period_tokens: int = 0
     loop_tokens: int = 0
-    # End-marker margins and RPDI at the last sentence ends, and the moving means and variances of EAT after the samples
-    # before the newest one; newest first, as many as the policy's confirmation reads.
-    boundary_margins_nats: tuple[float, ...] = ()
+    # RPDI at the last sentence ends, and the moving means and variances of EAT after the samples before the newest one;
+    # newest first, as many as the policy's confirmation reads.
     boundary_rpdi: tuple[float, ...] = ()
     earlier_eat_ema_nats: tuple[float, ...] = ()
     earlier_eat_ema_variance: tuple[float, ...] = ()
@@ -331,7 +330,6 @@ def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Sig
         max_think_tokens=cap if cap >= 0 else None,
         loop_period_tokens=row["loop_period"],
         loop_tokens=row["loop_tokens"],
-        boundary_margins_nats=tuple(row["boundary_margins"][:read]),
         boundary_rpdi=tuple(row["boundary_rpdi"][:read]),
         earlier_eat_ema_nats=tuple(row["earlier_eat_ema_nats"][:sampled]),
         earlier_eat_ema_variance=tuple(row["earlier_eat_ema_variance"][:sampled]),

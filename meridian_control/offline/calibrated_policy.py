@@ -14,7 +14,6 @@ from meridian_control.offline.candidates import GROUPS
 from meridian_control.offline.rule_replay import (
     EAT_SENTENCE,
     GIVE_UP,
-    MARGIN,
     PROBED,
     RANK,
     RPDI,
@@ -87,11 +86,8 @@ def _switch_off(entropy: dict[str, Any], scheduler: dict[str, Any], on: set[str]
         entropy["eat_level_threshold_nats"] = 0.0
     if not {EAT_SENTENCE, GIVE_UP} & on:
         entropy |= {"eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
-        entropy["eat_probe_max_margin_nats"] = 0.0
     if RANK not in on:
         entropy["rank_conditions"] = []
-    if MARGIN not in on:
-        entropy["margin_threshold_nats"] = 0.0
     if RPDI not in on:
         entropy["rpdi_threshold"] = 0.0
     if SOFT not in on:
@@ -123,7 +119,7 @@ def _references(
     # Soft close has a section of its own, which a withdrawal leaves in force.
     read = {signal for part in parts if part.entropy for signal in SIGNALS[part.family]}
     episodes = replay.episodes
-    at_ends = {RANK: episodes.ranks[:, 0], MARGIN: episodes.margins[:, 0], RPDI: replay.rpdi}
+    at_ends = {RANK: episodes.ranks[:, 0], RPDI: replay.rpdi}
     for signal in sorted(read & at_ends.keys()):
         by_signal[signal.lower()] = _first_values(replay, at_ends[signal], policy.scheduler.min_think_tokens)
     bins = {f"{signal}_reference": _bins(signal, values[requests], unit) for signal, values in by_signal.items()}

@@ -16,12 +16,10 @@ import numpy as np
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
-    EAT_NEAR,
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
     GIVE_UP,
-    MARGIN,
     PROBED,
     RANK,
     RPDI,
@@ -55,13 +53,7 @@ DEPTHS = (1, 2, 3)
 CONFIRMATIONS = (1, 2)
 # Factors that loosen thresholds and shorten budgets, to test whether a rule only just keeps within the allowed loss.
 LAXER, SHORTER = 1.25, 0.9
-LOOSENED = (
-    "eat_level_threshold_nats",
-    "eat_ema_variance_threshold",
-    "eat_probe_max_rank",
-    "eat_probe_max_margin_nats",
-    "margin_threshold_nats",
-)
+LOOSENED = ("eat_level_threshold_nats", "eat_ema_variance_threshold", "eat_probe_max_rank")
 # Bounds of the rank conditions that arXiv 2508.17627 published.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -71,9 +63,7 @@ GROUPS = {
     EAT_PARAGRAPH: "EAT",
     EAT_SETTLED: "EAT",
     EAT_GATED: "EAT",
-    EAT_NEAR: "EAT",
     RANK: RANK,
-    MARGIN: MARGIN,
     RPDI: RPDI,
     GIVE_UP: GIVE_UP,
     SOFT: SOFT,
@@ -86,7 +76,6 @@ ONLY_GIVE_UP = {
     "eat_probe_interval_tokens": 1,
     "eat_probe_placement": "sentence",
     "eat_probe_max_rank": 0,
-    "eat_probe_max_margin_nats": 0.0,
 }
 
 
@@ -98,10 +87,8 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
     ranks = ranks[ranks > 0]
     bounds = sorted({*RANKS, *map(int, quantiles(ranks, GRID))}) if len(ranks) else []
     levels, coarse = quantiles(eat, GRID), quantiles(eat, COARSE)
-    margins = quantiles(episodes.margins[here, 0], GRID)
     settled = list(product(ALPHAS, coarse, VARIANCES))
     gates = [b for b in bounds if b <= np.quantile(ranks, 0.6)] if len(ranks) else []
-    near = margins[: math.ceil(0.6 * len(margins))]
     natural = episodes.natural_tokens[requests]
     budgets = [int(tokens) for tokens in np.quantile(natural, (0.1, 0.2, 0.3, 0.45, 0.6, 0.8))]
     conditions = [*((bound,) * depth for depth in DEPTHS for bound in bounds), *(PUBLISHED if bounds else ())]
@@ -110,11 +97,9 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
         EAT_PARAGRAPH: [_eat(EAT_PARAGRAPH, level) for level in levels] if episodes.paragraph.any() else [],
         EAT_SETTLED: [_eat(EAT_SETTLED, level, alpha, variance) for alpha, level, variance in settled],
         EAT_GATED: [_eat(EAT_GATED, level, max_rank=gate) for gate, level in product(_thinned(gates), coarse)],
-        EAT_NEAR: [_eat(EAT_NEAR, level, max_margin_nats=gate) for gate, level in product(_thinned(near), coarse)],
         RANK: [
             StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)
         ],
-        MARGIN: [StoppingRule(MARGIN, {"margin_threshold_nats": margin}) for margin in margins],
         RPDI: [StoppingRule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
         SOFT: [
             StoppingRule(SOFT, {}, {"soft_think_tokens": max(1, budget), "soft_close_rank": bound})
@@ -164,15 +149,7 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     return StoppingRule(rule.family, entropy, scheduler)
 
 
-def _eat(
-    family: str,
-    level: float,
-    alpha: float = 1.0,
-    variance: float = 1e-4,
-    *,
-    max_rank: int = 0,
-    max_margin_nats: float = 0.0,
-) -> StoppingRule:
+def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, *, max_rank: int = 0) -> StoppingRule:
     """Make an EAT rule that probes at every allowed place.
 
     With alpha 1 the moving mean is the newest sample, and the variance is 0.
@@ -187,7 +164,6 @@ def _eat(
             "eat_probe_interval_tokens": 1,
             "eat_probe_placement": "paragraph" if family == EAT_PARAGRAPH else "sentence",
             "eat_probe_max_rank": max_rank,
-            "eat_probe_max_margin_nats": max_margin_nats,
         },
     )
 

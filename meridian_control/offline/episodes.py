@@ -61,9 +61,6 @@ class Episodes:
     # End-marker ranks at this and earlier sentence ends, newest first, [boundaries, RANK_HISTORY], and their number.
     ranks: NDArray[np.int64]
     rank_count: NDArray[np.int64]
-    # End-marker margins in nats at this and earlier sentence ends, newest first, [boundaries, CONFIRM_HISTORY]; NaN if
-    # they were not measured.
-    margins: NDArray[np.float64]
     # By boundary: entropy of the newest token, count of the request's entropies, and the boundary's place in
     # `entropy_running`, which is the running sum of entropies over all requests.
     entropy_nats: NDArray[np.float64]
@@ -110,8 +107,6 @@ TOKEN_COLUMNS = {
     "flags": INTEGER,
     "entropy_nats": FLOAT,
     "end_rank": INTEGER,
-    "end_logprob_nats": FLOAT,
-    "top_logprob_nats": FLOAT,
 }
 PROBE_COLUMNS = {
     "think_tokens": INTEGER,
@@ -233,7 +228,7 @@ def _episodes(seen: _Collector) -> Episodes:
     kept = [number for number, reason in enumerate(reasons) if not reason]
     numbers = np.full(len(everyone), -1)
     numbers[kept] = np.arange(len(kept))
-    owner, report, phase, flags, entropy, rank, end, top = seen.tokens.grouped(numbers)
+    owner, report, phase, flags, entropy, rank = seen.tokens.grouped(numbers)
     begins = np.searchsorted(owner, np.arange(len(kept) + 1))
     think = _within(begins, owner, _counted(phase, flags))
 
@@ -262,7 +257,6 @@ def _episodes(seen: _Collector) -> Episodes:
         paragraph=(flags[at] & FLAG_PARAGRAPH) != 0,
         ranks=newest(rank, RANK_HISTORY),
         rank_count=_numbered(owner[before])[goes_on] + 1,
-        margins=newest(top - end, CONFIRM_HISTORY),
         entropy_nats=entropy[at],
         entropy_count=count[after],
         entropy_place=place[after],

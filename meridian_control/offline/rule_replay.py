@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.capabilities.entropy import probes
 from meridian_control.capabilities.entropy import rule as entropy_rule
 from meridian_control.common.table_columns import CONFIRM_HISTORY
 from meridian_control.engine.request_table import THINK, RequestTable
@@ -31,17 +30,14 @@ if TYPE_CHECKING:
 
 # Families of rules, and the signals that each family uses.
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
-EAT_GATED, EAT_NEAR = "EAT gated by rank", "EAT gated by margin"
-RANK, MARGIN, RPDI, SOFT, CAP = "rank", "margin", "RPDI", "soft close", "fixed cap"
-GIVE_UP = "give up"
+EAT_GATED, GIVE_UP = "EAT gated by rank", "give up"
+RANK, RPDI, SOFT, CAP = "rank", "RPDI", "soft close", "fixed cap"
 SIGNALS = {
     EAT_SENTENCE: ("EAT",),
     EAT_PARAGRAPH: ("EAT",),
     EAT_SETTLED: ("EAT",),
     EAT_GATED: ("EAT", "rank"),
-    EAT_NEAR: ("EAT", "margin"),
     RANK: ("rank",),
-    MARGIN: ("margin",),
     RPDI: ("RPDI",),
     GIVE_UP: ("EAT",),
     SOFT: ("rank",),
@@ -88,8 +84,6 @@ class StoppingRule:
             text += f", variance < {e['eat_ema_variance_threshold']:g} (alpha {e['ema_alpha']:g})"
         if self.family == EAT_GATED:
             text += f" where the end marker <= {e['eat_probe_max_rank']}"
-        if self.family == EAT_NEAR:
-            text += f" where the margin <= {e['eat_probe_max_margin_nats']:g} nats"
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
 
 
@@ -99,7 +93,6 @@ SPELLED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     SOFT: lambda _, s: f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on",
     RPDI: lambda e, _: f"RPDI > {e['rpdi_threshold']:g}",
     GIVE_UP: lambda e, _: f"EAT >= {e['give_up_eat_nats']:g} nats from {e['give_up_tokens']} tokens on",
-    MARGIN: lambda e, _: f"margin <= {e['margin_threshold_nats']:g} nats",
     RANK: lambda e, _: f"end marker <= {list(e['rank_conditions'][0].max_ranks)}",
 }
 
@@ -175,7 +168,6 @@ class Replay:
         table = RequestTable.without_windows(self.window_tokens, max(1, count))
         table.fill(count, live=True, phase=THINK, boundary_now=True, think_tokens=episodes.decided_tokens)
         table.fill(count, boundary_ranks=episodes.ranks, boundary_count=episodes.rank_count)
-        table.fill(count, boundary_margins=episodes.margins)
         ratios = np.full((count, CONFIRM_HISTORY), np.nan)
         for age in range(CONFIRM_HISTORY - 1, 0, -1):
             earlier = episodes.earlier_counts[:, age - 1], episodes.earlier_places[:, age - 1]
@@ -247,8 +239,6 @@ class Replay:
             fires, (places, right) = ends(policy.entropy, table), self._eat[effects.is_gated(policy.entropy)]
         elif rule.family == RANK:
             fires = entropy_rule.rank_reached(policy.entropy, table)
-        elif rule.family == MARGIN:
-            fires = entropy_rule.margin_reached(policy.entropy, table)
         elif rule.family == RPDI:
             fires = entropy_rule.rpdi_exceeded(policy.entropy, table)
         else:
@@ -264,22 +254,21 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------------------------ EAT
 
-    def _probing(self, rule: StoppingRule) -> tuple[bool, int, float, int]:
-        """Return whether a rule's probes are placed at paragraphs only, the highest rank and margin that their gates
-        allow, and the thinking tokens from which on the rule needs probes."""
+    def _probing(self, rule: StoppingRule) -> tuple[bool, int, int]:
+        """Return whether a rule's probes are placed at paragraphs only, the highest rank that their gate allows, and
+        the thinking tokens from which on the rule needs probes."""
         e, own, since = rule.entropy, self.policy(rule).entropy, 0
         if effects.only_gives_up(own):
             since = max(0, own.give_up_tokens - effects.probe_lead_tokens(own))
-        gates = e["eat_probe_max_rank"], e.get("eat_probe_max_margin_nats", 0.0)
-        return e["eat_probe_placement"] == "paragraph", *gates, since
+        return e["eat_probe_placement"] == "paragraph", e["eat_probe_max_rank"], since
 
-    def _subset_of(self, paragraph: bool, max_rank: int, max_margin_nats: float, since: int) -> NDArray[np.intp]:
+    def _subset_of(self, paragraph: bool, max_rank: int, since: int) -> NDArray[np.intp]:
         """Return the boundaries at which EAT probes are requested."""
         episodes = self.episodes
-        gates = {"eat_probe_max_rank": max_rank, "eat_probe_max_margin_nats": max_margin_nats}
-        entropy = self.base.entropy.model_copy(update=gates)
         wanted = (episodes.paragraph | (not paragraph)) & (episodes.think_tokens >= since)
-        return np.flatnonzero(wanted & probes.gate_open(entropy, episodes.ranks, episodes.margins))
+        if max_rank:
+            wanted &= episodes.ranks[:, 0] <= max_rank
+        return np.flatnonzero(wanted)
 
     def first_samples(self, rule: StoppingRule, from_tokens: int) -> NDArray[np.float64]:
         """Return the first EAT sample at or after `from_tokens` thinking tokens that the rule's probes measure of each

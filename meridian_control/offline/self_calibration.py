@@ -63,7 +63,6 @@ def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
         paragraph=np.zeros(count, bool),
         ranks=np.zeros((count, RANK_HISTORY), np.int64),
         rank_count=zeros,
-        margins=np.full((count, CONFIRM_HISTORY), np.nan),
         entropy_nats=np.full(count, np.nan),
         entropy_count=zeros,
         entropy_place=zeros,
@@ -144,7 +143,7 @@ def _read_from(base: Policy, entropy: dict[str, Any], floor_tokens: int) -> int:
 def _placed(entropy: dict[str, Any]) -> dict[str, Any]:
     """Return a rule's fields with those of its probes' places, which are all that the episodes have."""
     places = {"eat_probe_interval_tokens": 1, "eat_probe_placement": "sentence", "eat_probe_max_rank": 0}
-    return {**places, "eat_probe_max_margin_nats": 0.0, **entropy}
+    return {**places, **entropy}
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:

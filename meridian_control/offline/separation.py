@@ -44,7 +44,6 @@ def scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
     return {
         "EAT": -replay.eat_nats,
         "rank": np.where(episodes.ranks[:, 0] > 0, -episodes.ranks[:, 0], np.nan),
-        "margin": -episodes.margins[:, 0],
         "RPDI": replay.rpdi,
         "entropy": -episodes.entropy_nats,
         "position": episodes.think_tokens.astype(float),

@@ -19,7 +19,7 @@ from meridian_control.policy.section import (
 MAX_BINS = 16
 # Signals whose distribution a policy may describe, each in the field `<signal>_reference`; all but EAT are read at
 # sentence ends.
-SIGNALS = ("eat", "rank", "margin", "rpdi")
+SIGNALS = ("eat", "rank", "rpdi")
 
 
 class EatBin(Section):
@@ -43,10 +43,8 @@ class EatBin(Section):
 
 
 class SignalBin(Section):
-    """Requests of a calibration whose value at the first sentence end at which a rule may end thinking lies in one bin.
-
-    Ranks and RPDI have no unit; margins are in nats.
-    """
+    """Requests of a calibration whose value at the first sentence end at which a rule may end thinking lies in one
+    bin."""
 
     max_value: Amount = field(
         0.0,

@@ -125,13 +125,13 @@ def _entropy_in_force(policy: Policy) -> bool:
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
-    """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends.
+    """Whether a rule that may apply to some request reads the end marker's rank at sentence ends.
 
     A soft close by a budget or by pressure does not count: it is rare, and a report for each step would cost the
     control plane several times as much for all requests.
     """
     entropy, scheduler = _of_any_request(policy, "entropy"), _of_any_request(policy, "scheduler")
-    reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
+    reads = any(e.rank_conditions or is_gated(e) for e in entropy)
     rules_read = reads and any(e.enabled for e in entropy)
     return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
@@ -145,8 +145,8 @@ def probes_within(policy: Policy, tokens: int) -> bool:
 
 
 def is_gated(policy: Any) -> bool:
-    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank or margin."""
-    return bool(policy.eat_probe_max_rank or policy.eat_probe_max_margin_nats)
+    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank."""
+    return bool(policy.eat_probe_max_rank)
 
 
 def eat_may_end(policy: EntropyPolicy) -> bool:

@@ -124,7 +124,6 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
     rules = (
         ("eat_level_threshold_nats", "eat_probe", eat_may_end(entropy)),
         ("rank_conditions", "token_entropy", entropy.rank_conditions),
-        ("margin_threshold_nats", "token_entropy", entropy.margin_threshold_nats),
         ("rpdi_threshold", "token_entropy", entropy.rpdi_threshold),
         ("give_up_tokens", "eat_probe", gives_up),
     )

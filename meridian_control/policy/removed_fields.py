@@ -33,12 +33,18 @@ class Removed(NamedTuple):
 
 _LOOP = "loop.min_rounds and loop.min_tokens end exact loops, scheduler.max_think_tokens ends other thinking"
 _EAT = "use entropy.eat_level_threshold_nats, whose rule reads the same probes"
+_MARGIN = "use entropy.eat_level_threshold_nats, whose rule saves more, or entropy.rank_conditions, which need no probe"
+_GATE = "leave it out, as plain EAT saves more, or use entropy.eat_probe_max_rank"
+_MARGINS = "leave it out, as no rule reads the margin; meridianctl calibrate describes the signals that rules read"
 # The removed fields by section and name. An entry goes when no supported version has the field any more.
 REMOVED = {
     ("loop", "entropy_collapse_ratio"): Removed("0.3.0", 5, 0.5, _LOOP),
     ("loop", "near_repeated_tokens"): Removed("0.3.0", 6, 0, _LOOP),
     ("loop", "near_shadow"): Removed("0.3.0", 7, True, _LOOP),
     ("entropy", "same_answer_samples"): Removed("0.3.0", 17, 0, _EAT),
+    ("entropy", "margin_threshold_nats"): Removed("0.3.0", 15, 0.0, _MARGIN),
+    ("entropy", "eat_probe_max_margin_nats"): Removed("0.3.0", 19, 0.0, _GATE),
+    ("entropy", "margin_reference"): Removed("0.3.0", 32, [], _MARGINS),
 }
 
 
@@ -80,7 +86,8 @@ def named(section: str, field: Any) -> tuple[str, Any] | None:
 
 
 def _value(field: Any, default: Any) -> Any:
-    """Return an unknown field's value, as a value of the type that the field's default has."""
+    """Return an unknown field's value, as a value of the type that the field's default has; a list of messages becomes
+    a list of an ellipsis."""
     if isinstance(default, float) and field.wire_type == 1:
         (number,) = struct.unpack("<d", struct.pack("<Q", field.data))
         return number
@@ -89,6 +96,8 @@ def _value(field: Any, default: Any) -> Any:
     if isinstance(default, int) and field.wire_type == 0:
         # A negative number is sent as its complement in 64 bits.
         return field.data - (1 << 64 if field.data >> 63 else 0)
+    if isinstance(default, list):
+        return ["…"]
     return field.data
 
 

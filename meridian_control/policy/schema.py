@@ -169,7 +169,7 @@ class EntropyPolicy(Section):
 
     enabled: bool = field(
         True,
-        description="Evaluate the EAT, rank, margin, RPDI and give-up rules; false switches all of them off.",
+        description="Evaluate the EAT, rank, RPDI and give-up rules; false switches all of them off.",
         advice="Set it to false if you want no entropy rule, to save the cost of measuring.",
     )
     shadow: bool = field(
@@ -220,14 +220,6 @@ class EntropyPolicy(Section):
         "value, and is then placed at once; 0 switches the gate off.",
         advice="Set it to save probes if the end marker's rank is large until thinking can end.",
     )
-    eat_probe_max_margin_nats: Amount = field(
-        0.0,
-        description="Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is "
-        "at most this value, and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates "
-        "must be open.",
-        advice="Set it, above margin_threshold_nats, to save probes where thinking cannot end yet.",
-        new=True,
-    )
     eat_hold_ms: int = field(
         50,
         ge=0,
@@ -243,13 +235,6 @@ class EntropyPolicy(Section):
         max_length=16,
         description="Rank rule: thinking ends at a sentence end where any of these conditions is met.",
         advice="Take the conditions from `meridianctl calibrate`.",
-    )
-    margin_threshold_nats: Amount = field(
-        0.0,
-        description="Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability "
-        "of the likeliest token minus that of the end marker, is at most this many nats; 0 switches the rule off.",
-        advice="Take it from `meridianctl calibrate`.",
-        new=True,
     )
     rpdi_threshold: Amount = field(
         2.0,
@@ -308,8 +293,8 @@ class EntropyPolicy(Section):
         1,
         ge=1,
         le=4,
-        description="Number of sentence ends in a row at which the rank, margin or RPDI rule must be met before it "
-        "ends thinking; for the EAT rule, number of probes in a row.",
+        description="Number of sentence ends in a row at which the rank or RPDI rule must be met before it ends "
+        "thinking; for the EAT rule, number of probes in a row.",
         advice="Choose 2 if a rule ends thinking because of a single odd sentence end.",
         new=True,
     )
@@ -322,7 +307,6 @@ class EntropyPolicy(Section):
     )
     eat_reference: EatReference = ()
     rank_reference: SignalReference = signal_reference("the end marker's rank")
-    margin_reference: SignalReference = signal_reference("the end marker's margin, in nats,")
     rpdi_reference: SignalReference = signal_reference("RPDI")
     lease_ms: SectionLease = 0
 

@@ -48,7 +48,7 @@ STATES = {number: name for number, name in enum_names.STATES.items() if number}
 PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
 # These label values are exposed from 0 on, because Prometheus does not see the first increment of a new series.
 ENDS = (
-    *("natural", "hard_cap", "answer_reserve", "premature_stop", "eat", "rank", "margin", "rpdi", "soft_close"),
+    *("natural", "hard_cap", "answer_reserve", "premature_stop", "eat", "rank", "rpdi", "soft_close"),
     *("give_up", "loop", "operator", "extension"),
 )
 ANSWERS = tuple(

@@ -31,8 +31,8 @@ _QUIET: dict[str, Any] = {
 }
 # Rule families of the calibration report, each of which becomes one arm.
 FAMILIES = (
-    *("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank", "EAT gated by margin"),
-    *("rank", "margin", "RPDI", "soft close"),
+    *("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank"),
+    *("rank", "RPDI", "soft close"),
 )
 
 

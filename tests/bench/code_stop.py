@@ -124,7 +124,7 @@ class Recorded(Replay):
 def candidates(replay: Recorded, requests: NDArray[np.intp]) -> tuple[list[CourseRule], list[CourseRule]]:
     """Return the rules without and with the exit for unstable answers, with thresholds from these requests' values."""
     family = EAT_PARAGRAPH if replay.where == PARAGRAPHS else EAT_SENTENCE
-    probes = {"eat_probe_placement": replay.where, "eat_probe_max_rank": 0, "eat_probe_max_margin_nats": 0.0}
+    probes = {"eat_probe_placement": replay.where, "eat_probe_max_rank": 0}
     plain = CourseRule(family, {**probes, "eat_probe_interval_tokens": 1})
     _, owner, doubts, _ = replay.trial_answers(plain)
     here = np.isin(owner, requests)

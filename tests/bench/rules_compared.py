@@ -2,9 +2,8 @@
 
 Each family's rule is chosen on one half of the requests, with the same allowed loss and as calibration chooses, and
 measured on the other half. Beside the product's rules there are CoDE-Stop, without and with its exit for unstable
-answers, and those of RCPD (arXiv 2508.17627) and ThinkBrake (arXiv 2510.00546), which are the product's rank and margin
-rules read at every mark that may end a sentence. The margin is tried with up to four ends in a row, and the ranks
-include the published bounds.
+answers; RCPD (arXiv 2508.17627), which is the product's rank rule read at every mark that may end a sentence, with the
+published bounds among those tried; and ThinkBrake (arXiv 2510.00546) at the same marks, with up to four in a row.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.common.table_columns import CONFIRM_HISTORY
 from meridian_control.engine.token_rows import FLAG_GOES_ON
 from meridian_control.offline import trace_file
 from meridian_control.offline.calibration import RESAMPLES, Goal, Halves
@@ -29,11 +27,9 @@ from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
-    EAT_NEAR,
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
-    MARGIN,
     RANK,
     RPDI,
     SIGNALS,
@@ -43,13 +39,14 @@ from meridian_control.offline.rule_replay import (
 )
 from meridian_control.offline.statistics import percentiles, resampled
 from meridian_control.offline.trace_file import TraceWriter
-from tests.bench import code_stop, harness
+from tests.bench import code_stop, harness, think_brake
 from tests.bench.calibrate import LABELS, PARAGRAPHS, SENTENCES, TRACE
-from tests.bench.code_stop import Recorded, laxer
+from tests.bench.code_stop import Recorded
 from tests.bench.cuts import Reference
 from tests.bench.driver import Engine
 from tests.bench.harness import Column
 from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
+from tests.bench.think_brake import AtMarks, laxer
 
 if TYPE_CHECKING:
     import argparse
@@ -63,11 +60,11 @@ if TYPE_CHECKING:
 
 EAT, SURE, CODE_STOP, MARKS = "EAT", "confidence", "CoDE-Stop", "mark"
 LEVEL, FINER = "eat_level_threshold_nats", "EAT at paragraphs, finer"
-RANK_MARKS, MARGIN_MARKS = "RCPD: rank at marks", "ThinkBrake: margin at marks"
+RANK_MARKS = "RCPD: rank at marks"
 # Families in the order of the table, after EAT with all its variants.
 ORDER = (
-    *(EAT_SENTENCE, EAT_PARAGRAPH, FINER, EAT_SETTLED, EAT_GATED, EAT_NEAR, SURE, CODE_STOP),
-    *(RANK, RANK_MARKS, MARGIN, MARGIN_MARKS, SOFT, RPDI, CAP),
+    *(EAT_SENTENCE, EAT_PARAGRAPH, FINER, EAT_SETTLED, EAT_GATED, SURE, CODE_STOP),
+    *(RANK, RANK_MARKS, think_brake.FAMILY, SOFT, RPDI, CAP),
 )
 SHOWN = {EAT_SENTENCE: "EAT at sentences"}
 LOSSES = (0.01, 0.02)
@@ -99,20 +96,15 @@ def families(replay: Recorded, fit: NDArray[np.intp]) -> dict[str, Sequence[Stop
     recording of their own.
     """
     rules = single_rules(replay, fit)
-    once = [rule for rule in rules.get(MARGIN, []) if rule.entropy["confirm_sentence_ends"] == 1]
-    persistent = [
-        replace(rule, entropy={**rule.entropy, "confirm_sentence_ends": number})
-        for rule, number in product(once, range(1, CONFIRM_HISTORY + 1))
-    ]
-    if replay.where == MARKS:
-        return {RANK_MARKS: rules.get(RANK, []), MARGIN_MARKS: persistent}
+    if isinstance(replay, AtMarks):
+        return {RANK_MARKS: rules.get(RANK, []), think_brake.FAMILY: think_brake.candidates(replay, fit)}
     sure, unstable = code_stop.candidates(replay, fit)
     confident = {SURE: sure, CODE_STOP: [*sure, *unstable]}
     if replay.where == PARAGRAPHS:
         levels = rules.get(EAT_PARAGRAPH, [])
         return {EAT_PARAGRAPH: levels, FINER: _finer(levels), **confident}
     others = {family: rules.get(family, []) for family in ORDER if family in SIGNALS and family != EAT_PARAGRAPH}
-    return {**others, MARGIN: persistent, **confident}
+    return {**others, **confident}
 
 
 def _finer(rules: Sequence[StoppingRule]) -> list[StoppingRule]:
@@ -199,7 +191,7 @@ def recordings(task: Task, session: Session) -> list[Recorded]:
             for where in wheres:
                 code_stop.recorded(engine, reference, samples, folder / where)
     _read_at_marks(folder / SENTENCES, folder / MARKS)
-    return [Recorded(folder / where) for where in (*wheres, MARKS)]
+    return [*(Recorded(folder / where) for where in wheres), AtMarks(folder / MARKS)]
 
 
 def _read_at_marks(recording: Path, made: Path) -> None:

@@ -80,42 +80,6 @@ def first_likely_end(measured: list[Any], max_rank: int, from_tokens: int = 0) -
     return len(measured)
 
 
-def first_near_end(measured: list[Any], threshold_nats: float, in_a_row: int, from_tokens: int) -> int:
-    """Return the thinking tokens at the first sentence end, decided from `from_tokens` on, at which, as at the
-    `in_a_row` - 1 sentence ends before it, the end marker's margin is at most the threshold."""
-    held = 0
-    for n in range(1, len(measured)):
-        if ends_before(measured, n):
-            held = held + 1 if measured[n][5] <= threshold_nats else 0
-            if held >= in_a_row and n + 1 >= from_tokens:
-                return n
-    return len(measured)
-
-
-@pytest.mark.parametrize("in_a_row", [1, 2])
-def test_the_margin_rule_ends_thinking_at_its_sentence_end(
-    llm: Any, agent: Any, control: Control, settled: Settled, in_a_row: int
-) -> None:
-    """The threshold is the median margin at the sentence ends of the free run, so some requests end and each of them at
-    the sentence end that the free run's own margins give."""
-    free, measured = free_run(llm, agent)
-    end = agent.tracker.markers.end[0]
-    margins = [m[n][5] for m in measured for n in range(1, len(m)) if ends_before(m, n) and m[n][5] > 0]
-    threshold = sorted(margins)[len(margins) // 2]
-    expected = [first_near_end(m, threshold, in_a_row, 6) for m in measured]
-    in_force = {"shadow": False, "holdout_share": 0.0}
-    rule = {**in_force, "margin_threshold_nats": threshold, "confirm_sentence_ends": in_a_row}
-    before = dict(control.settled().ends)
-    control.apply({"scheduler": {"min_think_tokens": 6}, "entropy": rule | {"rpdi_threshold": 0.0}})
-    governed = paced(llm, CASES, GREEDY, settled)
-    ended = control.settled().ends["margin"] - before.get("margin", 0)
-    assert ended > 0
-    for f, g, bound in zip(free, governed, expected, strict=True):
-        at, natural = g.index(end), f.index(end) if end in f else len(f)
-        assert g[:at] == f[:at]
-        assert min(bound, natural) <= at <= min(bound + LATE_TOKENS, natural)
-
-
 @pytest.mark.parametrize(("rule", "rpdi_threshold"), [("rank", 2.0), ("rank", 0.0), ("soft_close", 0.0)])
 def test_rank_and_soft_close_end_thinking_at_their_boundary(  # noqa: PLR0917
     llm: Any, agent: Any, control: Control, settled: Settled, rule: str, rpdi_threshold: float

@@ -184,8 +184,8 @@ class Script:
     """The course of one made-up request.
 
     eat_nats, trial_answer: the EAT and the likeliest answer token that a probe finds after a number of thinking tokens;
-    margin_nats: the end marker's margin there; without them all requests of the agent have the same. If thinking is
-    ended before `think_tokens`, the answer has `cut_answer_tokens`, unless that is 0, and the request thinks again
+    end_rank: the end marker's rank there; without them all requests of the agent have the same. If thinking is ended
+    before `think_tokens`, the answer has `cut_answer_tokens`, unless that is 0, and the request thinks again
     after `rethink_at` answer tokens, unless that is 0.
     """
 
@@ -194,7 +194,7 @@ class Script:
     entropy_nats: float = 0.5
     eat_nats: Callable[[int], float] | None = None
     trial_answer: Callable[[int], int] | None = None
-    margin_nats: Callable[[int], float] | None = None
+    end_rank: Callable[[int], int] | None = None
     cut_answer_tokens: int = 0
     rethink_at: int = 0
 
@@ -222,7 +222,6 @@ class FakeAgent:
         # Likeliest token of each probe.
         self.trial_answer = 7
         self.end_rank = 1
-        self.margin_nats = 0.0
         # Milliseconds of a step, and of each sequence in it.
         self.step_cost_ms = 5.0, 0.0
         # Number of requests that may run, while all others wait in the queue; None if each request runs at once, and
@@ -291,17 +290,17 @@ class FakeAgent:
             else:
                 engine.directives.report(decision_id, Outcome.REFUSED, detail="not thinking")
         engine.mask()
-        entropies, margins = [], []
+        entropies, ranks = [], []
         for name, tr in list(engine.live.items()):
             if tr.preempted or not self._joins(tr):
                 continue
             script = self.scripts[name]
             engine.feed(name, engine.sample(name, [self._wanted(tr, script)]))
             entropies.append(script.entropy_nats)
-            margins.append(script.margin_nats(tr.state.think_tokens) if script.margin_nats else self.margin_nats)
+            ranks.append(script.end_rank(tr.state.think_tokens) if script.end_rank else self.end_rank)
             if script.answered(tr):
                 engine.finish(name)
-        self._measured(entropies, margins)
+        self._measured(entropies, ranks)
         return self._report()
 
     def _joins(self, tr: LiveRequest) -> bool:
@@ -319,12 +318,11 @@ class FakeAgent:
         thinks_again = script.rethink_at and script.cut(tr) and tr.state.output_tokens == script.rethink_at
         return START if thinks_again else TEXT
 
-    def _measured(self, entropies: list[float], margins: list[float]) -> None:
+    def _measured(self, entropies: list[float], ranks: list[int]) -> None:
         record = self.engine.tracker.record
         record.rows = list(range(len(record.slots)))
         columns = np.array(entropies, np.float32)
-        ranks = np.full(len(columns), self.end_rank, np.int32)
-        record.told = StepSignals(None, columns, ranks, -columns - np.array(margins, np.float32), -columns).encode()
+        record.told = StepSignals(None, columns, np.array(ranks, np.int32), -columns, -columns).encode()
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record

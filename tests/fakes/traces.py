@@ -4,7 +4,6 @@ answers."""
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -38,8 +37,6 @@ class MadeUp:
 
     request_id: str
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)
-    # The end marker's margin in each row, in nats; empty if the agent does not measure it.
-    margins: list[float] = field(default_factory=list)
     # EAT and the number of probes in a row with the same answer, by thinking tokens.
     probes: dict[int, tuple[float, int]] = field(default_factory=dict)
     settled_tokens: int = 0
@@ -59,23 +56,22 @@ def made_up(
     seed: int = 0,
     eat: str = "tells",
     rank: str = "tells",
-    margin: str = "",
     *,
     forced: bool = False,
     same: str = "tells",
 ) -> MadeUp:
     """Return a request that settles on its answer part-way.
 
-    `eat`, `rank`, `margin` and `same` (equal trial answers in a row) say whether a signal `tells` when the answer is
-    settled, is `blind` to it, or is `noise`; an empty `margin` is not measured.
+    `eat`, `rank` and `same` (equal trial answers in a row) say whether a signal `tells` when the answer is settled, is
+    `blind` to it, or is `noise`.
     """
-    one = _made_up(number, seed, eat, rank, margin, forced=forced, same=same)
-    return replace(one, rows=list(one.rows), margins=list(one.margins), probes=dict(one.probes))
+    one = _made_up(number, seed, eat, rank, forced=forced, same=same)
+    return replace(one, rows=list(one.rows), probes=dict(one.probes))
 
 
 @cache
-def _made_up(number: int, seed: int, eat: str, rank: str, margin: str, *, forced: bool, same: str) -> MadeUp:
-    rng, margins = np.random.default_rng((seed, number)), np.random.default_rng((seed, number, 1))
+def _made_up(number: int, seed: int, eat: str, rank: str, *, forced: bool, same: str) -> MadeUp:
+    rng = np.random.default_rng((seed, number))
     sentences = int(rng.integers(12, 40))
     settled = int(sentences * rng.uniform(0.3, 0.8))
     request = MadeUp(f"r{number}-{rng.integers(1 << 30):08x}", natural_right=bool(rng.random() < 0.9))
@@ -88,8 +84,6 @@ def _made_up(number: int, seed: int, eat: str, rank: str, margin: str, *, forced
                 flags = PARAGRAPH if sentence % 4 == 3 else SENTENCE
             value = _rank(rng, rank, low) if token == 0 and sentence else int(rng.integers(500, 5000))
             request.rows.append((THINK, flags, float(rng.exponential(0.5)), value))
-            if margin:
-                request.margins.append(_margin(margins, margin, low and token == 0))
         tokens += length
         low = sentence >= settled
         if sentence == settled:
@@ -133,12 +127,6 @@ def _rank(rng: np.random.Generator, kind: str, low: bool) -> int:
     return int(rng.integers(1, 12)) if low else int(rng.integers(8, 1000))
 
 
-def _margin(rng: np.random.Generator, kind: str, low: bool) -> float:
-    if kind == "tells" and low:
-        return float(rng.exponential(0.2))
-    return float(rng.uniform(0.3, 8))
-
-
 def records(
     requests: list[MadeUp], at_once: int = 8, policy: schema.Policy | None = None
 ) -> list[fleet_pb2.TraceRecord]:
@@ -156,7 +144,6 @@ def records(
     add(up=agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1)))
     waiting, live, free = list(requests), dict[int, tuple[MadeUp, int, int]](), list(range(at_once))
     due: list[tuple[int, int, int, MadeUp]] = []
-    have_margins = any(request.margins for request in requests)
     step = 1
     while waiting or live:
         step += 1
@@ -168,11 +155,9 @@ def records(
             named.unmeasured = request.unmeasured
         slots = sorted(live)
         _add_rows(report.tokens, slots, [live[slot][0].rows[live[slot][1]] for slot in slots])
-        for row, slot in enumerate(slots):
+        for slot in slots:
             request, at, tokens = live[slot]
             phase, flags, *_ = request.rows[at]
-            if have_margins:
-                _add_margin(report.tokens, row, request.margins[at] if at < len(request.margins) else math.nan)
             tokens += phase == THINK and not flags & FLAG_MARKER
             live[slot] = request, at + 1, tokens
             if phase == THINK and flags & SENTENCE:
@@ -196,11 +181,6 @@ def _add_rows(columns: agent_pb2.TokenColumns, slots: list[int], rows: list[tupl
     columns.entropy_nats.extend(entropies)
     columns.end_rank.extend(ranks)
     columns.end_logprob_nats.extend([-float(rank) for rank in ranks])
-
-
-def _add_margin(columns: agent_pb2.TokenColumns, row: int, margin_nats: float) -> None:
-    columns.top_logprob_nats.append(-0.25)
-    columns.end_logprob_nats[row] = -0.25 - margin_nats
 
 
 def add_probe(  # noqa: PLR0917

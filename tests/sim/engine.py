@@ -400,11 +400,10 @@ class Engine:
         x = [mix(len(self.schedule), row) for row in range(rows)]
         entropy = np.array([(v % 1000) / 250 for v in x], np.float32)
         rank = np.array([1 + v % 30 for v in x], np.int32)
-        margin = np.array([(v >> 8) % 9 / 4 for v in x], np.float32)
         unmeasured = np.repeat([r in excluded_ids for r in ids], counts)
         entropy[unmeasured], rank[unmeasured] = np.nan, 0
         first = None if rows == len(ids) else np.cumsum([0, *counts[:-1]], dtype=np.int32)
-        return StepSignals(first, entropy, rank, -entropy - margin, -entropy)
+        return StepSignals(first, entropy, rank, -entropy, -entropy)
 
 
 def forced(output: Any, grammar: Any) -> dict[str, dict[int, int]]:

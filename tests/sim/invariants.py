@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 ENTROPY_RULES = (
     agent_pb2.FORCE_REASON_EAT,
     agent_pb2.FORCE_REASON_RANK,
-    agent_pb2.FORCE_REASON_MARGIN,
     agent_pb2.FORCE_REASON_RPDI,
     agent_pb2.FORCE_REASON_GIVE_UP,
 )

@@ -39,7 +39,7 @@ def test_seeds(first: int) -> None:
         run(seed)
 
 
-@pytest.mark.parametrize("seed", [32, 75, 86])
+@pytest.mark.parametrize("seed", [40, 75, 86])
 def test_ends_of_operators_are_decided_under_faults_and_are_in_the_recording(seed: int) -> None:
     """The run checks that each decision has one outcome, and that the recording replays byte for byte."""
     world = run(seed)

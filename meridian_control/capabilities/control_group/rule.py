@@ -52,7 +52,6 @@ def _signals_of_rules(entropy: EntropyPolicy) -> set[str]:
     rules = {
         "eat": probes_may_end(entropy),
         "rank": bool(entropy.rank_conditions),
-        "margin": bool(entropy.margin_threshold_nats),
         "rpdi": bool(entropy.rpdi_threshold),
     }
     return {signal for signal, may_end in rules.items() if may_end}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Bit of each signal in the table's column `awaited_signals`; and of each signal that is read at sentence ends, the
 # column with its values at the newest ones.
 BITS = {signal: 1 << number for number, signal in enumerate(SIGNALS)}
-AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "margin": "boundary_margins", "rpdi": "boundary_rpdi"}
+AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "rpdi": "boundary_rpdi"}
 BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
 # Rules that fire on the newest probe, except if a request passes its floor or a policy changes later.
 BY_PROBE = ("eat", "give_up")

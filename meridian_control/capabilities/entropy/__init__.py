@@ -1,1 +1,1 @@
-"""Rules that end thinking by EAT, RPDI, and the end marker's rank and margin, and soft close."""
+"""Rules that end thinking by EAT, RPDI and the end marker's rank, and soft close."""

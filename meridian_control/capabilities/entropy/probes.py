@@ -1,6 +1,6 @@
 """Decides when requests are probed. All functions are pure; they read the table or moments within a report.
 
-The module owns the gates and intervals of EAT probes. Rules that read the probes' results are in `termination`.
+The module owns the gates and intervals of EAT probes. Rules that read the probes' results are in `rule`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from meridian_control.policy.schema import EntropyPolicy
 
 
-def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether the end marker's rank and margin allow a probe. ranks, margins: newest first, [ends or slots, number]."""
-    gate = np.ones(len(ranks), bool)
-    if policy.eat_probe_max_rank:
-        gate &= ranks[:, 0] <= policy.eat_probe_max_rank
-    if policy.eat_probe_max_margin_nats:
-        gate &= margins[:, 0] <= policy.eat_probe_max_margin_nats
-    return gate
-
-
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     allowed: NDArray[np.bool_] = table.thinking & ~table.probe_open
     if any_in(table.preempted):
@@ -57,7 +47,7 @@ def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | N
         return np.zeros(0, np.intp)
     due = _wait_for_probe(entropy, table, among) & (table.think_tokens >= _probed_from(policy, table))
     if is_gated(entropy):
-        due &= table.boundary_now & gate_open(entropy, table.boundary_ranks, table.boundary_margins)
+        due &= table.boundary_now & (table.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank)
     return due.nonzero()[0]
 
 
@@ -69,7 +59,8 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
     since, waits = _probed_from(policy, table), _wait_for_probe(entropy, table, among)
     if is_gated(entropy):
         row, due = history.ends.row, np.zeros(0, np.intp)
-        row = row[gate_open(entropy, history.ends.ranks, history.ends.margins) & waits[history.rows.slot[row]]]
+        is_open = history.ends.ranks[:, 0] <= entropy.eat_probe_max_rank
+        row = row[is_open & waits[history.rows.slot[row]]]
     else:
         is_due = waits & (table.think_tokens >= since)
         due = row = is_due.nonzero()[0]

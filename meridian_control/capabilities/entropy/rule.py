@@ -2,7 +2,7 @@
 
 Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
-If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, give-up, soft
+If several rules fire for a request at the same token, the order of precedence is EAT, rank, RPDI, give-up, soft
 close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the
 agent applies it, so that the cap is exact to the token and holds without a stream.
 """
@@ -175,8 +175,6 @@ def _entropy_rules(
         yield agent_pb2.FORCE_REASON_EAT, False, eat_converged(entropy, seen)
     if entropy.rank_conditions:
         yield agent_pb2.FORCE_REASON_RANK, True, rank_reached(entropy, seen)
-    if entropy.margin_threshold_nats:
-        yield agent_pb2.FORCE_REASON_MARGIN, True, margin_reached(entropy, seen)
     if entropy.rpdi_threshold:
         yield agent_pb2.FORCE_REASON_RPDI, True, rpdi_exceeded(entropy, seen)
     if entropy.give_up_tokens and probes_agree:
@@ -221,12 +219,6 @@ def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
     """Whether the newest tokens are more uncertain than all of the thinking, at this sentence end and at as many
     earlier ones as confirmation asks for. The rule must be on."""
     return _at_all(seen.boundary_rpdi[:, : policy.confirm_sentence_ends] > policy.rpdi_threshold)
-
-
-def margin_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
-    """Whether the end marker was hardly less likely than the likeliest token, at each of the newest sentence ends that
-    confirmation asks for. The rule must be on."""
-    return _at_all(seen.boundary_margins[:, : policy.confirm_sentence_ends] <= policy.margin_threshold_nats)
 
 
 def _at_all(held: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -16,16 +16,14 @@ def least_gain_first(table: RequestTable, slots: NDArray[np.intp]) -> NDArray[np
     """Return the slots, those first whose requests gain least from more thinking.
 
     A request with EAT samples is compared by their moving mean with the others that have some; of the rest, a request
-    with a margin at a sentence end is compared by the newest one, a request with a rank there by that, and any other by
-    its thinking tokens. Low values gain least, and long thinking does. Values of different kinds are not comparable, so
-    each request is placed by the share of its kind that gains less than it does; ties are broken by thinking tokens.
+    with a rank of the end marker at a sentence end is compared by the newest one, and any other by its thinking tokens.
+    Low values gain least, and long thinking does. Values of different kinds are not comparable, so each request is
+    placed by the share of its kind that gains less than it does; ties are broken by thinking tokens.
     """
     tokens = -table.think_tokens[slots].astype(np.float64)
-    margins, ranks = table.boundary_margins[slots, 0], table.boundary_ranks[slots, 0]
     kinds = [
         (table.eat_count[slots] > 0, table.eat_ema_nats[slots]),
-        (np.isfinite(margins), margins),
-        (table.boundary_count[slots] > 0, ranks.astype(np.float64)),
+        (table.boundary_count[slots] > 0, table.boundary_ranks[slots, 0].astype(np.float64)),
         (np.ones(len(slots), bool), tokens),
     ]
     place, left = np.zeros(len(slots)), np.ones(len(slots), bool)

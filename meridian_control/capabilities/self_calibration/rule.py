@@ -25,7 +25,7 @@ def who_of(traffic: str) -> Who:
 
 def override_of(traffic: str, rule: Rule) -> Override:
     """Return the override that puts a rule in force, and no other rule of the entropy section with it."""
-    others = {"margin_threshold_nats": 0.0, "rpdi_threshold": 0.0, "give_up_tokens": 0}
+    others = {"rpdi_threshold": 0.0, "give_up_tokens": 0}
     values = {"enabled": True, "shadow": False, **others, **rule.entropy}
     given = {"traffic": traffic, "entropy": values, "scheduler": {"min_think_tokens": rule.floor_tokens}}
     return Override.model_validate(given)

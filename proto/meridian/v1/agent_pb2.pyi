@@ -368,8 +368,6 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The thinking repeats the same tokens, round after round."""
     FORCE_REASON_OPERATOR: _ForceReason.ValueType  # 7
     """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
-    FORCE_REASON_MARGIN: _ForceReason.ValueType  # 9
-    """At a sentence end the end marker was hardly less likely than the likeliest token."""
     FORCE_REASON_ANSWER_RESERVE: _ForceReason.ValueType  # 8
     """The rest of the request's max_tokens, or of the context, is the answer's reserve. A ThinkCap enforces the reserve;
     no ForceEnd carries this reason.
@@ -402,8 +400,6 @@ FORCE_REASON_LOOP: ForceReason.ValueType  # 6
 """The thinking repeats the same tokens, round after round."""
 FORCE_REASON_OPERATOR: ForceReason.ValueType  # 7
 """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
-FORCE_REASON_MARGIN: ForceReason.ValueType  # 9
-"""At a sentence end the end marker was hardly less likely than the likeliest token."""
 FORCE_REASON_ANSWER_RESERVE: ForceReason.ValueType  # 8
 """The rest of the request's max_tokens, or of the context, is the answer's reserve. A ThinkCap enforces the reserve;
 no ForceEnd carries this reason.
@@ -1332,8 +1328,8 @@ class TokenColumns(_message.Message):
 
     @_builtins.property
     def top_logprob_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Log-probability of the likeliest token, in nats; NaN if it was not measured. This value minus end_logprob_nats is
-        the end marker's margin. An older agent leaves the whole column out.
+        """Log-probability of the likeliest token, in nats; NaN if it was not measured. Recordings keep it, and older control
+        planes read it. An older agent leaves the whole column out.
         """
 
     def __init__(

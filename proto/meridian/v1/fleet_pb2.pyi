@@ -2583,7 +2583,6 @@ class Signals(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_PERIOD_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_TOKENS_FIELD_NUMBER: _builtins.int
-    BOUNDARY_MARGINS_NATS_FIELD_NUMBER: _builtins.int
     BOUNDARY_RPDI_FIELD_NUMBER: _builtins.int
     EARLIER_EAT_EMA_NATS_FIELD_NUMBER: _builtins.int
     EARLIER_EAT_EMA_VARIANCE_FIELD_NUMBER: _builtins.int
@@ -2621,15 +2620,10 @@ class Signals(_message.Message):
         """Ranks of the end marker at the newest sentence ends, newest first."""
 
     @_builtins.property
-    def boundary_margins_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Margins of the end marker in nats at the newest sentence ends, newest first: the log-probability of the likeliest
-        token minus that of the end marker. This list and the following ones have at most as many entries as the policy
-        asks for in entropy.confirm_sentence_ends.
-        """
-
-    @_builtins.property
     def boundary_rpdi(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """RPDI at the newest sentence ends, newest first."""
+        """RPDI at the newest sentence ends, newest first. This list and the following ones have at most as many entries as
+        the policy asks for in entropy.confirm_sentence_ends.
+        """
 
     @_builtins.property
     def earlier_eat_ema_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -2656,7 +2650,6 @@ class Signals(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         loop_period_tokens: _builtins.int = ...,
         loop_tokens: _builtins.int = ...,
-        boundary_margins_nats: _abc.Iterable[_builtins.float] | None = ...,
         boundary_rpdi: _abc.Iterable[_builtins.float] | None = ...,
         earlier_eat_ema_nats: _abc.Iterable[_builtins.float] | None = ...,
         earlier_eat_ema_variance: _abc.Iterable[_builtins.float] | None = ...,
@@ -2664,7 +2657,7 @@ class Signals(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_margins_nats", b"boundary_margins_nats", "boundary_ranks", b"boundary_ranks", "boundary_rpdi", b"boundary_rpdi", "earlier_eat_ema_nats", b"earlier_eat_ema_nats", "earlier_eat_ema_variance", b"earlier_eat_ema_variance", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "eat_think_tokens", b"eat_think_tokens", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "boundary_rpdi", b"boundary_rpdi", "earlier_eat_ema_nats", b"earlier_eat_ema_nats", "earlier_eat_ema_variance", b"earlier_eat_ema_variance", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "eat_think_tokens", b"eat_think_tokens", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -2884,7 +2877,6 @@ class Savings(_message.Message):
     EAT_SAMPLES_FIELD_NUMBER: _builtins.int
     DRIFT_EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
     RANK_SAMPLES_FIELD_NUMBER: _builtins.int
-    MARGIN_SAMPLES_FIELD_NUMBER: _builtins.int
     RPDI_SAMPLES_FIELD_NUMBER: _builtins.int
     KINDS_FIELD_NUMBER: _builtins.int
     NOT_MEASURED_FIELD_NUMBER: _builtins.int
@@ -2979,12 +2971,6 @@ class Savings(_message.Message):
         """
 
     @_builtins.property
-    def margin_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSamples]:
-        """First margins of the end marker at a sentence end, in nats, as `eat_samples`; empty if the policy has no
-        entropy.margin_reference.
-        """
-
-    @_builtins.property
     def rpdi_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSamples]:
         """First RPDI at a sentence end, as `eat_samples`; empty if the policy has no entropy.rpdi_reference."""
 
@@ -3018,14 +3004,13 @@ class Savings(_message.Message):
         eat_samples: _abc.Iterable[Global___EatSamples] | None = ...,
         drift_evidence_ratio: _builtins.float | None = ...,
         rank_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
-        margin_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
         rpdi_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
         kinds: _abc.Iterable[Global___ShorteningHarm] | None = ...,
         not_measured: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "margin_samples", b"margin_samples", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015

@@ -514,9 +514,7 @@ class EntropyOverride(_message.Message):
     EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
-    MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
-    EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_TOKENS_FIELD_NUMBER: _builtins.int
     GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
@@ -543,12 +541,8 @@ class EntropyOverride(_message.Message):
     """Replaces EntropyPolicy.eat_probe_max_rank."""
     eat_hold_ms: _builtins.int
     """Replaces EntropyPolicy.eat_hold_ms."""
-    margin_threshold_nats: _builtins.float
-    """Replaces EntropyPolicy.margin_threshold_nats."""
     confirm_sentence_ends: _builtins.int
     """Replaces EntropyPolicy.confirm_sentence_ends."""
-    eat_probe_max_margin_nats: _builtins.float
-    """Replaces EntropyPolicy.eat_probe_max_margin_nats."""
     give_up_tokens: _builtins.int
     """Replaces EntropyPolicy.give_up_tokens."""
     give_up_eat_nats: _builtins.float
@@ -576,17 +570,15 @@ class EntropyOverride(_message.Message):
         eat_warmup_samples: _builtins.int | None = ...,
         eat_probe_max_rank: _builtins.int | None = ...,
         eat_hold_ms: _builtins.int | None = ...,
-        margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
-        eat_probe_max_margin_nats: _builtins.float | None = ...,
         give_up_tokens: _builtins.int | None = ...,
         give_up_eat_nats: _builtins.float | None = ...,
         give_up_shadow: _builtins.bool | None = ...,
         self_calibration: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_rpdi_threshold", b"_rpdi_threshold", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "rpdi_threshold", b"rpdi_threshold", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_rpdi_threshold", b"_rpdi_threshold", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -598,8 +590,6 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["eat_probe_max_margin_nats"]  # noqa: Y015
-    _WhichOneofArgType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_max_rank: _TypeAlias = _typing.Literal["eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_max_rank: _TypeAlias = _typing.Literal["_eat_probe_max_rank", b"_eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
@@ -616,8 +606,6 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__give_up_shadow: _TypeAlias = _typing.Literal["_give_up_shadow", b"_give_up_shadow"]  # noqa: Y015
     _WhichOneofReturnType__give_up_tokens: _TypeAlias = _typing.Literal["give_up_tokens"]  # noqa: Y015
     _WhichOneofArgType__give_up_tokens: _TypeAlias = _typing.Literal["_give_up_tokens", b"_give_up_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__margin_threshold_nats: _TypeAlias = _typing.Literal["margin_threshold_nats"]  # noqa: Y015
-    _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__self_calibration: _TypeAlias = _typing.Literal["self_calibration"]  # noqa: Y015
@@ -635,8 +623,6 @@ class EntropyOverride(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_margin_nats) -> _WhichOneofReturnType__eat_probe_max_margin_nats | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_rank) -> _WhichOneofReturnType__eat_probe_max_rank | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_placement) -> _WhichOneofReturnType__eat_probe_placement | None: ...
@@ -652,8 +638,6 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_shadow) -> _WhichOneofReturnType__give_up_shadow | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_tokens) -> _WhichOneofReturnType__give_up_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload
@@ -875,19 +859,16 @@ class EntropyPolicy(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     HOLDOUT_SHARE_FIELD_NUMBER: _builtins.int
     MAX_LOSS_FIELD_NUMBER: _builtins.int
-    MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
-    EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_TOKENS_FIELD_NUMBER: _builtins.int
     GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
     GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
     SELF_CALIBRATION_FIELD_NUMBER: _builtins.int
     EAT_REFERENCE_FIELD_NUMBER: _builtins.int
     RANK_REFERENCE_FIELD_NUMBER: _builtins.int
-    MARGIN_REFERENCE_FIELD_NUMBER: _builtins.int
     RPDI_REFERENCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Evaluate the EAT, rank, margin, RPDI and give-up rules; false switches all of them off."""
+    """Evaluate the EAT, rank, RPDI and give-up rules; false switches all of them off."""
     shadow: _builtins.bool
     """Make and count decisions, but do not end thinking."""
     ema_alpha: _builtins.float
@@ -932,17 +913,9 @@ class EntropyPolicy(_message.Message):
     close, caps, loop rules, a budget or a pressure entry. If the control group shows more harm, the control plane
     withdraws this kind. 1 switches this off.
     """
-    margin_threshold_nats: _builtins.float
-    """Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability of the likeliest
-    token minus that of the end marker, is at most this many nats; 0 switches the rule off.
-    """
     confirm_sentence_ends: _builtins.int
-    """Number of sentence ends in a row at which the rank, margin or RPDI rule must be met before it ends thinking; for
-    the EAT rule, number of probes in a row.
-    """
-    eat_probe_max_margin_nats: _builtins.float
-    """Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is at most this value,
-    and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates must be open.
+    """Number of sentence ends in a row at which the rank or RPDI rule must be met before it ends thinking; for the EAT
+    rule, number of probes in a row.
     """
     give_up_tokens: _builtins.int
     """Give-up rule: thinking ends at the first EAT probe, from this many thinking tokens on, after which the EMA level is
@@ -974,13 +947,6 @@ class EntropyPolicy(_message.Message):
         """
 
     @_builtins.property
-    def margin_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
-        """Distribution of the end marker's margin, in nats, on the requests of the calibration: of each request, the value at
-        the first sentence end from the floor on. If live requests leave it, the control plane puts the section into
-        shadow; empty switches this off.
-        """
-
-    @_builtins.property
     def rpdi_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
         """Distribution of RPDI on the requests of the calibration: of each request, the value at the first sentence end from
         the floor on. If live requests leave it, the control plane puts the section into shadow; empty switches this off.
@@ -1005,21 +971,18 @@ class EntropyPolicy(_message.Message):
         lease_ms: _builtins.int | None = ...,
         holdout_share: _builtins.float | None = ...,
         max_loss: _builtins.float | None = ...,
-        margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
-        eat_probe_max_margin_nats: _builtins.float | None = ...,
         give_up_tokens: _builtins.int | None = ...,
         give_up_eat_nats: _builtins.float | None = ...,
         give_up_shadow: _builtins.bool | None = ...,
         self_calibration: _builtins.bool | None = ...,
         eat_reference: _abc.Iterable[Global___EatBin] | None = ...,
         rank_reference: _abc.Iterable[Global___SignalBin] | None = ...,
-        margin_reference: _abc.Iterable[Global___SignalBin] | None = ...,
         rpdi_reference: _abc.Iterable[Global___SignalBin] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_reference", b"margin_reference", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_self_calibration", b"_self_calibration", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rank_reference", b"rank_reference", "rpdi_reference", b"rpdi_reference", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "self_calibration", b"self_calibration", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -1031,8 +994,6 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["eat_probe_max_margin_nats"]  # noqa: Y015
-    _WhichOneofArgType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_max_rank: _TypeAlias = _typing.Literal["eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_max_rank: _TypeAlias = _typing.Literal["_eat_probe_max_rank", b"_eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
@@ -1053,8 +1014,6 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__holdout_share: _TypeAlias = _typing.Literal["_holdout_share", b"_holdout_share"]  # noqa: Y015
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
-    _WhichOneofReturnType__margin_threshold_nats: _TypeAlias = _typing.Literal["margin_threshold_nats"]  # noqa: Y015
-    _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__max_loss: _TypeAlias = _typing.Literal["max_loss"]  # noqa: Y015
     _WhichOneofArgType__max_loss: _TypeAlias = _typing.Literal["_max_loss", b"_max_loss"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
@@ -1076,8 +1035,6 @@ class EntropyPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_margin_nats) -> _WhichOneofReturnType__eat_probe_max_margin_nats | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_rank) -> _WhichOneofReturnType__eat_probe_max_rank | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_placement) -> _WhichOneofReturnType__eat_probe_placement | None: ...
@@ -1097,8 +1054,6 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__holdout_share) -> _WhichOneofReturnType__holdout_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loss) -> _WhichOneofReturnType__max_loss | None: ...
     @_typing.overload

@@ -36,7 +36,7 @@ def rows_of(kind: str, rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 
 def margins(signals: RowSignals) -> NDArray[np.float64]:
-    """Return the end marker's margins, as the control plane computes them."""
+    """Return the end marker's margins: by how much the likeliest token's log-probability exceeds the end marker's."""
     return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
 
 

@@ -65,13 +65,13 @@ async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
     row = compared(judged=100, drift_evidence_ratio=0.5)
     for edge, calibrated, seen in ((0.1234, 20, 90), (1.5, 60, 10)):
         row.eat_samples.add(max_nats=edge, calibrated=calibrated, seen=seen)
-    row.margin_samples.add(max_value=2.0, calibrated=80)
+    row.rank_samples.add(max_value=2.0, calibrated=80)
     control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row])
     result = await control("savings")
     lines = " ".join(result.stdout.split())
     shares = "90 % (calibrated 25 %) up to 0.123, 10 % (calibrated 75 %) up to 1.5"
-    assert f"first EAT sample of 100 requests, in nats: {shares} first margin" in lines
-    assert "first margin at a sentence end: no request yet evidence of drift: 0.5 of the level" in lines
+    assert f"first EAT sample of 100 requests, in nats: {shares} first rank" in lines
+    assert "first rank at a sentence end: no request yet evidence of drift: 0.5 of the level" in lines
 
 
 async def test_savings_say_what_is_not_known(control: Control) -> None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tests.contract.streams import Control
 
 # The rule fires at the first sentence end, and needs no probe.
-MARGIN = {"shadow": False, "holdout_share": 0.5, "margin_threshold_nats": 0.5, "eat_level_threshold_nats": 0.0}
-RULES = policy(scheduler=EARLY, entropy=MARGIN)
+RANK = {"shadow": False, "holdout_share": 0.5, "rank_conditions": [{"max_ranks": [1]}], "eat_level_threshold_nats": 0.0}
+RULES = policy(scheduler=EARLY, entropy=RANK)
 NAMES = [f"r{number}" for number in range(80)]
 HELD = [name for name in NAMES if held_out(name, 0.5)]
 TREATED = [name for name in NAMES if name not in HELD]

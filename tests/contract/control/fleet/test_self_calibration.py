@@ -118,7 +118,7 @@ async def test_a_rule_is_found_rolled_out_watched_and_withdrawn(control: Control
         policy = await policy_now(control)
         mine = policy.of(WHO)
         assert not mine.entropy.shadow
-        assert mine.entropy.rpdi_threshold == mine.entropy.margin_threshold_nats == 0, "no other rule comes with it"
+        assert mine.entropy.rpdi_threshold == mine.entropy.give_up_tokens == 0, "no other rule comes with it"
         others = (OTHER, WHO._replace(fingerprint="fedcba9876543210"), WHO._replace(model="adapter"), Who())
         assert all(policy.of(who).entropy.shadow for who in others)
         await records(control, EASY, 300, seed=3)

@@ -17,10 +17,9 @@ from meridian_control.offline.correctness import from_labels
 from meridian_control.offline.halves import TooFewRequests, first_half, halved
 from meridian_control.offline.rule_replay import (
     CAP,
-    EAT_NEAR,
+    EAT_GATED,
     EAT_SENTENCE,
     EAT_SETTLED,
-    MARGIN,
     RANK,
     SOFT,
     Replay,
@@ -29,6 +28,7 @@ from meridian_control.offline.rule_replay import (
 from meridian_control.offline.statistics import mean_bound
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import model as schema
+from meridian_control.policy.schema import RankCondition
 from meridian_control.policy.section import INT32_MAX
 from tests.fakes.replays import GOAL, REQUESTS, made, recorded_in, replay, separating
 from tests.fakes.tables import policy
@@ -62,46 +62,25 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
     assert scheduler.min_think_tokens < 512
 
 
-def test_a_margin_that_tells_is_found(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", margin="tells")), GOAL)
-    assert separating(found) == {"margin"}
-    assert found.recommended is not None
-    assert found.recommended.rule.signals == {"margin"}
-    assert found.recommended.held_out.saved > 0.2
-    entropy = found.policy.entropy
-    assert entropy.margin_threshold_nats > 0
-    assert entropy.confirm_sentence_ends == found.recommended.rule.entropy["confirm_sentence_ends"]
-    assert (entropy.rank_conditions, entropy.rpdi_threshold, entropy.eat_level_threshold_nats) == ((), 0, 0)
-
-
-def test_a_margin_that_does_not_tell_is_switched_off(tmp_path: Path) -> None:
-    base = policy(entropy={"margin_threshold_nats": 2.0, "eat_probe_max_margin_nats": 3.0, "confirm_sentence_ends": 3})
-    requests = made(rank="noise", margin="noise")
+def test_a_rank_that_does_not_tell_is_switched_off(tmp_path: Path) -> None:
+    ranked = {"rank_conditions": [{"max_ranks": [5]}], "eat_probe_max_rank": 9}
+    base = policy(entropy=ranked | {"confirm_sentence_ends": 3})
+    requests = made(rank="noise")
     found = calibrate(replay(tmp_path, requests, base=base), GOAL)
     assert separating(found) == {"EAT"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"EAT"}
     entropy = found.policy.entropy
-    assert (entropy.margin_threshold_nats, entropy.eat_probe_max_margin_nats) == (0, 0)
+    assert (entropy.rank_conditions, entropy.eat_probe_max_rank) == ((), 0)
     assert entropy.confirm_sentence_ends < 3, "the base policy's number does not belong to the rule"
 
 
-def test_a_trace_of_an_older_agent_has_no_margin(tmp_path: Path) -> None:
-    requests = made(40, margin="tells")
-    for request in requests:
-        request.margins = []
-    found = calibrate(replay(tmp_path, requests), GOAL)
-    assert {s.signal: s.why_not for s in found.separations}["margin"] == "it was not measured"
-    assert not {MARGIN, EAT_NEAR} & set(found.fronts)
-    assert separating(found) == {"EAT", "rank"}
-
-
 def test_pairs_agree_on_how_many_sentence_ends(tmp_path: Path) -> None:
-    replayed = replay(tmp_path, made(30, margin="tells"))
+    replayed = replay(tmp_path, made(30))
     single = single_rules(replayed, np.arange(30))
     confirmed = {family: {r.entropy.get("confirm_sentence_ends") for r in rules} for family, rules in single.items()}
     assert confirmed.pop(CAP) == confirmed.pop(SOFT) == {None}
-    assert set(confirmed) >= {EAT_SENTENCE, EAT_NEAR, EAT_SETTLED, RANK, MARGIN}
+    assert set(confirmed) >= {EAT_SENTENCE, EAT_GATED, EAT_SETTLED, RANK}
     assert set(map(frozenset, confirmed.values())) == {frozenset({1, 2})}
     # Rules of both kinds alternate, so that thinning keeps both.
     mixed = {family: sorted(rules, key=str) for family, rules in single.items() if family != CAP}
@@ -112,10 +91,11 @@ def test_pairs_agree_on_how_many_sentence_ends(tmp_path: Path) -> None:
         assert all(part.entropy.get("confirm_sentence_ends", wanted) == wanted for part in pair.parts)
 
 
-def test_a_loosened_margin_is_larger_and_needs_as_many_sentence_ends() -> None:
-    rule = StoppingRule(MARGIN, {"margin_threshold_nats": 0.4, "confirm_sentence_ends": 2})
-    assert loosened(rule).entropy == {"margin_threshold_nats": 0.5, "confirm_sentence_ends": 2}
-    assert str(rule) == "margin <= 0.4 nats, 2 times in a row"
+def test_a_loosened_rank_is_larger_and_needs_as_many_sentence_ends() -> None:
+    rule = StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=(4, 9)),), "confirm_sentence_ends": 2})
+    looser = {"rank_conditions": (RankCondition(max_ranks=(5, 12)),), "confirm_sentence_ends": 2}
+    assert loosened(rule).entropy == looser
+    assert str(rule) == "end marker <= [4, 9], 2 times in a row"
 
 
 def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
@@ -187,7 +167,7 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
         values = request.probes.items()
         request.probes = {at: (eat, number) for number, (at, (eat, _)) in enumerate(values, 1)}
     found = calibrate(replay(tmp_path, requests, labelled=False), GOAL)
-    why = {s.why_not for s in found.separations if s.signal != "margin"}
+    why = {s.why_not for s in found.separations}
     assert why == {"every stop is right: there is nothing to tell apart"}
     assert found.recommended is None
 

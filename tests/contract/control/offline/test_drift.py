@@ -24,7 +24,7 @@ from meridian_control.engine.session import Session
 from meridian_control.offline.calibrated_policy import policy_of
 from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import give_ups, single_rules
-from meridian_control.offline.rule_replay import EAT_NEAR, EAT_SENTENCE, MARGIN, RANK, RPDI, SOFT, either
+from meridian_control.offline.rule_replay import EAT_GATED, EAT_SENTENCE, RANK, RPDI, SOFT, either
 from meridian_control.policy.drift_schema import SIGNALS, EatBin, SignalBin, bin_of
 from tests.fakes import traces
 from tests.fakes.agent import hello
@@ -36,7 +36,7 @@ from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from meridian_control.policy.drift_schema import Bins
     from meridian_control.policy.model import Policy
@@ -61,12 +61,14 @@ def eat(rng: random.Random, times: float = 1.0) -> float:
     return times * rng.lognormvariate(-1.0, 0.8)
 
 
-def margin(rng: random.Random, times: float = 1.0) -> float:
-    """Draw a margin in nats, with a mean of 3 before it is multiplied."""
-    return times * rng.expovariate(1 / 3)
+def rank(rng: random.Random, times: float = 1.0) -> int:
+    """Draw a rank above 1, with a mean of about 3000 before it is multiplied."""
+    return 2 + int(times * rng.expovariate(1 / 3000))
 
 
-DRAWN = {"eat": eat, "margin": margin}
+DRAWN: dict[str, Callable[..., float]] = {"eat": eat, "rank": rank}
+# The field of a script that holds each signal.
+FIELDS = {"eat": "eat_nats", "rank": "end_rank"}
 
 
 def rules(reference: Bins, **entropy: Any) -> Policy:
@@ -76,10 +78,10 @@ def rules(reference: Bins, **entropy: Any) -> Policy:
     return policy(scheduler={"min_think_tokens": FLOOR}, entropy={**fields, "eat_reference": told, **entropy})
 
 
-def margin_rules(reference: Bins, **entropy: Any) -> Policy:
-    """Return a policy whose only rule is a margin rule that hardly ever fires, with a description of the margin."""
+def rank_rules(reference: Bins, **entropy: Any) -> Policy:
+    """Return a policy whose only rule is a rank rule that hardly ever fires, with a description of the rank."""
     told = [each.model_dump() for each in reference]
-    only = {"eat_level_threshold_nats": 0.0, "margin_threshold_nats": 1e-6, "margin_reference": told}
+    only = {"eat_level_threshold_nats": 0.0, "rank_conditions": [{"max_ranks": [1]}], "rank_reference": told}
     return rules((), **{**only, **entropy})
 
 
@@ -108,8 +110,8 @@ def test_twenty_clean_runs_of_2000_requests_raise_no_alarm(signal: str, calibrat
     ("signal", "calibrated", "times", "within"),
     [
         *[("eat", 40, 0.1, 100), ("eat", 40, 10.0, 100), ("eat", 100, 0.3, 300), ("eat", 100, 3.0, 300)],
-        *[("margin", 100, 0.1, 150), ("margin", 100, 10.0, 150)],
-        *[("margin", 400, 0.2, 300), ("margin", 400, 5.0, 300)],
+        *[("rank", 100, 0.1, 150), ("rank", 100, 10.0, 150)],
+        *[("rank", 400, 0.2, 300), ("rank", 400, 5.0, 300)],
     ],
 )
 def test_a_change_after_500_requests_is_found_within_the_stated_number(
@@ -152,14 +154,14 @@ def seen(made: Stream) -> list[int]:
 REFERENCE = (EatBin(max_nats=0.1, requests=30), EatBin(max_nats=1.0, requests=40), EatBin(max_nats=2.0, requests=30))
 
 
-def run_one(made: Stream, values: dict[int, float], **fields: Any) -> None:
+def run_one(made: Stream, values: Mapping[int, float], **fields: Any) -> None:
     """Run one request whose EAT at a number of thinking tokens is the newest of `values`."""
     run_signal(made, "eat", values, **fields)
 
 
-def run_signal(made: Stream, signal: str, values: dict[int, float], name: str = "a", **fields: Any) -> None:
+def run_signal(made: Stream, signal: str, values: Mapping[int, float], name: str = "a", **fields: Any) -> None:
     """Run one request whose signal at a number of thinking tokens is the newest of `values`."""
-    told = {f"{signal}_nats": lambda tokens: values[max(at for at in values if at <= tokens)]}
+    told = {FIELDS[signal]: lambda tokens: values[max(at for at in values if at <= tokens)]}
     made.open(name, 20, 1, **told, **fields)
     while made.agent.engine.live:
         made.step()
@@ -236,11 +238,11 @@ def watched(seed: int, requests: int, bad_from: int, signal: str = "eat") -> tup
     last request that had closed when the watch found drift, None if it did not."""
     rng, draw = random.Random(seed), DRAWN[signal]
     reference = described([draw(rng) for _ in range(100)], signal)
-    made, watch = with_sentences((rules if signal == "eat" else margin_rules)(reference)), Watch()
+    made, watch = with_sentences((rules if signal == "eat" else rank_rules)(reference)), Watch()
     for begin in range(0, requests, 20):
         for number in range(begin, begin + 20):
             value = draw(rng, 0.1 if number >= bad_from else 1.0)
-            made.open(f"r{number}", 12, 1, **{f"{signal}_nats": lambda _, value=value: value})
+            made.open(f"r{number}", 12, 1, **{FIELDS[signal]: lambda _, value=value: value})
         while made.agent.engine.live:
             made.step()
         watch.look({"alone": told_of(made)})
@@ -257,7 +259,7 @@ def test_signals_that_go_bad_after_200_requests_are_found_within_100_more(signal
         assert found is not None
         assert 200 < found <= 300
         reason = _drift(told_of(made))
-        assert reason.startswith({"eat": "EAT has left", "margin": "The end marker's margin has left"}[signal])
+        assert reason.startswith({"eat": "EAT has left", "rank": "The end marker's rank has left"}[signal])
         assert "have a first sample up to " in reason
         assert "where the calibration had 20 of 100" in reason
 
@@ -332,25 +334,24 @@ def described_signals(found: Policy) -> set[str]:
 
 
 def test_calibration_describes_each_signal_that_an_entropy_rule_reads(tmp_path: Path) -> None:
-    replayed = replay(tmp_path, requests_that_separate(margin="tells"))
+    replayed = replay(tmp_path, requests_that_separate())
     requests = np.arange(len(replayed.episodes.ids))
     tried = {family: found[-1] for family, found in single_rules(replayed, requests[:30]).items()}
     wanted = [
         (tried[EAT_SENTENCE], {"eat"}),
-        (tried[EAT_NEAR], {"eat", "margin"}),
-        (tried[MARGIN], {"margin"}),
+        (tried[EAT_GATED], {"eat", "rank"}),
         (tried[RANK], {"rank"}),
         (tried[RPDI], {"rpdi"}),
         (either(tried[EAT_SENTENCE], tried[RANK]), {"eat", "rank"}),
-        (either(tried[MARGIN], tried[SOFT]), {"margin"}),
+        (either(tried[EAT_SENTENCE], tried[SOFT]), {"eat"}),
         (tried[SOFT], set()),
     ]
     for rule, signals in wanted:
-        found = policy_of(replayed, rule, {"EAT", RANK, MARGIN, RPDI}, requests, requests)
+        found = policy_of(replayed, rule, {"EAT", RANK, RPDI}, requests, requests)
         assert described_signals(found) == signals, str(rule)
         assert found.entropy.shadow is False
-    assert described_signals(policy_of(replayed, None, {"EAT", MARGIN}, requests, requests)) == set()
-    too_few_groups = policy_of(replayed, tried[EAT_NEAR], {"EAT"}, requests, requests // 10)
+    assert described_signals(policy_of(replayed, None, {"EAT", RANK}, requests, requests)) == set()
+    too_few_groups = policy_of(replayed, tried[EAT_GATED], {"EAT"}, requests, requests // 10)
     assert described_signals(too_few_groups) == set()
 
 
@@ -368,9 +369,9 @@ def test_a_give_up_rule_alone_is_described_by_the_probes_that_it_reads(tmp_path:
 # ------------------------------------------------------------------------------------------------------ sentence ends
 
 
-@pytest.mark.parametrize("family", [MARGIN, RANK, RPDI])
+@pytest.mark.parametrize("family", [RANK, RPDI])
 def test_live_requests_count_as_the_calibration_counts_them(tmp_path: Path, family: str) -> None:
-    made = requests_that_separate(margin="tells")
+    made = requests_that_separate()
     replayed = replay(tmp_path, made)
     requests = np.arange(len(replayed.episodes.ids))
     rule = single_rules(replayed, requests[:30])[family][3]
@@ -391,32 +392,33 @@ def test_live_requests_count_as_the_calibration_counts_them(tmp_path: Path, fami
     assert max(abs(count - each.requests) for count, each in zip(counted, reference, strict=True)) <= 1
 
 
-MARGINS = (SignalBin(max_value=0.5, requests=50), SignalBin(max_value=5.0, requests=50))
+RANKS = (SignalBin(max_value=5, requests=50), SignalBin(max_value=50, requests=50))
 
 
-def test_each_request_counts_once_with_the_first_margin_from_the_floor_on() -> None:
-    made = with_sentences(margin_rules(MARGINS))
-    for number, values in enumerate(({0: 9.0, FLOOR: 0.1}, {0: 0.1, FLOOR: 9.0}, {0: 0.1, FLOOR + 1: 9.0})):
-        run_signal(made, "margin", values, name=f"r{number}")
-    assert samples(made) == {"margin": [2, 1]}
-    run_signal(made, "margin", {0: math.nan, FLOOR + 5: 9.0})
-    run_signal(made, "margin", {0: math.nan})
-    run_signal(made, "margin", {0: 0.1}, min_think_tokens=FLOOR + 1)
-    assert samples(made) == {"margin": [2, 2]}, "the first measured value, under the calibrated floor"
+def test_each_request_counts_once_with_the_first_rank_from_the_floor_on() -> None:
+    """Rank 0 was not measured."""
+    made = with_sentences(rank_rules(RANKS))
+    for number, values in enumerate(({0: 90, FLOOR: 2}, {0: 2, FLOOR: 90}, {0: 2, FLOOR + 1: 90})):
+        run_signal(made, "rank", values, name=f"r{number}")
+    assert samples(made) == {"rank": [2, 1]}
+    run_signal(made, "rank", {0: 0, FLOOR + 5: 90})
+    run_signal(made, "rank", {0: 0})
+    run_signal(made, "rank", {0: 2}, min_think_tokens=FLOOR + 1)
+    assert samples(made) == {"rank": [2, 2]}, "the first measured value, under the calibrated floor"
     lines = list(savings_lines(told_of(made)))
-    assert "first margin at a sentence end of 4 requests, in nats: 50 % (calibrated 50 %) up to 0.5, " in lines[-1]
+    assert "first rank at a sentence end of 4 requests: 50 % (calibrated 50 %) up to 5, " in lines[-1]
 
 
 def test_with_rules_on_several_signals_only_the_control_group_is_compared() -> None:
     eats = [each.model_dump() for each in REFERENCE]
     both = {"eat_level_threshold_nats": 1e-6, "eat_reference": eats, "holdout_share": 0.5}
-    made = with_sentences(margin_rules(MARGINS, **both))
+    made = with_sentences(rank_rules(RANKS, **both))
     names = [f"r{number}" for number in range(12)]
     for name in names:
-        run_signal(made, "margin", {0: 0.1}, name=name)
+        run_signal(made, "rank", {0: 2}, name=name)
     control = sum(held_out(name, 0.5) for name in names)
     assert 0 < control < len(names)
-    assert samples(made) == {"eat": [control, 0, 0], "margin": [control, 0]}
+    assert samples(made) == {"eat": [control, 0, 0], "rank": [control, 0]}
 
 
 def test_the_evidence_is_the_mean_over_the_signals() -> None:

@@ -154,10 +154,10 @@ POLICIES = {
         | {"shadow": False, "eat_level_threshold_nats": 0.0, "give_up_tokens": 9, "give_up_eat_nats": 0.2}
         | {"give_up_shadow": False, "eat_warmup_samples": 2},
     ),
-    "margin": policy(
+    "confirmed": policy(
         scheduler=EARLY,
-        entropy={"shadow": False, "margin_threshold_nats": 0.5, "confirm_sentence_ends": 3}
-        | {"eat_probe_max_margin_nats": 1.0, "eat_probe_interval_tokens": 2},
+        entropy={"shadow": False, "rank_conditions": [{"max_ranks": [20]}], "confirm_sentence_ends": 3}
+        | {"eat_probe_max_rank": 25, "eat_probe_interval_tokens": 2},
     ),
     "deadline": policy(scheduler=EARLY | {"strategy": "deadline", "output_tpot_budget_ms": 6.0}),
     "stock": policy(scheduler=EARLY | {"strategy": "stock"}, kv_memory={"shadow": True}),

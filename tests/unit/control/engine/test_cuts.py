@@ -94,9 +94,7 @@ class Engine:
                 entropies.append(entropy)
                 ranks.append(rank)
         columns, ranked = np.array(entropies, np.float32), np.array(ranks, np.int32)
-        # The margin follows from the rank, so that rules on both fire at different places.
-        likeliest = (-columns + ranked % 5 / 4).astype(np.float32)
-        record.told = StepSignals(None, columns, ranked, -columns, likeliest).encode()
+        record.told = StepSignals(None, columns, ranked, -columns, -columns).encode()
         for slot, (eat_nats, empty, same, place) in step.samples.items():
             record.probes.append((self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty))
         for slot in (*step.samples, *step.refused):
@@ -167,8 +165,6 @@ RULES: dict[str, dict[str, Any]] = {
     "rank over several ends": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 6]}, {"max_ranks": [9] * 4}]}},
     "rpdi": {"entropy": {"rpdi_threshold": 1.25, "rpdi_window_tokens": 2}},
     "rpdi, long window": {"entropy": {"rpdi_threshold": 1.1, "rpdi_window_tokens": 5}},
-    "margin": {"entropy": OFF | {"margin_threshold_nats": 0.25}},
-    "margin, confirmed": {"entropy": OFF | {"margin_threshold_nats": 0.5, "confirm_sentence_ends": 2}},
     "rank, confirmed": {
         "entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 8]}, {"max_ranks": [2]}], "confirm_sentence_ends": 3}
     },
@@ -177,8 +173,7 @@ RULES: dict[str, dict[str, Any]] = {
     "soft close": {"scheduler": {"soft_think_tokens": 4, "soft_close_rank": 4}, "entropy": {"enabled": False}},
     "all": {
         "scheduler": {"soft_think_tokens": 5, "soft_close_rank": 6},
-        "entropy": {"rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "rank_conditions": [{"max_ranks": [3, 8]}]}
-        | {"margin_threshold_nats": 0.25},
+        "entropy": {"rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "rank_conditions": [{"max_ranks": [3, 8]}]},
         "loop": LOOP,
     },
 }
@@ -187,7 +182,7 @@ RULES: dict[str, dict[str, Any]] = {
 # Descriptions of each signal at sentence ends, so that first values are counted while the rules are in force.
 REFERENCES = {
     name: [{"max_value": edge, "requests": 9} for edge in (0.5, 1.0, 5.0)]
-    for name in ("rank_reference", "margin_reference", "rpdi_reference")
+    for name in ("rank_reference", "rpdi_reference")
 }
 
 
@@ -320,12 +315,10 @@ def _goes_on(rows: list[Token]) -> list[Token]:
 @given(
     steps=streams(),
     lengths=LENGTHS,
-    gates=st.sampled_from([(0, 0.0), (4, 0.0), (0, 0.5), (8, 0.75)]),
+    gate=st.sampled_from([0, 4, 8]),
     floor=st.sampled_from([0, 5]),
 )
-def test_probes_come_due_at_the_same_tokens(
-    steps: list[Step], lengths: list[int], gates: tuple[int, float], floor: int
-) -> None:
+def test_probes_come_due_at_the_same_tokens(steps: list[Step], lengths: list[int], gate: int, floor: int) -> None:
     """All requests of this test go on thinking, because no probe is asked for if a request is known to have ended or
     waits."""
     steps = [replace(step, closed=[], preempted=[], resumed=[]) for step in steps]
@@ -337,8 +330,7 @@ def test_probes_come_due_at_the_same_tokens(
         )
         for number, step in enumerate(steps)
     ]
-    entropy = OFF | {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 3}
-    entropy |= dict(zip(("eat_probe_max_rank", "eat_probe_max_margin_nats"), gates, strict=True))
+    entropy = OFF | {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 3, "eat_probe_max_rank": gate}
     held = policy(scheduler={"min_think_tokens": floor}, entropy=entropy)
     single, merged = told(held, [[step] for step in steps]), told(held, cuts(steps, lengths))
     assert merged.probed() == single.probed()

@@ -158,7 +158,7 @@ def test_thinking_that_begins_anew_can_be_ended_again() -> None:
     assert made.end("a").state == ANSWERING
     made.agent.engine.schedule()
     made.agent.engine.feed("a", [START])
-    made.agent._measured([0.5], [1.0])
+    made.agent._measured([0.5], [1])
     made.agent._report()
     made.pump()
     second = made.end("a")
@@ -245,7 +245,7 @@ def test_the_model_ends_thinking_first() -> None:
     made.agent.engine.feed("a", [TEXT])
     ended = made.end("a")
     assert ended.state == ENDING
-    made.agent._measured([0.5, 0.5], [1.0, 1.0])
+    made.agent._measured([0.5, 0.5], [1, 1])
     made.agent._report()
     made.pump()
     assert ended.decision is not None

@@ -178,14 +178,6 @@ def test_tokens_of_every_kind() -> None:
     assert made.entropy_count[:3].tolist() == [1, 0, 0], "only thinking text counts for RPDI"
 
 
-def test_margins_at_sentence_ends() -> None:
-    """The margin is the likeliest token's log-probability minus the end marker's, in the row after the sentence end."""
-    made = table(thinking())
-    rows = [(FLAG_BOUNDARY, -4.0, -1.0), (0, -3.0, -0.5), (FLAG_BOUNDARY, -8.0, 0.0), (0, -1.25, -0.25)]
-    made.add_tokens(tokens([(0, THINK, flags, 1.0, 9, end, top) for flags, end, top in rows]))
-    np.testing.assert_array_equal(made.boundary_margins[0], [1.0, 2.5, np.nan, np.nan])
-
-
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_sentence_that_goes_on_has_no_end(cut: int) -> None:
     """A row may say that the token before it ended no sentence, also in the next report. The same bit means something
@@ -200,11 +192,10 @@ def test_a_sentence_that_goes_on_has_no_end(cut: int) -> None:
     assert (made.boundary_count[0], made.boundary_ranks[0, 0]) == (2, 8)
 
 
-def test_an_older_agent_sends_no_margins() -> None:
+def test_an_older_agent_sends_no_log_probability_of_the_likeliest_token() -> None:
     made = table(thinking())
     assert made.add_tokens(tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 9, -4.0), (0, THINK, 0, 1.0, 9, -4.0)])) == 2
     assert made.boundary_count[0] == 1
-    assert np.isnan(made.boundary_margins[0]).all()
     only_one = tokens([(0, THINK, 0, 1.0, 9, -4.0, -1.0), (0, THINK, 0, 1.0, 9, -4.0)])
     with pytest.raises(BadReport, match="one length"):
         made.add_tokens(only_one)

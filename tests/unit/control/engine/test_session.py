@@ -74,8 +74,6 @@ DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
         ({"scheduler": {"soft_think_tokens": 9}}, 1),
         ({"scheduler": {"soft_think_tokens": 9, "enabled": False}}, 24),
         ({"entropy": {"eat_probe_max_rank": 3}}, 1),
-        ({"entropy": {"eat_probe_max_margin_nats": 0.5}}, 1),
-        ({"entropy": {"margin_threshold_nats": 0.5}}, 1),
         ({"entropy": RANKED}, 1),
         ({"entropy": RANKED | {"enabled": False}}, 24),
         ({"override": [{"tenant": "t", "entropy": RANKED}]}, 1),

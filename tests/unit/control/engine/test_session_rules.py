@@ -214,35 +214,24 @@ def test_gated_probes_are_asked_for_where_the_end_marker_is_likely_and_placed_at
     assert not made.step(6).probes, "the end marker is not likely enough"
 
 
-def test_probes_are_gated_by_the_margin_too() -> None:
-    made = stream(policy(scheduler=EARLY, entropy=RULES | {"shadow": True, "eat_probe_max_margin_nats": 1.5}))
-    made.agent.margin_nats = 1.75
-    made.open("a")
-    made.step()
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
-    assert not made.step(6).probes, "the margin is too large"
-    made.agent.margin_nats = 1.5
-    assert {p.placement for p in made.step(3).probes} == {agent_pb2.PLACEMENT_ANYWHERE}
-
-
 @pytest.mark.parametrize("shadow", [False, True])
-def test_the_margin_rule_ends_thinking_once_it_is_confirmed(shadow: bool) -> None:
+def test_the_rank_rule_ends_thinking_once_it_is_confirmed(shadow: bool) -> None:
     """The tokens of each request are all sentence ends; the request of tenant `careful` needs three of them."""
-    rule = {"margin_threshold_nats": 1.5, "eat_probe_interval_tokens": 10_000, "shadow": shadow}
+    rule = {"rank_conditions": [{"max_ranks": [5]}], "eat_probe_interval_tokens": 10_000, "shadow": shadow}
     careful = {"tenant": "careful", "entropy": {"confirm_sentence_ends": 3}}
     made = stream(policy(scheduler=EARLY, entropy=rule, override=[careful]))
-    made.agent.margin_nats = 1.75
+    made.agent.end_rank = 6
     made.open("plain", think=60)
     made.open("careful", think=60, tenant="careful")
     made.step(2)
     made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
-    assert not made.step(10).forces, "the margin is too large"
-    made.agent.margin_nats = 1.5
+    assert not made.step(10).forces, "the end marker is not likely enough"
+    made.agent.end_rank = 5
     fired = [sorted((f.slot, f.reason, f.shadow) for f in made.step().forces) for _ in range(4)]
-    margin = agent_pb2.FORCE_REASON_MARGIN
-    assert fired == [[(0, margin, shadow)], [], [(1, margin, shadow)], []]
+    rank = agent_pb2.FORCE_REASON_RANK
+    assert fired == [[(0, rank, shadow)], [], [(1, rank, shadow)], []]
     made.step(60)
-    assert made.session.totals.ends["margin_shadowed" if shadow else "margin"] == 2
+    assert made.session.totals.ends["rank_shadowed" if shadow else "rank"] == 2
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -12,11 +12,9 @@ from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
-    EAT_NEAR,
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
-    MARGIN,
     RANK,
     RPDI,
     StoppingRule,
@@ -42,7 +40,6 @@ def eat(family: str, **fields: Any) -> StoppingRule:
         "eat_probe_interval_tokens": 1,
         "eat_probe_placement": "sentence",
         "eat_probe_max_rank": 0,
-        "eat_probe_max_margin_nats": 0.0,
         "confirm_sentence_ends": 1,
     }
     return StoppingRule(family, {**values, **fields})
@@ -86,13 +83,12 @@ def test_where_a_rank_rule_stops(tmp_path: Path, bounds: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("seed", [1, 2])
 def test_where_rules_at_sentence_ends_stop(tmp_path: Path, seed: int, confirm: int) -> None:
     """Each rule stops where a slow reference finds the n-th sentence end in a row at which the rule holds."""
-    requests = [traces.made_up(n, seed, margin="tells") for n in range(12)]
+    requests = [traces.made_up(n, seed) for n in range(12)]
     replayed = replay(tmp_path, requests)
     by_id, width = {request.request_id: request for request in requests}, replayed.window_tokens
     rng = np.random.default_rng(seed)
     conditions = tuple(RankCondition(max_ranks=tuple(rng.integers(5, 300, d).tolist())) for d in (1, 2, 4))
     rules = [
-        StoppingRule(MARGIN, {"margin_threshold_nats": float(rng.uniform(0.3, 2))}),
         StoppingRule(RANK, {"rank_conditions": conditions}),
         StoppingRule(RPDI, {"rpdi_threshold": 1.05}),
     ]
@@ -114,9 +110,7 @@ def slow_stop(request: traces.MadeUp, rule: StoppingRule, confirm: int, width: i
     for tokens, rank, _ in sentence_ends(request):
         ranks.insert(0, rank)
         entropies = [entropy for _, _, entropy, _ in request.rows[: tokens + 1]]
-        if rule.family == MARGIN:
-            holds = request.margins[tokens] <= rule.entropy["margin_threshold_nats"]
-        elif rule.family == RANK:
+        if rule.family == RANK:
             bounds = [condition.max_ranks for condition in rule.entropy["rank_conditions"]]
             holds = any(
                 len(ranks) >= len(b) and all(r <= most for r, most in zip(ranks, b, strict=False)) for b in bounds
@@ -136,10 +130,9 @@ def slow_stop(request: traces.MadeUp, rule: StoppingRule, confirm: int, width: i
         (EAT_SENTENCE, {}),
         (EAT_PARAGRAPH, {"eat_probe_placement": "paragraph"}),
         (EAT_GATED, {"eat_probe_max_rank": 100}),
-        (EAT_NEAR, {"eat_probe_max_margin_nats": 1.0}),
         (EAT_SETTLED, {"ema_alpha": 0.4, "eat_warmup_samples": 5, "eat_ema_variance_threshold": 0.1}),
         (EAT_SENTENCE, {"confirm_sentence_ends": 2}),
-        (EAT_NEAR, {"eat_probe_max_margin_nats": 2.0, "confirm_sentence_ends": 3}),
+        (EAT_GATED, {"eat_probe_max_rank": 200, "confirm_sentence_ends": 3}),
         (
             EAT_SETTLED,
             {"ema_alpha": 0.4, "eat_warmup_samples": 3, "eat_ema_variance_threshold": 0.1, "confirm_sentence_ends": 4},
@@ -150,7 +143,7 @@ def slow_stop(request: traces.MadeUp, rule: StoppingRule, confirm: int, width: i
 def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any], hold_ms: int) -> None:
     """An EAT rule stops where a live table fires that gets the samples one by one; if requests are held, where EAT was
     measured."""
-    requests = made(30, margin="tells")
+    requests = made(30)
     base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
     replayed = replay(tmp_path, requests, base=base)
     rule = eat(family, **fields)
@@ -162,7 +155,7 @@ def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, 
         natural = replayed.episodes.natural_tokens[number]
         if expected is not None and expected < natural - 6:
             late = stops.at_tokens[number] - expected
-            if hold_ms and family not in (EAT_GATED, EAT_NEAR):
+            if hold_ms and family != EAT_GATED:
                 assert late == 0
             else:
                 assert 2 <= late <= 4, "a probe takes a step or two"
@@ -179,8 +172,6 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
     for tokens, rank, paragraph in sentence_ends(request):
         wanted = paragraph or fields["eat_probe_placement"] == "sentence"
         if not wanted or (fields["eat_probe_max_rank"] and rank > fields["eat_probe_max_rank"]):
-            continue
-        if (gate := fields["eat_probe_max_margin_nats"]) and request.margins[tokens] > gate:
             continue
         asked += 1
         add_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)

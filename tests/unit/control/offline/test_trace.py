@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,21 +116,20 @@ def live(requests: list[traces.MadeUp]) -> list[tuple[Any, ...]]:
     for number, request in enumerate(requests):
         table = RequestTable(WINDOW)
         table.open(agent_pb2.RequestOpened(slot=0, phase=agent_pb2.PHASE_THINK))
-        for at, row in enumerate(request.rows):
+        for row in request.rows:
             columns = agent_pb2.TokenColumns()
             traces._add_rows(columns, [0], [row])
-            traces._add_margin(columns, 0, request.margins[at] if at < len(request.margins) else math.nan)
             table.add_tokens(columns)
             if table.boundary_now[0] and table.phase[0] == THINK:
                 ranks, ratio = table.boundary_ranks[0].tolist(), float(rpdi(table)[0])
                 sums = table.entropy_count[0], table.entropy_sum[0], ratio
-                histories = ranks, table.boundary_margins[0].copy(), table.boundary_rpdi[0].copy()
+                histories = ranks, table.boundary_rpdi[0].copy()
                 seen.append((number, int(table.think_tokens[0]), int(table.boundary_count[0]), histories, *sums))
     return seen
 
 
 def test_columns_are_those_of_a_live_table(path: Path) -> None:
-    requests = [traces.made_up(n, margin="noise") for n in range(6)]
+    requests = [traces.made_up(n) for n in range(6)]
     # Request 2 has a marker of two tokens whose first was counted as thinking; request 3 thinks again.
     requests[2].rows[-4:-3] = [(THINK, 0, 0.2, 3), (THINK, 3 | 1 << 8, 0.1, 1)]
     requests[3].rows += [
@@ -154,10 +152,9 @@ def test_columns_are_those_of_a_live_table(path: Path) -> None:
         ratios = np.where(found.entropy_count >= WINDOW, sums / WINDOW / (totals / found.entropy_count), np.nan)
     base = policy(entropy={"rpdi_window_tokens": WINDOW})
     newest = Replay(found, from_probes(found), base, delay_tokens=2)._table.boundary_rpdi
-    for at, (number, tokens, count, (ranks, margins, earlier), entropies, total, ratio) in enumerate(expected):
+    for at, (number, tokens, count, (ranks, earlier), entropies, total, ratio) in enumerate(expected):
         assert (found.owner[at], found.decided_tokens[at], found.rank_count[at]) == (number, tokens, count)
         assert found.ranks[at].tolist() == ranks
-        np.testing.assert_array_equal(found.margins[at], margins)
         np.testing.assert_allclose(newest[at], earlier, rtol=1e-5)
         assert found.entropy_count[at] == entropies
         np.testing.assert_allclose([totals[at], ratios[at]], [total, ratio], rtol=1e-5)

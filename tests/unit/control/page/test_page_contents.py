@@ -156,10 +156,10 @@ def test_harm_and_drift_stand_beside_each_other() -> None:
     savings.harm_ratio.value, savings.harm_ratio.high = 0.02, 0.0616
     savings.eat_samples.add(max_nats=1.0, calibrated=40, seen=7)
     for edge, seen in ((1.0, 30), (5.0, 2)):
-        savings.margin_samples.add(max_value=edge, calibrated=20, seen=seen)
+        savings.rank_samples.add(max_value=edge, calibrated=20, seen=seen)
     row = savings_row(savings)
     assert row["harm"] == "2.00 %, at most 6.16 %; allowed 1.00 %; evidence 25.00 %"
-    assert row["drift"] == "EAT, 7 requests; The end marker's margin, 32 requests; evidence 50.00 %"
+    assert row["drift"] == "EAT, 7 requests; The end marker's rank, 32 requests; evidence 50.00 %"
     savings.ClearField("drift_evidence_ratio")
     assert savings_row(savings)["drift"].endswith("32 requests"), "no replica leads, so the evidence is not known"
 

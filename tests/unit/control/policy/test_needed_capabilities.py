@@ -36,7 +36,6 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"entropy": IN_FORCE}, "eat_probe", "entropy.eat_level_threshold_nats"),
     ({"entropy": IN_FORCE}, "token_entropy", "entropy.rpdi_threshold"),
     ({"entropy": {**IN_FORCE, "rank_conditions": [{"max_ranks": [5]}]}}, "token_entropy", "entropy.rank_conditions"),
-    ({"entropy": {**IN_FORCE, "margin_threshold_nats": 0.5}}, "token_entropy", "entropy.margin_threshold_nats"),
     ({"loop": IN_FORCE}, "force_end", "loop.enabled"),
     ({"override": [{"loop": IN_FORCE}]}, "force_end", "override[0].loop.enabled"),
     (

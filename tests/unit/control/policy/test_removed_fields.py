@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import re
 import sqlite3
@@ -39,11 +40,13 @@ STORED = (POLICIES / "stored-0.3.0.toml").read_text()
 DEFAULT = base64.b64decode((POLICIES / "default-0.3.0.b64").read_text())
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 KINDS = descriptor_pb2.FieldDescriptorProto
-TYPES = {bool: KINDS.TYPE_BOOL, int: KINDS.TYPE_INT32, float: KINDS.TYPE_DOUBLE}
+TYPES = {bool: KINDS.TYPE_BOOL, int: KINDS.TYPE_INT32, float: KINDS.TYPE_DOUBLE, list: KINDS.TYPE_STRING}
 
 
 def other(removed: Removed) -> Any:
-    """Return a value of the field that is not its default."""
+    """Return a value of the field that is not its default, as it is reported."""
+    if isinstance(removed.default, list):
+        return ["…"]
     return not removed.default if isinstance(removed.default, bool) else removed.default + 3
 
 
@@ -51,7 +54,9 @@ def encoded(name: str, removed: Removed, value: Any) -> bytes:
     """Return the field as a client that still has it encodes it in its section's message."""
     file = descriptor_pb2.FileDescriptorProto(name=f"{name}.proto", package="before", syntax="proto2")
     message = file.message_type.add(name="Section")
-    message.field.add(name=name, number=removed.number, type=TYPES[type(removed.default)], label=KINDS.LABEL_OPTIONAL)
+    kind = type(removed.default)
+    label = KINDS.LABEL_REPEATED if kind is list else KINDS.LABEL_OPTIONAL
+    message.field.add(name=name, number=removed.number, type=TYPES[kind], label=label)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     section = message_factory.GetMessageClass(pool.FindMessageTypeByName("before.Section"))
@@ -66,7 +71,7 @@ def message_of(section: str, name: str, value: Any, *, in_override: bool = False
 
 
 def spelled(value: Any) -> str:
-    return str(value).lower()
+    return json.dumps(value, ensure_ascii=False)
 
 
 EVERY = [pytest.param(*field, id=".".join(field)) for field in REMOVED]
@@ -141,7 +146,7 @@ def test_an_older_client_sends_every_field_with_its_default() -> None:
 
 def test_other_numbers_and_other_sections_have_no_such_field() -> None:
     """A number that one section reserves is an unknown field elsewhere."""
-    (number,) = {removed.number for (section, _), removed in REMOVED.items() if section == "entropy"}
+    number = REMOVED["entropy", "same_answer_samples"].number
     made = policy_pb2.Policy()
     made.fallback.MergeFromString(bytes([number >> 4 << 7 | 0x80 | number << 3 & 0x7F, number >> 4, 1]))
     with pytest.raises(PolicyError, match=f'fallback."field {number}" is not a known key'):
@@ -194,13 +199,14 @@ def without(values: dict[str, Any]) -> dict[str, Any]:
 def test_what_an_earlier_version_stored_is_read_without_it() -> None:
     policy, found = parse_stored_toml(STORED)
     assert [(".".join(map(str, field.loc)), field.value) for field in found] == [
+        ("entropy.margin_threshold_nats", 0.5),
         ("entropy.same_answer_samples", 8),
         ("loop.near_repeated_tokens", 720),
         ("loop.near_shadow", False),
         ("override.1.entropy.same_answer_samples", 3),
         ("override.1.loop.entropy_collapse_ratio", 0.25),
     ]
-    assert (policy.entropy.margin_threshold_nats, policy.loop.shadow) == (0.5, False)
+    assert (policy.entropy.rpdi_threshold, policy.loop.shadow) == (2.0, False)
     assert [entry.tenant for entry in policy.override] == ["b", "c"]
     assert policy.override[0].scheduler.max_think_tokens == 99  # type: ignore[attr-defined]
 
@@ -242,6 +248,6 @@ async def test_a_store_warns_once_of_each_value_that_had_an_effect(
     assert [record.getMessage() for record in caplog.records] == [
         f"stored policy revision 2: {field}" for field in parse_stored_toml(STORED)[1]
     ]
-    assert caplog.messages[1].startswith(
+    assert caplog.messages[2].startswith(
         "stored policy revision 2: loop.near_repeated_tokens = 720 has no effect: it was removed after version 0.3.0: "
     )

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
 
-EAT, RANK = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK
-MARGIN, RPDI = agent_pb2.FORCE_REASON_MARGIN, agent_pb2.FORCE_REASON_RPDI
+EAT, RANK, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_RPDI
 WIDTH, WARM, ALPHA = 3, 2, 0.5
 
 
@@ -40,7 +39,6 @@ class Token:
     ends_sentence: bool
     entropy: float
     rank: int
-    margin: float
     eat: float | None
 
 
@@ -50,7 +48,6 @@ TOKENS = st.lists(
         st.booleans(),
         st.sampled_from([0.125, 0.5, 2.0]),
         st.integers(1, 6),
-        st.sampled_from([0.0, 0.25, 0.5, 1.0, np.nan]),
         st.none() | st.sampled_from([0.0, 0.25, 1.0]),
     ),
     max_size=40,
@@ -58,7 +55,6 @@ TOKENS = st.lists(
 OFF = {"rpdi_threshold": 0.0, "eat_level_threshold_nats": 0.0}
 RULES: dict[str, dict[str, Any]] = {
     "rank": OFF | {"rank_conditions": [{"max_ranks": [2, 5]}, {"max_ranks": [3]}]},
-    "margin": OFF | {"margin_threshold_nats": 0.5},
     "rpdi": OFF | {"rpdi_threshold": 1.0},
     "eat": {
         "rpdi_threshold": 0.0,
@@ -77,7 +73,7 @@ def rule(name: str, confirm: int, floor: int) -> Policy:
 
 
 def columns(request: Sequence[Token]) -> agent_pb2.TokenColumns:
-    rows = [(t.ends_sentence * FLAG_BOUNDARY, t.entropy, t.rank, -1.0 - t.margin, -1.0) for t in request]
+    rows = [(t.ends_sentence * FLAG_BOUNDARY, t.entropy, t.rank) for t in request]
     return tokens([(0, THINK, *row) for row in rows])
 
 
@@ -98,7 +94,6 @@ def expected_end(name: str, confirm: int, floor: int, request: Sequence[Token]) 
     or EAT samples."""
     holds: Callable[[int], bool | None] = {
         "rank": lambda at: _rank_holds(request, at),
-        "margin": lambda at: request[at].margin <= 0.5 if _is_place(request, at) else None,
         "rpdi": lambda at: _rpdi_holds(request, at),
         "eat": lambda at: _eat_holds(request, at),
     }[name]
@@ -152,14 +147,14 @@ def test_a_rule_fires_at_the_nth_place_in_a_row(name: str, request: list[Token],
 @pytest.mark.parametrize("confirm", [1, 2, 4])
 def test_the_reference_is_not_idle(name: str, confirm: int) -> None:
     """A request whose every signal holds at every place ends at the place that confirmation asks for."""
-    calm, restless = Token(True, 0.125, 1, 0.0, 0.0), Token(True, 2.0, 1, 0.0, 0.0)
+    calm, restless = Token(True, 0.125, 1, 0.0), Token(True, 2.0, 1, 0.0)
     request = [calm, calm, calm, *[restless] * 9]
-    places = {"rank": 2, "margin": 2, "rpdi": 4, "eat": WARM}
+    places = {"rank": 2, "rpdi": 4, "eat": WARM}
     expected = places[name] + confirm - 1
     assert first_end(rule(name, confirm, 0), request) == expected_end(name, confirm, 0, request) == expected
 
 
-@pytest.mark.parametrize("name", ["rank", "margin", "rpdi"])
+@pytest.mark.parametrize("name", ["rank", "rpdi"])
 @given(request=TOKENS, confirm=st.integers(1, 4), cut=st.integers(0, 40))
 def test_a_rule_sees_the_same_within_a_report(name: str, request: list[Token], confirm: int, cut: int) -> None:
     """In two reports a rule fires at the same token as token by token."""

@@ -17,11 +17,7 @@ from tests.fakes.tables import policy, table, thinking
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
-EAT, MARGIN, GIVE_UP = (
-    agent_pb2.FORCE_REASON_EAT,
-    agent_pb2.FORCE_REASON_MARGIN,
-    agent_pb2.FORCE_REASON_GIVE_UP,
-)
+EAT, RANK, GIVE_UP = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_GIVE_UP
 # A request whose EAT was still high at a probe after 2000 thinking tokens.
 UNDECIDED = thinking(think_tokens=2003, eat_think_tokens=2000, eat_count=20, eat_ema_nats=1.0, eat_ema_variance=0.2)
 RULE = {"shadow": False, "give_up_shadow": False, "give_up_tokens": 2000, "give_up_eat_nats": 1.0}
@@ -64,11 +60,11 @@ def test_the_floor_of_the_policy_holds() -> None:
 
 def test_it_comes_after_the_other_entropy_rules_and_before_soft_close() -> None:
     at_end = {"boundary_now": True, "boundary_ranks": [3] + [0] * 10, "boundary_count": 1}
-    near = {**at_end, "boundary_margins": [0.1] + [9.0] * 3}
+    near = {**at_end, "boundary_ranks": [1] + [0] * 10}
     rows = [UNDECIDED | near, UNDECIDED | at_end, thinking(think_tokens=2003, **at_end)]
-    both = policy(entropy=RULE | {"margin_threshold_nats": 0.5}, scheduler={"soft_think_tokens": 100})
+    both = policy(entropy=RULE | {"rank_conditions": [{"max_ranks": [2]}]}, scheduler={"soft_think_tokens": 100})
     found = sorted(ends(both, table(*rows)))
-    assert found == [(0, MARGIN), (1, GIVE_UP), (2, agent_pb2.FORCE_REASON_SOFT_CLOSE)]
+    assert found == [(0, RANK), (1, GIVE_UP), (2, agent_pb2.FORCE_REASON_SOFT_CLOSE)]
 
 
 @pytest.mark.parametrize("shadow", [{"shadow": True}, {"give_up_shadow": True}, {}])

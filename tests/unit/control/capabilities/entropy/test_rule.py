@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.common.opened_request import OpenedRequest
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
-from meridian_control.policy.effects import cap, needs_signals, reads_sentence_ends
+from meridian_control.policy.effects import cap, needs_signals
 from meridian_control.policy.schema import EntropyPolicy, RankCondition, SchedulerPolicy
 from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 
 EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI
 RANK, SOFT = agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_SOFT_CLOSE
-MARGIN = agent_pb2.FORCE_REASON_MARGIN
 
 ACTIVE = {"shadow": False}
 # A request for which EAT fires under the defaults, with exactly the evidence that is needed.
@@ -165,29 +163,6 @@ def test_the_rank_rule_waits_for_a_sentence_end_past_the_floor(changed: dict[str
     assert ends(policy(), table(ranked(1))) == [], "the rank rule is off unless the policy names conditions"
 
 
-def near(*newest_first: float, **columns: Any) -> dict[str, Any]:
-    """Return a request whose end marker had these margins, in nats, at its sentence ends."""
-    history = [*newest_first, *[math.nan] * (CONFIRM_HISTORY - len(newest_first))]
-    return ranked(*[1000] * len(newest_first)) | {"boundary_margins": history} | columns
-
-
-def test_the_margin_rule_fires_at_its_threshold() -> None:
-    on = policy(entropy={"margin_threshold_nats": 0.3})
-    assert ends(on, table(near(0.3))) == [(0, MARGIN)]
-    assert ends(on, table(near(math.nextafter(0.3, 1)))) == []
-    assert ends(on, table(near(math.nan))) == [], "an older agent does not measure the margin"
-    assert ends(on, table(near(math.inf))) == []
-    assert ends(policy(), table(near(0.0))) == [], "the margin rule is off by default"
-    assert (needs_signals(on), reads_sentence_ends(on), reads_sentence_ends(policy())) == (True, True, False)
-
-
-@pytest.mark.parametrize(
-    "changed", [{"boundary_now": False}, {"think_tokens": 511}, {"phase": OUTPUT}, {"live": False}]
-)
-def test_the_margin_rule_waits_for_a_sentence_end_past_the_floor(changed: dict[str, Any]) -> None:
-    assert ends(policy(entropy={"margin_threshold_nats": 0.3}), table(near(0.1, **changed))) == []
-
-
 def test_the_table_keeps_what_any_policy_asks_for() -> None:
     confirm, ranks = EntropyPolicy.model_fields["confirm_sentence_ends"], RankCondition.model_fields["max_ranks"]
     (most,) = (limit.le for limit in confirm.metadata if hasattr(limit, "le"))
@@ -223,12 +198,11 @@ def test_ranks_are_those_the_next_token_was_drawn_under() -> None:
 
 
 def test_precedence_over_all_rules() -> None:
-    every = CONVERGED | DERAILED | near(0.1) | ranked(1)
-    on = ACTIVE | {"rank_conditions": [{"max_ranks": [5]}], "margin_threshold_nats": 0.3}
+    every = CONVERGED | DERAILED | ranked(1)
+    on = ACTIVE | {"rank_conditions": [{"max_ranks": [5]}]}
     soft = {"soft_think_tokens": 512}
     assert ends(policy(entropy=on, scheduler=soft), table(every)) == [(0, EAT)]
-    assert ends(policy(entropy=on, scheduler=soft), table(DERAILED | near(0.1) | ranked(1))) == [(0, RANK)]
-    assert ends(policy(entropy=on, scheduler=soft), table(DERAILED | near(0.1))) == [(0, MARGIN)]
+    assert ends(policy(entropy=on, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RANK)]
     assert ends(policy(entropy=ACTIVE, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RPDI)]
     assert ends(policy(entropy=ACTIVE, scheduler=soft), table(ranked(1))) == [(0, SOFT)]
 
@@ -245,13 +219,6 @@ def test_a_rule_in_shadow_fires_once_and_keeps_no_other_from_firing() -> None:
     rows.end_decided[0] = SOFT
     assert ends(policy(scheduler=soft), rows) == []
     assert ends(policy(entropy=ACTIVE, scheduler={**soft, "shadow": True}), table(every)) == [(0, EAT)]
-
-
-def test_the_margin_rule_in_shadow_fires_once() -> None:
-    on, rows = policy(entropy={"margin_threshold_nats": 0.3}), table(near(0.1))
-    rows.note_end(0, MARGIN, shadow=True)
-    assert rows.shadow_decided[0] == 1 << MARGIN
-    assert ends(on, rows) == []
 
 
 def test_what_eat_in_shadow_has_ended_is_not_probed_any_more() -> None:

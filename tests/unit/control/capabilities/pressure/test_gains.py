@@ -12,14 +12,14 @@ from meridian_control.engine.request_table import RequestTable
 from tests.fakes.tables import add_sample
 
 
-def table(*requests: tuple[int, float, float, int]) -> RequestTable:
-    """Return a table of requests: thinking tokens, mean of EAT, margin and rank; NaN or 0 if not measured."""
+def table(*requests: tuple[int, float, int]) -> RequestTable:
+    """Return a table of requests: thinking tokens, mean of EAT and rank; NaN or 0 if not measured."""
     made = RequestTable(1)
-    for slot, (tokens, eat, margin, rank) in enumerate(requests):
+    for slot, (tokens, eat, rank) in enumerate(requests):
         made.open(agent_pb2.RequestOpened(slot=slot, phase=agent_pb2.PHASE_THINK, think_tokens=tokens))
         if not math.isnan(eat):
             add_sample(made, slot, eat, 1.0, tokens)
-        made.boundary_margins[slot, 0], made.boundary_ranks[slot, 0] = margin, rank
+        made.boundary_ranks[slot, 0] = rank
         made.boundary_count[slot] = int(rank > 0)
     return made
 
@@ -32,17 +32,17 @@ def order(made: RequestTable) -> list[int]:
 
 
 def test_without_signals_the_longest_thinking_comes_first() -> None:
-    assert order(table((10, NO, NO, 0), (30, NO, NO, 0), (20, NO, NO, 0))) == [1, 2, 0]
+    assert order(table((10, NO, 0), (30, NO, 0), (20, NO, 0))) == [1, 2, 0]
 
 
-def test_eat_counts_before_margin_and_margin_before_rank() -> None:
-    assert order(table((10, 0.1, 9.0, 99), (90, 2.0, 0.1, 1))) == [0, 1]
-    assert order(table((10, NO, 0.1, 99), (90, NO, 9.0, 1))) == [0, 1]
-    assert order(table((10, NO, NO, 1), (90, NO, NO, 99))) == [0, 1]
+def test_eat_counts_before_rank_and_rank_before_tokens() -> None:
+    assert order(table((10, 0.1, 99), (90, 2.0, 1))) == [0, 1]
+    assert order(table((10, NO, 1), (90, NO, 99))) == [0, 1]
+    assert order(table((10, NO, 7), (90, NO, 7))) == [1, 0], "longer thinking of the same rank comes first"
 
 
 def test_requests_with_different_signals_are_placed_by_their_share() -> None:
-    made = table((10, 0.1, NO, 0), (10, 0.9, NO, 0), (50, NO, NO, 0), (40, NO, NO, 0), (30, NO, NO, 7))
+    made = table((10, 0.1, 0), (10, 0.9, 0), (50, NO, 0), (40, NO, 0), (30, NO, 7))
     assert order(made) == [2, 0, 4, 3, 1]
 
 
