@@ -53,6 +53,7 @@ def main() -> None:
     for owner, name in (
         (tokenizer, "template_of"),
         (lifecycle, "expected_backend"),
+        (lifecycle, "fingerprint"),
         (hand_over, "abilities"),
         (preemption_api, "refusal"),
         (premature_stops, "refusal"),
