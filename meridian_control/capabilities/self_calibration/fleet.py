@@ -21,7 +21,7 @@ from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
-from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive
+from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive, StoreUnavailable
 from meridian_control.common.look import percent
 from meridian_control.fleet.part import FleetPart, Shown
 from meridian_control.policy.effects import any_self_calibrates, self_calibrates
@@ -49,6 +49,8 @@ MAX_WAITING, MAX_TRAFFICS = 10_000, 64
 JUDGED_EVERY = 20
 # Seconds after which a calibration is given up, and those between one that has failed and the next.
 PATIENCE_S = REST_S = 600.0
+# Seconds for which the end of a replica waits for the store, and for which the page shows the same rows.
+END_S, SHOWN_S = 2.0, 5.0
 WORKER = "meridian_control.offline.self_calibration"
 
 
@@ -77,6 +79,9 @@ class SelfCalibration(FleetPart):
         self._is_known = True
         # The time until which nothing is calibrated, because a calibration has failed.
         self._rests_until = datetime.min.replace(tzinfo=UTC)
+        # The newest rows of the page, and the time until which they are shown.
+        self._rows: list[dict[str, Any]] = []
+        self._shown_until = self._rests_until
 
     def attach(self, beside: Beside) -> None:
         # `meridianctl` replays recordings with the capabilities, and needs no database.
@@ -96,7 +101,9 @@ class SelfCalibration(FleetPart):
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
-        await self._record()
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._record()
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
@@ -113,12 +120,14 @@ class SelfCalibration(FleetPart):
             return
         newest, learners = await self._store.newest(), await self._store.learners()
         self._is_known = bool(newest or learners)
-        kept = sorted(newest, key=lambda traffic: -newest[traffic])
-        for traffic in kept[MAX_TRAFFICS:]:
-            await self._store.drop(traffic, 0)
+        kept = sorted(newest, key=lambda traffic: -newest[traffic])[:MAX_TRAFFICS]
+        for traffic in (newest.keys() | learners.keys()) - {*kept}:
+            if traffic not in learners or learners[traffic].rule is None:
+                await self._store.forget(traffic)
+                learners.pop(traffic, None)
         if self._clock() < self._rests_until:
             return
-        for traffic in dict.fromkeys([*learners, *kept[:MAX_TRAFFICS]]):
+        for traffic in dict.fromkeys([*learners, *kept]):
             current = await self._rollouts.store.policies.current()
             if current is not None:
                 await self._step(traffic, learners.get(traffic), newest.get(traffic, 0), current)
@@ -126,9 +135,12 @@ class SelfCalibration(FleetPart):
     async def _record(self) -> None:
         if self._store is not None and self._new:
             rows = list(self._new)
-            await self._store.add(rows)
-            for _ in rows:
-                self._new.popleft()
+            self._new.clear()
+            try:
+                await self._store.add(rows)
+            except StoreUnavailable:
+                self._new.extendleft(reversed(rows))
+                raise
 
     async def _step(self, traffic: str, learner: Learner | None, newest: int, current: StoredRevision) -> None:
         assert self._store is not None
@@ -202,17 +214,15 @@ class SelfCalibration(FleetPart):
                 why + f": {current.reason}" * bool(current.reason), newest, self._clock(), max_loss
             )
         watch = self._watches.get(traffic)
-        if watch is None or watch.rule != learner.rule:
+        if watch is None or (watch.rule, watch.max_loss) != (learner.rule, max_loss):
             watch = self._watches[traffic] = Watch(learner.rule, max_loss, learner.after)
-        if await self._store.count(traffic, watch.after) < JUDGED_EVERY:
-            return learner
-        last, episodes = await self._store.read(traffic, watch.after, MAX_EPISODES)
-        judged = await self.calibrate(_task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")})
-        watch.after = last
-        await self._store.drop(traffic, MAX_EPISODES)
-        if not (why := watch.add(judged["requests"], judged["harmful"], judged["first"])):
-            return learner
-        return await self._withdraw(learner, newest, current, max_loss, why)
+        if not watch.why and await self._store.count(traffic, watch.after) >= JUDGED_EVERY:
+            last, episodes = await self._store.read(traffic, watch.after, MAX_EPISODES)
+            judged = await self.calibrate(_task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")})
+            watch.after = last
+            watch.add(judged["requests"], judged["harmful"], judged["first"])
+            await self._store.drop(traffic, MAX_EPISODES)
+        return await self._withdraw(learner, newest, current, max_loss, watch.why) if watch.why else learner
 
     async def _withdraw(
         self, learner: Learner, newest: int, current: StoredRevision, max_loss: float, why: str
@@ -277,8 +287,11 @@ class SelfCalibration(FleetPart):
     async def show(self) -> Shown:
         if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):
             return Shown({}, {"self_calibrations": []})
-        found = (await self.listed(fleet_pb2.ListSelfCalibrationsRequest())).self_calibrations
-        return Shown({}, {"self_calibrations": list(map(shown.row, found))})
+        if self._clock() >= self._shown_until:
+            found = (await self.listed(fleet_pb2.ListSelfCalibrationsRequest())).self_calibrations
+            self._rows = list(map(shown.row, found))
+            self._shown_until = self._clock() + timedelta(seconds=SHOWN_S)
+        return Shown({}, {"self_calibrations": self._rows})
 
 
 def _task(own: Policy, episodes: list[Episode]) -> dict[str, Any]:

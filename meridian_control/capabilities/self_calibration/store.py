@@ -69,6 +69,12 @@ class EpisodeStore:
                 old = (_episodes.c.traffic == traffic) & (_episodes.c.number <= last)
                 await connection.execute(delete(_episodes).where(old))
 
+    async def forget(self, traffic: str) -> None:
+        """Drop all that is known of a traffic."""
+        async with self._database.writing(tell=False) as connection:
+            for table in (_episodes, _found):
+                await connection.execute(delete(table).where(table.c.traffic == traffic))
+
     async def learners(self) -> dict[str, Learner]:
         """Return what was found, by the name of the traffic."""
         async with self._database.reading() as connection:

@@ -14,13 +14,13 @@ import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.self_calibration import rule
+from meridian_control.capabilities.self_calibration import fleet, rule
 from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.offline.self_calibration import work
-from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.model import Policy, Who
 from tests.contract.rollouts import Control, controlling
 from tests.fakes.episodes import Traffic
@@ -247,3 +247,30 @@ async def test_episodes_are_kept_while_the_store_is_away(control: Control, monke
 
 def unavailable(*_: object, **__: object) -> None:
     raise StoreUnavailable("policy store: away")
+
+
+async def test_a_withdrawal_waits_for_a_rollout_of_others(control: Control) -> None:
+    """The policy cannot be changed during a rollout, so the rule is withdrawn once it has ended."""
+    with LinkedEngine([control.target], clock=lambda: 0.0):
+        await until(lambda: len(list(control.fleet.connections)) == 1)
+        await in_force(control)
+        rollout = await control.begin({"percent": 100.0, "bake_s": 1e6}, policy=to_proto(await policy_now(control)))
+        await records(control, MISLED, 200, seed=4)
+        assert (await found(control)).state == "in force"
+        aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann")
+        await control.stub.AbortRollout(aborting)
+        await control.fleet.part(SelfCalibration).tick()
+        assert (await found(control)).state == "withdrawn"
+
+
+async def test_only_the_newest_traffics_are_kept(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients may choose SLO classes, so they choose how many traffics there are."""
+    monkeypatch.setattr(fleet, "MAX_TRAFFICS", 3)
+    await apply(control, ASKED)
+    for number in range(6):
+        await records(control, EASY, 2, WHO._replace(slo_class=f"c{number}"), seed=number)
+    await control.fleet.part(SelfCalibration).tick()
+    answer = await fleet_pb2_grpc.FleetServiceStub(control.channel).ListSelfCalibrations(
+        fleet_pb2.ListSelfCalibrationsRequest()
+    )
+    assert [row.slo_class for row in answer.self_calibrations] == ["c3", "c4", "c5"]
