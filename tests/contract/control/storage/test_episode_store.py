@@ -1,0 +1,84 @@
+"""Episodes and what was found, on a real SQLite and a real PostgreSQL, with two replicas on the latter."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meridian_control.capabilities.self_calibration.episodes import Episode, Sample
+from meridian_control.capabilities.self_calibration.learner import Learner
+from meridian_control.capabilities.self_calibration.store import EpisodeStore
+from meridian_control.storage.database import Database
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+CHAT, BATCH = "org/m#00ff#chat", "org/m#00ff#batch"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the address of an empty store, of each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'm.db'}"
+    return str(request.getfixturevalue("postgres").database())
+
+
+@pytest.fixture
+async def stores(address: str) -> AsyncIterator[tuple[EpisodeStore, EpisodeStore]]:
+    """Yield the stores of two replicas, which on SQLite are one."""
+    databases = [await Database.open(address) for _ in range(2 if "postgres" in address else 1)]
+    yield EpisodeStore(databases[0]), EpisodeStore(databases[-1])
+    for database in databases:
+        await database.close()
+
+
+def episode(name: str, natural: int = 300) -> Episode:
+    return Episode(name, natural, (Sample(64, 66, 0.25, 2, 1, False, True), Sample(128, 130, 0.5, 2, 1, True, False)))
+
+
+async def test_replicas_add_to_the_same_episodes(stores: tuple[EpisodeStore, EpisodeStore]) -> None:
+    one, other = stores
+    assert (await one.newest(), await one.learners()) == ({}, {})
+    assert await one.read(CHAT, 0, 10) == (0, [])
+    await one.add([(CHAT, episode("a")), (BATCH, episode("b"))])
+    await other.add([(CHAT, episode("c")), (CHAT, episode("a", natural=301))])
+    newest = await one.newest()
+    assert newest == await other.newest()
+    assert newest[CHAT] > newest[BATCH]
+    assert (await one.count(CHAT, 0), await one.count(BATCH, 0), await one.count(CHAT, newest[CHAT])) == (3, 1, 0)
+    last, rows = await other.read(CHAT, 0, 10)
+    assert last == newest[CHAT]
+    assert rows == [episode("a", natural=301), episode("c")], "one for each request, the newest"
+    assert await one.read(CHAT, 0, 2) == (last, [episode("c"), episode("a", natural=301)])
+    assert await one.count(CHAT, newest[BATCH]) == 2, "numbers follow the order in which replicas add"
+
+
+async def test_the_oldest_episodes_are_dropped_and_a_traffic_is_forgotten(
+    stores: tuple[EpisodeStore, EpisodeStore],
+) -> None:
+    one, other = stores
+    await one.add([(CHAT, episode(str(number))) for number in range(5)])
+    await other.add([(BATCH, episode("b"))])
+    await other.drop(CHAT, 5)
+    assert await one.count(CHAT, 0) == 5
+    await other.drop(CHAT, 2)
+    assert [row.name for row in (await one.read(CHAT, 0, 10))[1]] == ["3", "4"]
+    await one.save(Learner.new(CHAT, 0.02, NOW))
+    await other.forget(CHAT)
+    assert (await one.newest()).keys() == {BATCH}
+    assert await one.learners() == {}
+
+
+async def test_what_was_found_replaces_what_was_known(stores: tuple[EpisodeStore, EpisodeStore]) -> None:
+    one, other = stores
+    new = Learner.new(CHAT, 0.02, NOW)
+    await one.save(new)
+    refused = new.refused(400, "EAT < 0.1 nats may lose 3 %", 17, NOW, 0.02)
+    await other.save(refused)
+    await other.save(Learner.new(BATCH, 0.02, NOW))
+    assert await one.learners() == {CHAT: refused, BATCH: Learner.new(BATCH, 0.02, NOW)}
