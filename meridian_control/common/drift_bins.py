@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian.v1 import fleet_pb2
 
 
@@ -32,6 +34,14 @@ class Bin(NamedTuple):
     max_value: float
     calibrated: int
     seen: int
+
+
+def where(edges: Sequence[float], index: int) -> str:
+    """Return in words where the values of a bin lie. edges: the largest value of each bin, ascending; larger values
+    belong to the last bin."""
+    if index == len(edges) - 1:
+        return f"above {edges[index - 1]:g}"
+    return f"from {edges[index - 1]:g} to {edges[index]:g}" if index else f"up to {edges[index]:g}"
 
 
 def drift_bins(savings: fleet_pb2.Savings) -> dict[str, list[Bin]]:

@@ -82,7 +82,7 @@ class EffectivePolicies:
         own = self.policy
         entries: list[StagedEntry] = []
         if own.override or self._active:
-            who = self._who(opened)
+            who = self.who(opened)
             entries = [entry for shortener in self._active for entry in shortener.assign(slot, opened, who, again)]
             own = own.of(who)
         is_held_out = self.holdout is not None and self.holdout.assign(slot, opened, own, entries, again)
@@ -163,7 +163,8 @@ class EffectivePolicies:
         self._held = [self._held[index] for index in used]
         self._room = max(ROOM, 2 * len(used))
 
-    def _who(self, opened: OpenedRequest) -> Who:
+    def who(self, opened: OpenedRequest) -> Who:
+        """Return the facts about a request that overrides match on."""
         facts = opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels, self._fingerprint
         return Who(*facts)
 
@@ -171,7 +172,7 @@ class EffectivePolicies:
 
     def knows_effort(self, opened: OpenedRequest) -> bool:
         """Whether the policy knows a request's effort; True if no policy is in force."""
-        return self.policy is None or self.policy.knows_effort(self._who(opened))
+        return self.policy is None or self.policy.knows_effort(self.who(opened))
 
     def held(self, slot: int) -> Held:
         """Return the policy that holds for the request in a slot, with what led to it; a policy must be in force."""

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.freeze_state import Freeze
     from meridian_control.engine.part import AnyPart, PartMaker
     from meridian_control.journal.journal import Journal
     from meridian_control.journal.records import Decision
+    from meridian_control.policy.model import Who
 
 # A report that leads to no decision is answered after ACK_INTERVAL_S seconds, or after ACK_LEASE_SHARE of the shortest
 # lease if that is sooner, so that the agent knows that the control plane receives its reports.
@@ -225,6 +227,10 @@ class Session:
         directives = agent_pb2.Directives(step=self._ledger.step)
         directives.forces.add(decision_id=decision_id, slot=slot, reason=agent_pb2.FORCE_REASON_OPERATOR)
         return OperatorEnd(state, newest, think_tokens, [agent_pb2.ConnectResponse(directives=directives)])
+
+    def who(self, opened: OpenedRequest) -> Who:
+        """Return the facts about a live request that overrides match on."""
+        return self._policies.who(opened)
 
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
         """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract;

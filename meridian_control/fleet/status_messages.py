@@ -168,17 +168,7 @@ def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) 
     for session in sessions:
         for _, opened in session.table.requests():
             if is_called(opened.request_id, request_id):
-                return subject_of(session.hello, opened)
+                own_floor = opened.min_think_tokens or None
+                return Subject(session.who(opened), session.hello.model, own_floor, opened.max_think_tokens)
     where = f'engine "{engine_id}"' if engine_id else "any engine"
     raise NotFound(f'no live request "{request_id}" on {where}')
-
-
-def subject_of(hello: agent_pb2.Hello, opened: OpenedRequest) -> Subject:
-    labels = dict(hello.labels)
-    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, labels, hello.model_fingerprint)
-    return Subject(
-        who,
-        hello.model,
-        opened.min_think_tokens or None,
-        opened.max_think_tokens,
-    )

@@ -8,7 +8,7 @@ module's functions are pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +97,13 @@ class SecondThreshold:
 class Calibration:
     """The result. best: the rule that was chosen on the first half. confirmed: on the half not used for choosing, the
     bound of its harm is within the allowed loss. groups: number of groups of requests, 0 if requests are independent.
+    tried: the rules of each family that stop a request of the first half.
     """
 
     natural: Figures
     separations: list[Separation]
-    # Each family's frontier, from the rule that saves least to the rule that saves most.
-    fronts: dict[str, list[Point]]
+    halves: Halves = field(compare=False, repr=False)
+    tried: dict[str, list[Tried]] = field(compare=False, repr=False)
     best: Point | None
     # The best fixed cap, chosen in the same way.
     fixed_cap: Point | None
@@ -115,6 +116,12 @@ class Calibration:
     def recommended(self) -> Point | None:
         """The rule that may be put into force; None if no rule is proved to be within the allowed loss."""
         return self.best if self.confirmed else None
+
+    @cached_property
+    def fronts(self) -> dict[str, list[Point]]:
+        """Each family's frontier, from the rule that saves least to the rule that saves most. Its figures take longer
+        than the choice, so they are computed for those who show them."""
+        return {family: [self.halves.point(t) for t in pareto(tried)] for family, tried in self.tried.items()}
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,8 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0, families: Collection[s
     return Calibration(
         natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
-        fronts={family: [halves.point(t) for t in pareto(tries)] for family, tries in (tried | pairs).items()},
+        halves=halves,
+        tried=tried | pairs,
         best=point,
         fixed_cap=halves.point(cap) if cap is not None else None,
         second=second,

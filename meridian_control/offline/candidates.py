@@ -93,10 +93,10 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
     budgets = [int(tokens) for tokens in np.quantile(natural, (0.1, 0.2, 0.3, 0.45, 0.6, 0.8))]
     conditions = [*((bound,) * depth for depth in DEPTHS for bound in bounds), *(PUBLISHED if bounds else ())]
     rules = {
-        EAT_SENTENCE: [_eat(EAT_SENTENCE, level) for level in levels],
-        EAT_PARAGRAPH: [_eat(EAT_PARAGRAPH, level) for level in levels] if episodes.paragraph.any() else [],
-        EAT_SETTLED: [_eat(EAT_SETTLED, level, alpha, variance) for alpha, level, variance in settled],
-        EAT_GATED: [_eat(EAT_GATED, level, max_rank=gate) for gate, level in product(_thinned(gates), coarse)],
+        EAT_SENTENCE: [eat_rule(EAT_SENTENCE, level) for level in levels],
+        EAT_PARAGRAPH: [eat_rule(EAT_PARAGRAPH, level) for level in levels] if episodes.paragraph.any() else [],
+        EAT_SETTLED: [eat_rule(EAT_SETTLED, level, alpha, variance) for alpha, level, variance in settled],
+        EAT_GATED: [eat_rule(EAT_GATED, level, max_rank=gate) for gate, level in product(_thinned(gates), coarse)],
         RANK: [
             StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)
         ],
@@ -149,7 +149,9 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     return StoppingRule(rule.family, entropy, scheduler)
 
 
-def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, *, max_rank: int = 0) -> StoppingRule:
+def eat_rule(
+    family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, *, max_rank: int = 0
+) -> StoppingRule:
     """Make an EAT rule that probes at every allowed place.
 
     With alpha 1 the moving mean is the newest sample, and the variance is 0.

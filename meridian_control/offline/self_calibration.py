@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from meridian_control.capabilities.self_calibration.episodes import Episode
 from meridian_control.common.look import percent
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.calibration import Goal, calibrate
-from meridian_control.offline.candidates import CONFIRMATIONS
+from meridian_control.offline.candidates import CONFIRMATIONS, eat_rule
 from meridian_control.offline.correctness import from_probes
 from meridian_control.offline.episodes import Episodes
 from meridian_control.offline.halves import TooFewRequests
@@ -27,7 +28,7 @@ from meridian_control.policy.effects import probe_lead_tokens
 from meridian_control.policy.model import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # Fields of the policy that a rule sets. The rule reads the newest probe, so that it needs few probes before its floor.
 # The places of probes stay the policy's own, at which the episodes' probes are.
@@ -93,19 +94,19 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
     episodes = episodes_of(rows, _read_from(base, earliest, base.scheduler.min_think_tokens))
     judge = from_probes(episodes)
     replay = Replay(episodes, judge, base, DELAY_TOKENS)
-    judged = int((~np.isnan(judge.natural)).sum())
+    requests = int((~np.isnan(judge.natural)).sum())
     try:
         result = calibrate(replay, goal, families=[EAT_SENTENCE])
     except TooFewRequests as error:
-        return {"requests": judged, "why": str(error)}
+        return {"requests": requests, "why": str(error)}
     if (point := result.recommended) is None:
         if result.best is None:
-            return {"requests": judged, "why": "no rule loses little enough on the half that chooses"}
+            return {"requests": requests, "why": "no rule loses little enough on the half that chooses"}
         bound = result.best.held_out.harm_bound
         why = f"{result.best.rule} may lose {percent(bound, 2)}, more than the allowed {percent(goal.max_loss, 2)}"
-        return {"requests": judged, "why": why}
+        return {"requests": requests, "why": why}
     if point.held_out.saved <= 0:
-        return {"requests": judged, "why": f"{point.rule} saves nothing on the half that did not choose it"}
+        return {"requests": requests, "why": f"{point.rule} saves nothing on the half that did not choose it"}
     policy = result.policy
     rule = {
         "text": str(point.rule),
@@ -115,7 +116,7 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
         "saved": point.held_out.saved,
         "reference": [eat_bin.model_dump() for eat_bin in policy.entropy.eat_reference],
     }
-    return {"requests": judged, "rule": rule}
+    return {"requests": requests, "rule": rule}
 
 
 def judged(base: Policy, rows: Sequence[Episode], entropy: dict[str, Any], floor_tokens: int) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def judged(base: Policy, rows: Sequence[Episode], entropy: dict[str, Any], floor
     episodes = episodes_of(rows, _read_from(base, entropy, floor_tokens))
     judge = from_probes(episodes)
     replay = Replay(episodes, judge, base, DELAY_TOKENS)
-    rule = StoppingRule(EAT_SENTENCE, _placed(entropy))
+    rule = stopping_rule(entropy)
     stops = replay.stops(rule)
     known = ~np.isnan(judge.natural)
     first = replay.first_samples(rule, 0)
@@ -140,10 +141,10 @@ def _read_from(base: Policy, entropy: dict[str, Any], floor_tokens: int) -> int:
     return floor_tokens - probe_lead_tokens(base.entropy.model_copy(update=entropy))
 
 
-def _placed(entropy: dict[str, Any]) -> dict[str, Any]:
-    """Return a rule's fields with those of its probes' places, which are all that the episodes have."""
-    places = {"eat_probe_interval_tokens": 1, "eat_probe_placement": "sentence", "eat_probe_max_rank": 0}
-    return {**places, **entropy}
+def stopping_rule(entropy: Mapping[str, Any]) -> StoppingRule:
+    """Return the rule with these fields, which probes at all places that the episodes have."""
+    at_all = eat_rule(EAT_SENTENCE, 0.0)
+    return replace(at_all, entropy={**at_all.entropy, **entropy})
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:

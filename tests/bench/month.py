@@ -26,8 +26,8 @@ from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import Rule, State
 from meridian_control.common.inference import binomial_lower
 from meridian_control.offline.correctness import from_probes
-from meridian_control.offline.rule_replay import CAP, EAT_SENTENCE, Replay, StoppingRule
-from meridian_control.offline.self_calibration import DELAY_TOKENS, episodes_of, work
+from meridian_control.offline.rule_replay import CAP, Replay, StoppingRule
+from meridian_control.offline.self_calibration import DELAY_TOKENS, episodes_of, stopping_rule, work
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Who
 from meridian_control.policy.store import PolicyStore
@@ -81,11 +81,6 @@ def outcome(rule: StoppingRule, replay: Replay) -> tuple[float, float, int, int]
     spent = np.minimum(stops.at_tokens, natural).sum() + stops.probes.sum() * replay.cost_tokens
     lost = int((np.isfinite(stops.at_tokens) & (stops.right < 1)).sum())
     return float(spent), float(natural.sum()), lost, len(natural)
-
-
-def stopping(rule: Rule) -> StoppingRule:
-    places = {"eat_probe_interval_tokens": 1, "eat_probe_placement": "sentence", "eat_probe_max_rank": 0}
-    return StoppingRule(EAT_SENTENCE, {**places, **rule.entropy})
 
 
 def replay_of(rows: Sequence[Episode], floor: int) -> Replay:
@@ -163,7 +158,7 @@ class Month:
         rule = await self.rule_of(who)
         replay = replay_of(rows, rule.floor_tokens if rule is not None else 0)
         nothing = StoppingRule(CAP, {}, {"max_think_tokens": 1 << 30})
-        spent, natural, lost, requests = outcome(stopping(rule) if rule is not None else nothing, replay)
+        spent, natural, lost, requests = outcome(stopping_rule(rule.entropy) if rule is not None else nothing, replay)
         counted.spent += spent
         counted.natural += natural
         counted.lost += lost
@@ -190,7 +185,9 @@ class Month:
             day = (self.now - BEGIN).days
             if learner.rule is not None and learner.since.date() == self.now.date():
                 fresh = traffic_of(who.slo_class, day)[1].episodes(self.rng, FRESH, "fresh")
-                _, _, lost, requests = outcome(stopping(learner.rule), replay_of(fresh, learner.rule.floor_tokens))
+                _, _, lost, requests = outcome(
+                    stopping_rule(learner.rule.entropy), replay_of(fresh, learner.rule.floor_tokens)
+                )
                 counted.proofs.append((lost, requests))
             self.by_traffic[learner.traffic] = proved, withdrawn
         for name in CLASSES:
@@ -214,7 +211,7 @@ def in_hindsight(rows: Sequence[Episode]) -> dict[str, list[tuple[float, float]]
     tokens = np.quantile(replay.episodes.natural_tokens, np.linspace(0, 1, 41)).astype(int)
     families = {
         "fixed rule": [
-            StoppingRule(EAT_SENTENCE, {**stopping_fields(level), "confirm_sentence_ends": times})
+            stopping_rule({"eat_level_threshold_nats": level, "confirm_sentence_ends": times})
             for level in LEVELS
             for times in (1, 2)
         ],
@@ -231,12 +228,6 @@ def in_hindsight(rows: Sequence[Episode]) -> dict[str, list[tuple[float, float]]
 def best(tried: list[tuple[float, float]], most_lost: float) -> float:
     """Return the largest saving of those that lose no more than this share; 0 for none."""
     return max((saved for saved, lost in tried if lost <= most_lost), default=0.0)
-
-
-def stopping_fields(level: float) -> dict[str, Any]:
-    fields = {"ema_alpha": 1.0, "eat_warmup_samples": 1, "eat_ema_variance_threshold": 1e-4}
-    places = {"eat_probe_interval_tokens": 1, "eat_probe_placement": "sentence", "eat_probe_max_rank": 0}
-    return {**fields, **places, "eat_level_threshold_nats": level}
 
 
 def simulated(seed: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.experiments import rules_of
 from meridian_control.capabilities.control_group.savings import WITHDRAWER, evidence_of, kind_of, merged
-from meridian_control.common.drift_bins import SIGNALS, drift_bins
+from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
@@ -223,12 +223,10 @@ def _drift(savings: fleet_pb2.Savings) -> str:
         gains += [(live - before, signal, index, seen, calibrated) for index, (live, before) in enumerate(shares)]
     _, signal, index, seen, calibrated = max(gains)
     named, bins = SIGNALS[signal], drift_bins(savings)[signal]
-    where = f"above {bins[index - 1].max_value:g}" if index == len(bins) - 1 else f"up to {bins[index].max_value:g}"
-    if 0 < index < len(bins) - 1:
-        where = f"from {bins[index - 1].max_value:g} to {bins[index].max_value:g}"
+    place = where([sample_bin.max_value for sample_bin in bins], index)
     unit = f" {named.unit}" * bool(named.unit)
     return (
         f"{named.name} has left the distribution that the rules of revision {savings.since_revision} were calibrated "
-        f"on: {bins[index].seen} of {seen} requests have a first sample {where}{unit}, where the calibration had "
+        f"on: {bins[index].seen} of {seen} requests have a first sample {place}{unit}, where the calibration had "
         f"{bins[index].calibrated} of {calibrated}"
     )

@@ -147,12 +147,13 @@ class SelfCalibration(FleetPart):
         who, now = rules.who_of(traffic), self._clock()
         own = rules.with_override(current.policy, traffic, None).of(who)
         max_loss = own.entropy.max_loss
-        if not self_calibrates(own):
-            if learner is not None and learner.rule is not None:
-                await self._withdraw(learner, newest, current, max_loss, "entropy.self_calibration is false")
+        is_on = self_calibrates(own)
+        if not is_on and (learner is None or learner.rule is None):
             return
         before, learner = learner, learner or Learner.new(traffic, max_loss, now)
-        if learner.state is State.ROLLING_OUT:
+        if not is_on:
+            learner = await self._withdraw(learner, newest, current, max_loss, "entropy.self_calibration is false")
+        elif learner.state is State.ROLLING_OUT:
             learner = await self._follow(learner, newest, max_loss)
         elif learner.state is State.IN_FORCE:
             learner = await self._watch(learner, own, newest, current)
@@ -228,7 +229,6 @@ class SelfCalibration(FleetPart):
         self, learner: Learner, newest: int, current: StoredRevision, max_loss: float, why: str
     ) -> Learner:
         """Take the rule out of the policy. While a rollout keeps the policy from being changed, the next tick tries."""
-        assert self._store is not None
         policy, policies = rules.with_override(current.policy, learner.traffic, None), self._rollouts.store.policies
         now = self._clock()
         if policy != current.policy:
@@ -239,9 +239,7 @@ class SelfCalibration(FleetPart):
                 return learner
             logger.warning("revision %d %s", stored.revision, reason)
             self.fleet.set_policy(stored)
-        withdrawn = learner.withdrawn(why, newest, now, max_loss)
-        await self._store.save(withdrawn)
-        return withdrawn
+        return learner.withdrawn(why, newest, now, max_loss)
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError."""
@@ -273,16 +271,13 @@ class SelfCalibration(FleetPart):
     async def listed(self, request: fleet_pb2.ListSelfCalibrationsRequest) -> fleet_pb2.ListSelfCalibrationsResponse:
         """Return what was found for each traffic, and how many requests are recorded for the next attempt. Raises
         StoreUnavailable."""
-        policy = self.fleet.policy
-        learners = await self._store.learners() if self._store is not None and policy is not None else {}
-        found = []
-        for traffic, learner in sorted(learners.items()):
-            assert self._store is not None
-            assert policy is not None
-            own = rules.with_override(policy.policy, traffic, None).of(rules.who_of(traffic))
-            recorded = await self._store.count(traffic, learner.after)
-            found.append(shown.message(learner, own, recorded))
-        return fleet_pb2.ListSelfCalibrationsResponse(self_calibrations=found)
+        answer, store, stored = fleet_pb2.ListSelfCalibrationsResponse(), self._store, self.fleet.policy
+        if store is None or stored is None:
+            return answer
+        for traffic, learner in sorted((await store.learners()).items()):
+            own = rules.with_override(stored.policy, traffic, None).of(rules.who_of(traffic))
+            answer.self_calibrations.append(shown.message(learner, own, await store.count(traffic, learner.after)))
+        return answer
 
     async def show(self) -> Shown:
         if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):

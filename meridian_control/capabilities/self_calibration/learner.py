@@ -23,7 +23,7 @@ MAX_TRIED = 8
 
 
 class State(enum.StrEnum):
-    """What the control plane does for a traffic."""
+    """A state says what the control plane does for a traffic."""
 
     RECORDING = "recording"
     REFUSED = "nothing is safe"
@@ -55,7 +55,7 @@ class Tried(Value):
 
 
 class Learner(Value):
-    """What is known of one traffic; each method returns the next value.
+    """A learner holds what is known of one traffic; each method returns the next value.
 
     since, why: when the state began, and the reason in one line. after: number of the newest episode that no longer
     counts. needed: episodes with which the next attempt is due. attempts: over the whole life of the traffic, so that

@@ -10,7 +10,6 @@ from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.think_ends import FINISHED
-from meridian_control.policy.model import Who
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,6 +73,5 @@ class Recorder(Part):
             return
         if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, MAX_GAP_TOKENS):
             return
-        hello = self._stream.hello
-        who = Who(opened.model or hello.model, slo_class=opened.slo_class, fingerprint=hello.model_fingerprint)
-        self._found(who.traffic, Episode(name_of(opened.request_id), natural, tuple(samples)))
+        traffic = self._stream.policies.who(opened).traffic
+        self._found(traffic, Episode(name_of(opened.request_id), natural, tuple(samples)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.control_group.harm_guard import FALSE_ALARM_RATE
+from meridian_control.common.drift_bins import where
 from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.policy.drift_schema import bin_of
 
@@ -57,9 +58,7 @@ class Watch:
         seen, calibrated = sum(self._seen), sum(counts)
         gains = [mine / max(1, seen) - count / calibrated for mine, count in zip(self._seen, counts, strict=True)]
         at = gains.index(max(gains))
-        low = f"above {edges[at - 1]:g}" if at else f"up to {edges[0]:g}"
-        high = f" and up to {edges[at]:g}" if 0 < at < len(gains) - 1 else ""
         return (
-            f"{self._seen[at]} of {seen} requests have a first EAT {low}{high} nats, where the calibration had "
+            f"{self._seen[at]} of {seen} requests have a first EAT {where(edges, at)} nats, where the calibration had "
             f"{counts[at]} of {calibrated}"
         )

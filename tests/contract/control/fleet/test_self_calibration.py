@@ -52,6 +52,14 @@ async def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         yield running
 
 
+@pytest.fixture
+async def _engine(control: Control) -> AsyncIterator[None]:
+    """Let one engine be connected, to which rollouts bring their candidates."""
+    with LinkedEngine([control.target], clock=lambda: 0.0):
+        await until(lambda: len(list(control.fleet.connections)) == 1)
+        yield
+
+
 async def apply(control: Control, policy: Policy, author: str = "ann", reason: str = "") -> None:
     stored = await control.store.append(policy, etag="", author=author, reason=reason, now=control.now)
     control.fleet.set_policy(stored)
@@ -97,42 +105,41 @@ async def in_force(control: Control) -> None:
     await completes(control)
 
 
+@pytest.mark.usefixtures("_engine")
 async def test_a_rule_is_found_rolled_out_watched_and_withdrawn(control: Control) -> None:
-    with LinkedEngine([control.target], clock=lambda: 0.0):
-        await until(lambda: len(list(control.fleet.connections)) == 1)
-        await apply(control, ASKED)
-        await records(control, EASY, ENOUGH // 2)
-        row = await found(control)
-        assert (row.state, row.recorded_requests, row.needed_requests) == ("recording", ENOUGH // 2, fewest(1, 0.02))
-        assert await policy_now(control) == ASKED
-        await records(control, EASY, ENOUGH - ENOUGH // 2, seed=2)
-        row = await found(control)
-        assert row.state == "rolling out"
-        assert (row.model, row.slo_class, row.attempts) == (WHO.model, WHO.slo_class, 1)
-        assert await policy_now(control) == ASKED, "the policy in force stays until the rollout is complete"
-        await completes(control)
-        row = await found(control)
-        assert row.state == "in force", row
-        assert 0.1 < row.saved_ratio < 1
-        assert row.loss_bound <= row.max_loss == pytest.approx(0.02)
-        policy = await policy_now(control)
-        mine = policy.of(WHO)
-        assert not mine.entropy.shadow
-        assert mine.entropy.rpdi_threshold == mine.entropy.give_up_tokens == 0, "no other rule comes with it"
-        others = (OTHER, WHO._replace(fingerprint="fedcba9876543210"), WHO._replace(model="adapter"), Who())
-        assert all(policy.of(who).entropy.shadow for who in others)
-        await records(control, EASY, 300, seed=3)
-        assert (await found(control)).state == "in force", "harmless traffic leaves the rule in force"
-        await records(control, MISLED, 100, seed=4)
-        row = await found(control)
-        assert row.state == "withdrawn"
-        assert row.why.endswith("of 400 answers of the control group")
-        assert [tried.outcome.split(":")[0] for tried in row.tried] == [row.tried[0].outcome.split(":")[0], "withdrawn"]
-        current = await control.store.current()
-        assert current is not None
-        assert (current.policy, current.author) == (ASKED, AUTHOR)
-        assert row.why in current.reason
-        assert (row.recorded_requests, row.needed_requests) == (0, fewest(2, 0.02))
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH // 2)
+    row = await found(control)
+    assert (row.state, row.recorded_requests, row.needed_requests) == ("recording", ENOUGH // 2, fewest(1, 0.02))
+    assert await policy_now(control) == ASKED
+    await records(control, EASY, ENOUGH - ENOUGH // 2, seed=2)
+    row = await found(control)
+    assert row.state == "rolling out"
+    assert (row.model, row.slo_class, row.attempts) == (WHO.model, WHO.slo_class, 1)
+    assert await policy_now(control) == ASKED, "the policy in force stays until the rollout is complete"
+    await completes(control)
+    row = await found(control)
+    assert row.state == "in force", row
+    assert 0.1 < row.saved_ratio < 1
+    assert row.loss_bound <= row.max_loss == pytest.approx(0.02)
+    policy = await policy_now(control)
+    mine = policy.of(WHO)
+    assert not mine.entropy.shadow
+    assert mine.entropy.rpdi_threshold == mine.entropy.give_up_tokens == 0, "no other rule comes with it"
+    others = (OTHER, WHO._replace(fingerprint="fedcba9876543210"), WHO._replace(model="adapter"), Who())
+    assert all(policy.of(who).entropy.shadow for who in others)
+    await records(control, EASY, 300, seed=3)
+    assert (await found(control)).state == "in force", "harmless traffic leaves the rule in force"
+    await records(control, MISLED, 100, seed=4)
+    row = await found(control)
+    assert row.state == "withdrawn"
+    assert row.why.endswith("of 400 answers of the control group")
+    assert [tried.outcome.split(":")[0] for tried in row.tried] == [row.tried[0].outcome.split(":")[0], "withdrawn"]
+    current = await control.store.current()
+    assert current is not None
+    assert (current.policy, current.author) == (ASKED, AUTHOR)
+    assert row.why in current.reason
+    assert (row.recorded_requests, row.needed_requests) == (0, fewest(2, 0.02))
 
 
 async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) -> None:
@@ -147,16 +154,16 @@ async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) ->
     assert await control.rollouts.store.active() is None
 
 
+@pytest.mark.usefixtures("_engine")
 async def test_traffic_that_changes_without_harm_starts_over(control: Control) -> None:
-    with LinkedEngine([control.target], clock=lambda: 0.0):
-        await until(lambda: len(list(control.fleet.connections)) == 1)
-        await in_force(control)
-        await records(control, Traffic(undecided_nats=2.5), 200, seed=5)
-        row = await found(control)
-        assert row.state == "withdrawn"
-        assert row.why.startswith("the traffic has changed: ")
+    await in_force(control)
+    await records(control, Traffic(undecided_nats=2.5), 200, seed=5)
+    row = await found(control)
+    assert row.state == "withdrawn"
+    assert row.why.startswith("the traffic has changed: ")
 
 
+@pytest.mark.usefixtures("_engine")
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -166,15 +173,13 @@ async def test_traffic_that_changes_without_harm_starts_over(control: Control) -
     ids=["without the rule", "off"],
 )
 async def test_a_person_may_take_the_rule_out(control: Control, changed: Policy, why: str) -> None:
-    with LinkedEngine([control.target], clock=lambda: 0.0):
-        await until(lambda: len(list(control.fleet.connections)) == 1)
-        await in_force(control)
-        kept = (await policy_now(control)).override if "false" in why else ()
-        await apply(control, changed.model_copy(update={"override": kept}), reason="back to the file")
-        await control.fleet.part(SelfCalibration).tick()
-        row = await found(control)
-        assert row.why.endswith(why)
-        assert not (await policy_now(control)).override
+    await in_force(control)
+    kept = (await policy_now(control)).override if "false" in why else ()
+    await apply(control, changed.model_copy(update={"override": kept}), reason="back to the file")
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert row.why.endswith(why)
+    assert not (await policy_now(control)).override
 
 
 @pytest.mark.parametrize(
@@ -249,18 +254,17 @@ def unavailable(*_: object, **__: object) -> None:
     raise StoreUnavailable("policy store: away")
 
 
+@pytest.mark.usefixtures("_engine")
 async def test_a_withdrawal_waits_for_a_rollout_of_others(control: Control) -> None:
     """The policy cannot be changed during a rollout, so the rule is withdrawn once it has ended."""
-    with LinkedEngine([control.target], clock=lambda: 0.0):
-        await until(lambda: len(list(control.fleet.connections)) == 1)
-        await in_force(control)
-        rollout = await control.begin({"percent": 100.0, "bake_s": 1e6}, policy=to_proto(await policy_now(control)))
-        await records(control, MISLED, 200, seed=4)
-        assert (await found(control)).state == "in force"
-        aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann")
-        await control.stub.AbortRollout(aborting)
-        await control.fleet.part(SelfCalibration).tick()
-        assert (await found(control)).state == "withdrawn"
+    await in_force(control)
+    rollout = await control.begin({"percent": 100.0, "bake_s": 1e6}, policy=to_proto(await policy_now(control)))
+    await records(control, MISLED, 200, seed=4)
+    assert (await found(control)).state == "in force"
+    aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann")
+    await control.stub.AbortRollout(aborting)
+    await control.fleet.part(SelfCalibration).tick()
+    assert (await found(control)).state == "withdrawn"
 
 
 async def test_only_the_newest_traffics_are_kept(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_it_is_the_same_every_time(tmp_path: Path) -> None:
     requests = made(60)
     first = calibrate(replay(tmp_path / "1", requests), GOAL)
     second = calibrate(replay(tmp_path / "2", requests), GOAL)
-    assert first == second
+    assert (first, first.fronts) == (second, second.fronts)
 
 
 def test_too_few_requests(tmp_path: Path) -> None:
