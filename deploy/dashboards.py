@@ -345,6 +345,12 @@ FLEET = {
             text="The suffix _shadowed marks ends that a rule in shadow decided but that were not applied.",
             stacked=True,
         ),
+        panel(
+            "Self-calibration",
+            "short",
+            ("max by (state) (meridian_self_calibrations)", "{{state}}"),
+            text="Models and SLO classes for which the control plane looks for a rule by itself.",
+        ),
         panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
         panel(
             "Forced ends, decided and applied",

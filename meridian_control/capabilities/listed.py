@@ -20,6 +20,7 @@ from meridian_control.capabilities.preemption.stream import Preemption
 from meridian_control.capabilities.pressure import metrics as pressure_metrics
 from meridian_control.capabilities.pressure.fleet import FleetPressure
 from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.capabilities.self_calibration import metrics as self_calibration_metrics
 from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.capabilities.tiers.stream import Tiers
 from meridian_control.engine.part import Capability
@@ -31,7 +32,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("entropy", EntropyRules.of),
     Capability("loops", Loops.of),
     Capability("control_group", ControlGroup, Comparisons, metrics=control_group_metrics.ENTRIES),
-    Capability("self_calibration", fleet=SelfCalibration),
+    Capability("self_calibration", fleet=SelfCalibration, metrics=self_calibration_metrics.ENTRIES),
     Capability("order", Order),
     Capability("tiers", Tiers),
     Capability("gateway", RefusedClasses.of, metrics=gateway_metrics.ENTRIES),

@@ -300,8 +300,9 @@ class EntropyPolicy(Section):
     )
     self_calibration: bool = field(
         False,
-        description="Let the control plane find an EAT rule for each model and SLO class by itself from the control "
-        "group, put it in force if its loss is proved to be at most max_loss, and withdraw it if that changes.",
+        description="Let the control plane find an EAT rule for each model and SLO class by itself from requests "
+        "that nothing shortens, put it in force if its loss is proved to be at most max_loss, and withdraw it if that "
+        "changes.",
         advice="Set it to true, also in an override for some classes, if nobody is to calibrate by hand.",
         new=True,
     )

@@ -120,6 +120,7 @@ episodes = Table(
     METADATA,
     Column("number", Integer, primary_key=True, autoincrement=True),
     Column("traffic", Text, nullable=False),
+    _time("time"),
     Column("episode", Text, nullable=False),
     Index("self_calibration_episodes_traffic", "traffic", "number"),
 )

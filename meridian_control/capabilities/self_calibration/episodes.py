@@ -1,4 +1,4 @@
-"""Describes one request of the control group as calibration reads it: its probes, without text and without its id.
+"""Describes one request that nothing shortened as calibration reads it: its probes, without text and without its id.
 
 The values are immutable, and the functions are pure.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 
 class Sample(NamedTuple):
@@ -37,6 +40,13 @@ class Episode(NamedTuple):
     def from_json(cls, text: str) -> Episode:
         name, natural_tokens, samples = json.loads(text)
         return cls(name, natural_tokens, tuple(Sample(*sample) for sample in samples))
+
+
+class Newest(NamedTuple):
+    """The newest episode of a traffic: its number, and when it was stored. Numbers follow the order of storing."""
+
+    number: int = 0
+    time: datetime | None = None
 
 
 def name_of(request_id: str) -> str:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.self_calibration import metrics, shown
 from meridian_control.capabilities.self_calibration import rule as rules
-from meridian_control.capabilities.self_calibration import shown
+from meridian_control.capabilities.self_calibration.episodes import Newest
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
@@ -29,13 +30,14 @@ from meridian_control.rollout.state import By
 from meridian_control.rollout.state import State as RolloutState
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
 
     from meridian_control.capabilities.self_calibration.episodes import Episode
     from meridian_control.capabilities.self_calibration.store import EpisodeStore
     from meridian_control.engine.part import Stream
+    from meridian_control.engine.totals import Totals
     from meridian_control.fleet.fleet import Fleet
-    from meridian_control.fleet.part import Beside
+    from meridian_control.fleet.part import Beside, Metric
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.driver import Rollouts
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING, MAX_TRAFFICS = 10_000, 64
 # Number of new episodes of a traffic after which its rule in force is judged again.
 JUDGED_EVERY = 20
+# Time without requests after which a rule is withdrawn, because no engine may serve the model any more.
+UNUSED = timedelta(days=30)
 # Seconds after which a calibration is given up, and those between one that has failed and the next.
 PATIENCE_S = REST_S = 600.0
 # Seconds for which the end of a replica waits for the store, and for which the page shows the same rows.
@@ -75,6 +79,8 @@ class SelfCalibration(FleetPart):
         self._process: asyncio.subprocess.Process | None = None
         # By traffic, the tests of its rule in force.
         self._watches: dict[str, Watch] = {}
+        # By traffic, its state as of the newest tick; empty on a replica that does not lead.
+        self._states: dict[str, State] = {}
         # Whether the store may have rules although no policy asks for self-calibration.
         self._is_known = True
         # The time until which nothing is calibrated, because a calibration has failed.
@@ -94,7 +100,7 @@ class SelfCalibration(FleetPart):
         return Recorder(stream, self.record)
 
     def record(self, traffic: str, episode: Episode) -> None:
-        """Take in a request of the control group that has closed; the next tick stores it."""
+        """Take in a request that nothing shortened and that has closed; the next tick stores it."""
         self._new.append((traffic, episode))
 
     async def end(self) -> None:
@@ -114,13 +120,14 @@ class SelfCalibration(FleetPart):
         """
         await self._record()
         if self._store is None or not self._leads():
-            self._watches = {}
+            self._watches, self._states = {}, {}
             return
         if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):
             return
         newest, learners = await self._store.newest(), await self._store.learners()
         self._is_known = bool(newest or learners)
-        kept = sorted(newest, key=lambda traffic: -newest[traffic])[:MAX_TRAFFICS]
+        self._states = {traffic: learner.state for traffic, learner in learners.items()}
+        kept = sorted(newest, key=lambda traffic: -newest[traffic].number)[:MAX_TRAFFICS]
         for traffic in (newest.keys() | learners.keys()) - {*kept}:
             if traffic not in learners or learners[traffic].rule is None:
                 await self._store.forget(traffic)
@@ -130,19 +137,19 @@ class SelfCalibration(FleetPart):
         for traffic in dict.fromkeys([*learners, *kept]):
             current = await self._rollouts.store.policies.current()
             if current is not None:
-                await self._step(traffic, learners.get(traffic), newest.get(traffic, 0), current)
+                await self._step(traffic, learners.get(traffic), newest.get(traffic, Newest()), current)
 
     async def _record(self) -> None:
         if self._store is not None and self._new:
             rows = list(self._new)
             self._new.clear()
             try:
-                await self._store.add(rows)
+                await self._store.add(rows, self._clock(), MAX_EPISODES)
             except StoreUnavailable:
                 self._new.extendleft(reversed(rows))
                 raise
 
-    async def _step(self, traffic: str, learner: Learner | None, newest: int, current: StoredRevision) -> None:
+    async def _step(self, traffic: str, learner: Learner | None, newest: Newest, current: StoredRevision) -> None:
         assert self._store is not None
         who, now = rules.who_of(traffic), self._clock()
         own = rules.with_override(current.policy, traffic, None).of(who)
@@ -157,11 +164,11 @@ class SelfCalibration(FleetPart):
             learner = await self._follow(learner, newest, max_loss)
         elif learner.state is State.IN_FORCE:
             learner = await self._watch(learner, own, newest, current)
-        elif not rules.obstacle(own) and learner.is_due(await self._store.count(traffic, learner.after), max_loss):
+        elif not rules.obstacle(own) and learner.is_due(await self._store.count(traffic, learner.after), max_loss, now):
             learner = await self._attempt(learner, own, current)
         if learner != before:
             await self._store.save(learner)
-            await self._store.drop(traffic, MAX_EPISODES)
+            self._states[traffic] = learner.state
 
     async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
         """Calibrate, and begin the rollout of the rule that is proved."""
@@ -169,13 +176,13 @@ class SelfCalibration(FleetPart):
         store, max_loss = self._rollouts.store, own.entropy.max_loss
         if await store.active() is not None:
             return learner
-        newest, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
+        last, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         found = await self.calibrate(_task(own, episodes) | goal)
         now = self._clock()
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
-            return learner.refused(found["requests"], found["why"], newest, now, max_loss)
+            return learner.refused(found["requests"], found["why"], last, now, max_loss)
         rule = Rule.model_validate(found["rule"])
         override = rules.override_of(learner.traffic, rule)
         candidate = rules.with_override(current.policy, learner.traffic, override)
@@ -194,25 +201,25 @@ class SelfCalibration(FleetPart):
         await self._rollouts.look()
         return learner
 
-    async def _follow(self, learner: Learner, newest: int, max_loss: float) -> Learner:
+    async def _follow(self, learner: Learner, newest: Newest, max_loss: float) -> Learner:
         rollout = await self._rollouts.store.get(learner.rollout_id)
         if rollout.state is RolloutState.COMPLETED:
-            return learner.rolled_out(newest, self._clock())
+            return learner.rolled_out(newest.number, self._clock())
         if rollout.active:
             return learner
         reason = rollout.events[-1].reason
         why = f"rollout {rollout.rollout_id} was {rollout.state.word.replace('_', ' ')}" + f": {reason}" * bool(reason)
-        return learner.withdrawn(why, newest, self._clock(), max_loss)
+        return learner.withdrawn(why, newest.number, self._clock(), max_loss)
 
-    async def _watch(self, learner: Learner, own: Policy, newest: int, current: StoredRevision) -> Learner:
-        """Withdraw the rule if it harms, or if the traffic has drifted."""
+    async def _watch(self, learner: Learner, own: Policy, newest: Newest, current: StoredRevision) -> Learner:
+        """Withdraw the rule if it harms, or if the traffic has drifted or has ceased."""
         assert self._store is not None
         assert learner.rule is not None
         max_loss, traffic = own.entropy.max_loss, learner.traffic
         if not rules.has(current.policy, rules.override_of(traffic, learner.rule)):
             why = f"revision {current.revision} by {current.author or 'nobody'} does not have it"
             return learner.withdrawn(
-                why + f": {current.reason}" * bool(current.reason), newest, self._clock(), max_loss
+                why + f": {current.reason}" * bool(current.reason), newest.number, self._clock(), max_loss
             )
         watch = self._watches.get(traffic)
         if watch is None or (watch.rule, watch.max_loss) != (learner.rule, max_loss):
@@ -222,11 +229,12 @@ class SelfCalibration(FleetPart):
             judged = await self.calibrate(_task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")})
             watch.after = last
             watch.add(judged["requests"], judged["harmful"], judged["first"])
-            await self._store.drop(traffic, MAX_EPISODES)
-        return await self._withdraw(learner, newest, current, max_loss, watch.why) if watch.why else learner
+        has_ceased = newest.time is not None and self._clock() > newest.time + UNUSED
+        why = f"no request of it was recorded for {UNUSED.days} days" if has_ceased else watch.why
+        return await self._withdraw(learner, newest, current, max_loss, why) if why else learner
 
     async def _withdraw(
-        self, learner: Learner, newest: int, current: StoredRevision, max_loss: float, why: str
+        self, learner: Learner, newest: Newest, current: StoredRevision, max_loss: float, why: str
     ) -> Learner:
         """Take the rule out of the policy. While a rollout keeps the policy from being changed, the next tick tries."""
         policy, policies = rules.with_override(current.policy, learner.traffic, None), self._rollouts.store.policies
@@ -239,7 +247,7 @@ class SelfCalibration(FleetPart):
                 return learner
             logger.warning("revision %d %s", stored.revision, reason)
             self.fleet.set_policy(stored)
-        return learner.withdrawn(why, newest, now, max_loss)
+        return learner.withdrawn(why, newest.number, now, max_loss)
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError."""
@@ -278,6 +286,9 @@ class SelfCalibration(FleetPart):
             own = rules.with_override(stored.policy, traffic, None).of(rules.who_of(traffic))
             answer.self_calibrations.append(shown.message(learner, own, await store.count(traffic, learner.after)))
         return answer
+
+    def metrics(self, totals: Totals) -> Iterator[Metric]:
+        return metrics.values(self._states.values())
 
     async def show(self) -> Shown:
         if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):

@@ -5,7 +5,7 @@ learner what came of it. So months can be simulated in seconds.
 """
 
 import enum
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Self
 
 from meridian_control.common.inference import confidence_of, needed_to_prove
@@ -18,6 +18,8 @@ CONFIDENCE = 0.95
 GROWTH = 2
 # Most episodes of a traffic that are kept. An attempt that has had so many is followed by one with as many new ones.
 MAX_EPISODES = 5_000
+# Least time between an attempt with so many and the next, because each attempt takes its share of the confidence.
+PAUSE = timedelta(days=1)
 # Number of attempts that are kept for people to read.
 MAX_TRIED = 8
 
@@ -78,10 +80,16 @@ class Learner(Value):
     def new(cls, traffic: str, max_loss: float, now: datetime) -> Self:
         return cls(traffic=traffic, since=now, needed=fewest(1, max_loss))
 
-    def is_due(self, episodes: int, max_loss: float) -> bool:
-        """Return whether so many episodes after `after` are enough for the next attempt."""
+    def is_due(self, episodes: int, max_loss: float, now: datetime) -> bool:
+        """Return whether so many episodes after `after` are enough for the next attempt, and the last one is over for
+        long enough."""
         records = self.state in (State.RECORDING, State.REFUSED, State.WITHDRAWN)
-        return records and episodes >= max(self.needed, fewest(self.attempts + 1, max_loss))
+        needs = self.needs(max_loss)
+        return records and episodes >= needs and (needs < MAX_EPISODES or now >= self.since + PAUSE)
+
+    def needs(self, max_loss: float) -> int:
+        """Return the number of episodes after `after` that the next attempt needs."""
+        return min(MAX_EPISODES, max(self.needed, fewest(self.attempts + 1, max_loss)))
 
     def refused(self, requests: int, why: str, newest: int, now: datetime, max_loss: float) -> Self:
         """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode."""

@@ -29,7 +29,7 @@ def message(learner: Learner, own: Policy, recorded: int) -> fleet_pb2.SelfCalib
         state=learner.state.value if on else OFF,
         why=learner.why or (obstacle(own) if on else ""),
         recorded_requests=recorded,
-        needed_requests=learner.needed if learner.rule is None else 0,
+        needed_requests=learner.needs(own.entropy.max_loss) if learner.rule is None else 0,
         attempts=learner.attempts,
         max_loss=own.entropy.max_loss,
     )

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import delete, func, insert, select, update
 
-from meridian_control.capabilities.self_calibration.episodes import Episode
+from meridian_control.capabilities.self_calibration.episodes import Episode, Newest
 from meridian_control.capabilities.self_calibration.learner import Learner
+from meridian_control.storage.database import utc
 from meridian_control.storage.tables import episodes as _episodes
 from meridian_control.storage.tables import found_rules as _found
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from meridian_control.storage.database import Database
 
@@ -28,17 +30,24 @@ class EpisodeStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, rows: Sequence[tuple[str, Episode]]) -> None:
-        """Add episodes, each with the name of its traffic."""
-        values = [{"traffic": traffic, "episode": episode.to_json()} for traffic, episode in rows]
+    async def add(self, rows: Sequence[tuple[str, Episode]], now: datetime, keep: int) -> None:
+        """Add episodes, each with the name of its traffic, and drop all but the `keep` newest of these traffics."""
+        values = [{"traffic": traffic, "time": now, "episode": episode.to_json()} for traffic, episode in rows]
         async with self._database.writing(tell=False) as connection:
             await connection.execute(insert(_episodes), values)
+            for traffic in {traffic for traffic, _ in rows}:
+                numbers = select(_episodes.c.number).where(_episodes.c.traffic == traffic)
+                oldest = numbers.order_by(_episodes.c.number.desc()).offset(keep).limit(1)
+                if (last := await connection.scalar(oldest)) is not None:
+                    old = (_episodes.c.traffic == traffic) & (_episodes.c.number <= last)
+                    await connection.execute(delete(_episodes).where(old))
 
-    async def newest(self) -> dict[str, int]:
-        """Return the number of the newest episode of each traffic."""
-        query = select(_episodes.c.traffic, func.max(_episodes.c.number)).group_by(_episodes.c.traffic)
+    async def newest(self) -> dict[str, Newest]:
+        """Return the newest episode of each traffic."""
+        numbers = select(func.max(_episodes.c.number)).group_by(_episodes.c.traffic)
+        query = select(_episodes.c.traffic, _episodes.c.number, _episodes.c.time).where(_episodes.c.number.in_(numbers))
         async with self._database.reading() as connection:
-            return dict(map(tuple, await connection.execute(query)))
+            return {row.traffic: Newest(row.number, utc(row.time)) for row in await connection.execute(query)}
 
     async def count(self, traffic: str, after: int) -> int:
         """Return the number of episodes with higher numbers than `after`."""
@@ -59,15 +68,6 @@ class EpisodeStore:
             rows = list(await connection.execute(query))
         by_name = {episode.name: episode for episode in (Episode.from_json(row.episode) for row in reversed(rows))}
         return (rows[0].number if rows else after), [*by_name.values()]
-
-    async def drop(self, traffic: str, keep: int) -> None:
-        """Drop all but the `keep` newest episodes of a traffic."""
-        numbers = select(_episodes.c.number).where(_episodes.c.traffic == traffic)
-        oldest = numbers.order_by(_episodes.c.number.desc()).offset(keep).limit(1)
-        async with self._database.writing(tell=False) as connection:
-            if (last := await connection.scalar(oldest)) is not None:
-                old = (_episodes.c.traffic == traffic) & (_episodes.c.number <= last)
-                await connection.execute(delete(_episodes).where(old))
 
     async def forget(self, traffic: str) -> None:
         """Drop all that is known of a traffic."""

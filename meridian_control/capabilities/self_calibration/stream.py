@@ -1,4 +1,4 @@
-"""Collects the probes of one engine's control group, as episodes for calibration."""
+"""Collects the probes of one engine's requests that nothing shortens, as episodes for calibration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.think_ends import FINISHED
+from meridian_control.policy.effects import may_shorten
+from meridian_control.policy.shortening_kinds import kinds_for_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ MAX_SAMPLES = 2000
 
 
 class Recorder(Part):
-    """The live requests of one engine's control group whose policy asks for self-calibration.
+    """The live requests of one engine that nothing shortens, and whose policy asks for self-calibration: the control
+    group, and while nothing in force may shorten a request, all that are measured.
 
     found: takes the name of the traffic and an episode, when its request closes.
     """
@@ -39,9 +42,9 @@ class Recorder(Part):
         self._new.clear()
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
-        table, of = self._table, self._stream.policies.of
+        of = self._stream.policies.of
         for result in results:
-            if table.control[result.slot] and of(result.slot).entropy.self_calibration:
+            if of(result.slot).entropy.self_calibration and self._is_unshortened(result.slot):
                 place, same = result.think_tokens, result.same_answer
                 read = result.reason != UNREAD_PROBE
                 sample = Sample(place, place, result.eat_nats, result.cost_tokens, same, result.is_empty, read)
@@ -69,9 +72,18 @@ class Recorder(Part):
         thinks_again = table.reentered[slot] or table.phase[slot] == THINK
         if opened is None or table.first_end[slot] != NATURAL_END or thinks_again:
             return
-        if not (table.counted[slot] and table.control[slot]):
+        # A request that counts has had the same rules from its beginning.
+        if not (table.counted[slot] and self._is_unshortened(slot)):
             return
         if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, MAX_GAP_TOKENS):
             return
         traffic = self._stream.policies.who(opened).traffic
         self._found(traffic, Episode(name_of(opened.request_id), natural, tuple(samples)))
+
+    def _is_unshortened(self, slot: int) -> bool:
+        """Whether a request is in the control group, or nothing in force may shorten it."""
+        if self._table.control[slot]:
+            return True
+        policies = self._stream.policies
+        assert policies.policy is not None
+        return not (kinds_for_request(policies.held(slot).own) or may_shorten(policies.policy))

@@ -2027,7 +2027,7 @@ class SelfCalibration(_message.Message):
     why: _builtins.str
     """Reason for the state in one line; empty if it needs none."""
     recorded_requests: _builtins.int
-    """Requests of the control group that are recorded for the next attempt, or since the rule is in force."""
+    """Requests that nothing shortened and that are recorded for the next attempt, or since the rule is in force."""
     needed_requests: _builtins.int
     """Requests that the next attempt needs; 0 while a rule is rolled out or in force."""
     attempts: _builtins.int

@@ -926,8 +926,8 @@ class EntropyPolicy(_message.Message):
     give_up_shadow: _builtins.bool
     """Only count the give-up rule's decisions, even while the section's other rules are in force."""
     self_calibration: _builtins.bool
-    """Let the control plane find an EAT rule for each model and SLO class by itself from the control group, put it in
-    force if its loss is proved to be at most max_loss, and withdraw it if that changes.
+    """Let the control plane find an EAT rule for each model and SLO class by itself from requests that nothing shortens,
+    put it in force if its loss is proved to be at most max_loss, and withdraw it if that changes.
     """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:

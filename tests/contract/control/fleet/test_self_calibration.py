@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from meridian_control.capabilities.self_calibration.fleet import CalibrationErro
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.engine.totals import Totals
 from meridian_control.offline.self_calibration import work
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.model import Policy, Who
@@ -208,6 +210,39 @@ async def test_a_rollout_that_is_rolled_back_withdraws_the_rule(control: Control
     await control.fleet.part(SelfCalibration).tick()
     row = await found(control)
     assert (row.state, row.why) == ("withdrawn", f"rollout {rollout.rollout_id} was aborted: not today")
+
+
+@pytest.mark.usefixtures("_engine")
+async def test_a_rule_without_requests_for_long_is_withdrawn(control: Control) -> None:
+    """Engines may serve another model for good, and overrides for all models that ever were would fill the policy."""
+    await in_force(control)
+    await records(control, EASY, 1, seed=2)
+    part = control.fleet.part(SelfCalibration)
+    control.now += fleet.UNUSED
+    await part.tick()
+    assert (await found(control)).state == "in force"
+    control.now += timedelta(seconds=1)
+    await part.tick()
+    row = await found(control)
+    assert (row.state, row.why) == ("withdrawn", "no request of it was recorded for 30 days")
+    assert await policy_now(control) == ASKED
+
+
+async def test_the_metric_counts_traffics_by_state(control: Control) -> None:
+    def counted() -> dict[tuple[str, ...], float]:
+        ((name, rows),) = control.fleet.part(SelfCalibration).metrics(Totals())
+        assert name == "meridian_self_calibrations"
+        return {labels: value for labels, value in rows if value}
+
+    assert counted() == {}
+    await apply(control, ASKED)
+    await records(control, EASY, 5)
+    await records(control, MISLED, ENOUGH, OTHER)
+    await control.fleet.part(SelfCalibration).tick()
+    assert counted() == {("recording",): 1, ("nothing_is_safe",): 1}
+    control.leads = False
+    await control.fleet.part(SelfCalibration).tick()
+    assert counted() == {}
 
 
 async def test_another_leader_goes_on_where_the_first_stopped(control: Control) -> None:

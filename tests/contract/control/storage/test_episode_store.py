@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+DAY = timedelta(days=1)
 CHAT, BATCH = "org/m#00ff#chat", "org/m#00ff#batch"
 
 
@@ -45,28 +46,31 @@ async def test_replicas_add_to_the_same_episodes(stores: tuple[EpisodeStore, Epi
     one, other = stores
     assert (await one.newest(), await one.learners()) == ({}, {})
     assert await one.read(CHAT, 0, 10) == (0, [])
-    await one.add([(CHAT, episode("a")), (BATCH, episode("b"))])
-    await other.add([(CHAT, episode("c")), (CHAT, episode("a", natural=301))])
+    await one.add([(CHAT, episode("a")), (BATCH, episode("b"))], NOW, 10)
+    await other.add([(CHAT, episode("c")), (CHAT, episode("a", natural=301))], NOW + DAY, 10)
     newest = await one.newest()
     assert newest == await other.newest()
-    assert newest[CHAT] > newest[BATCH]
-    assert (await one.count(CHAT, 0), await one.count(BATCH, 0), await one.count(CHAT, newest[CHAT])) == (3, 1, 0)
+    assert (newest[CHAT].time, newest[BATCH].time) == (NOW + DAY, NOW)
+    assert newest[CHAT].number > newest[BATCH].number
+    counts = [
+        await one.count(traffic, after) for traffic, after in ((CHAT, 0), (BATCH, 0), (CHAT, newest[CHAT].number))
+    ]
+    assert counts == [3, 1, 0]
     last, rows = await other.read(CHAT, 0, 10)
-    assert last == newest[CHAT]
+    assert last == newest[CHAT].number
     assert rows == [episode("a", natural=301), episode("c")], "one for each request, the newest"
     assert await one.read(CHAT, 0, 2) == (last, [episode("c"), episode("a", natural=301)])
-    assert await one.count(CHAT, newest[BATCH]) == 2, "numbers follow the order in which replicas add"
+    assert await one.count(CHAT, newest[BATCH].number) == 2, "numbers follow the order in which replicas add"
 
 
 async def test_the_oldest_episodes_are_dropped_and_a_traffic_is_forgotten(
     stores: tuple[EpisodeStore, EpisodeStore],
 ) -> None:
     one, other = stores
-    await one.add([(CHAT, episode(str(number))) for number in range(5)])
-    await other.add([(BATCH, episode("b"))])
-    await other.drop(CHAT, 5)
-    assert await one.count(CHAT, 0) == 5
-    await other.drop(CHAT, 2)
+    await one.add([(CHAT, episode(str(number))) for number in range(4)], NOW, 4)
+    await other.add([(BATCH, episode("b"))], NOW, 1)
+    assert (await one.count(CHAT, 0), await one.count(BATCH, 0)) == (4, 1)
+    await other.add([(CHAT, episode("4"))], NOW, 2)
     assert [row.name for row in (await one.read(CHAT, 0, 10))[1]] == ["3", "4"]
     await one.save(Learner.new(CHAT, 0.02, NOW))
     await other.forget(CHAT)

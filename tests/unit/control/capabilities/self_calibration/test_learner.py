@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration.learner import (
     MAX_EPISODES,
     MAX_TRIED,
+    PAUSE,
     Learner,
     Rule,
     State,
@@ -44,9 +45,10 @@ def test_an_attempt_is_due_once_each_half_can_prove_a_rule() -> None:
     assert [fewest(attempt, 0.01) for attempt in (1, 2, 10)] == [736, 954, 1532]
     assert fewest(1, 1.0) == 2
     new = learner()
-    assert not new.is_due(fewest(1, LOSS) - 1, LOSS)
-    assert new.is_due(fewest(1, LOSS), LOSS)
-    assert not new.is_due(fewest(1, LOSS), 0.01), "the policy now allows less"
+    assert not new.is_due(fewest(1, LOSS) - 1, LOSS, NOW)
+    assert new.is_due(fewest(1, LOSS), LOSS, NOW)
+    assert not new.is_due(fewest(1, LOSS), 0.01, NOW), "the policy now allows less"
+    assert new.needs(0.01) == fewest(1, 0.01)
 
 
 def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
@@ -55,6 +57,9 @@ def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
     assert (refused.needed, refused.after) == (800, 0), "the same requests count again"
     again = refused.refused(3000, "no", 4000, NOW, LOSS)
     assert (again.needed, again.after, again.attempts) == (MAX_EPISODES, 4000, 2), "as many new ones"
+    assert not again.is_due(MAX_EPISODES, LOSS, NOW + PAUSE - timedelta(seconds=1)), "attempts share the confidence"
+    assert again.is_due(MAX_EPISODES, LOSS, NOW + PAUSE)
+    assert again.needs(0.0001) == MAX_EPISODES, "no more are kept, so the attempt says what is missing"
     for number in range(20):
         again = again.refused(5000, str(number), 5000, NOW, LOSS)
     assert [tried.outcome for tried in again.tried] == [str(number) for number in range(20 - MAX_TRIED, 20)]
@@ -63,7 +68,7 @@ def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
 def test_attempts_are_counted_over_the_whole_life() -> None:
     rolled = learner().refused(400, "no", 1, NOW, LOSS).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
     assert (rolled.state, rolled.attempts, rolled.requests, rolled.after) == (State.IN_FORCE, 2, 900, 50)
-    assert not rolled.is_due(10**6, LOSS), "the rule is in force"
+    assert not rolled.is_due(10**6, LOSS, NOW), "the rule is in force"
     withdrawn = rolled.withdrawn("it loses too much", 99, NOW, LOSS)
     assert (withdrawn.state, withdrawn.rule, withdrawn.after) == (State.WITHDRAWN, None, 99)
     assert (withdrawn.attempts, withdrawn.needed) == (2, fewest(3, LOSS))

@@ -1,5 +1,5 @@
-"""What self-calibration records: each request of the control group whose thinking the model itself ends, as the engine
-measured it."""
+"""What self-calibration records: each request that nothing shortens and whose thinking the model itself ends, as the
+engine measured it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ SHARE = 0.5
 CONTROL, TREATED = (
     next(name for name in map(str, range(100)) if held_out(name, SHARE) == is_control) for is_control in (True, False)
 )
+# A rule that never fires; and a budget that is never spent.
+IN_FORCE: dict[str, Any] = {"shadow": False, "eat_level_threshold_nats": 1e-9}
+BUDGET: dict[str, Any] = {"name": "all", "tokens_per_minute": 1_000_000}
 PROBED = {"eat_probe_interval_tokens": 4, "eat_probe_placement": "anywhere", "holdout_share": SHARE}
 
 
@@ -38,6 +41,15 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Episode]]:
 
 def asked(**entropy: Any) -> Policy:
     return policy(scheduler=EARLY, entropy={**PROBED, "self_calibration": True, **entropy})
+
+
+def all_measured(scheduler: dict[str, Any] = EARLY, budget: Any = (), **entropy: Any) -> Policy:
+    return policy(
+        scheduler=scheduler,
+        entropy={**PROBED, "self_calibration": True, **entropy},
+        telemetry={"shadow_sample_ratio": 1.0},
+        budget=budget,
+    )
 
 
 def run(made: Stream, name: str = CONTROL, think: int = 40, **fields: Any) -> None:
@@ -75,16 +87,36 @@ def test_probes_that_no_rule_reads_are_marked(found: list[tuple[str, Episode]]) 
     assert min(unread) > read[0]
 
 
+def test_in_shadow_each_measured_request_is_recorded(found: list[tuple[str, Episode]]) -> None:
+    run(stream(all_measured()), TREATED)
+    ((_, episode),) = found
+    assert (episode.name, episode.natural_tokens) == (name_of(TREATED), 40)
+
+
+def test_a_rule_that_comes_into_force_spoils_requests_that_it_may_shorten(found: list[tuple[str, Episode]]) -> None:
+    made = stream(all_measured())
+    for name in (CONTROL, TREATED):
+        made.open(name, think=60, answer=3)
+    made.step(20)
+    made.apply(all_measured(**IN_FORCE))
+    made.step(20)
+    made.apply(all_measured())
+    made.step(30)
+    assert not {episode.name for _, episode in found} - {name_of(CONTROL)}
+
+
 @pytest.mark.parametrize(
     ("rules", "name", "fields"),
     [
-        (asked(), TREATED, {}),
+        (all_measured(**IN_FORCE), TREATED, {}),
+        (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), TREATED, {}),
+        (all_measured(budget=[{**BUDGET, "shadow": False}]), TREATED, {}),
         (asked(self_calibration=False), CONTROL, {}),
         (asked(holdout_share=0.0), CONTROL, {}),
         (asked(enabled=False), CONTROL, {}),
         (asked(), CONTROL, {"own_cap": 20}),
     ],
-    ids=["treated", "not asked", "no control group", "off", "ended by force"],
+    ids=["a rule", "a cap", "a budget", "not asked", "no control group", "off", "ended by force"],
 )
 def test_others_are_not_recorded(
     found: list[tuple[str, Episode]], rules: Policy, name: str, fields: dict[str, Any]
