@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,13 +24,18 @@ if TYPE_CHECKING:
 ROUNDS = 3
 
 
-async def watched(served: Served) -> tuple[list[tuple[str, str, str]], list[defaultdict[str, float]]]:
-    """Return the answers to all prompts, and the agent's metrics as they were scraped meanwhile."""
-    answers, seen = asyncio.ensure_future(all_of(served)), list[defaultdict[str, float]]()
-    while not answers.done():
-        seen.append(await asyncio.to_thread(phase_metrics, served.port))
-        await asyncio.sleep(0.05)
-    return await answers, seen
+async def watched(served: Served, *names: str) -> list[list[tuple[str, str, str]]]:
+    """Send all prompts, again and again until each of these metrics of the agent was scraped meanwhile with another
+    value than 0; return the answers of each round."""
+    rounds, missing = list[list[tuple[str, str, str]]](), {f"meridian_vllm_{name}" for name in names}
+    while missing:
+        answers = asyncio.ensure_future(all_of(served))
+        while not answers.done():
+            seen = await asyncio.to_thread(phase_metrics, served.port)
+            missing = {name for name in missing if not seen[name]}
+            await asyncio.sleep(0.05)
+        rounds.append(await answers)
+    return rounds
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +84,10 @@ async def test_life_without_with_and_after_the_control_plane(
     """
     server, folder, port = served
     folder.mkdir()
-    alone, meanwhile = await watched(server)
-    for name in ("requests/think", "kv_tokens/think"):
-        assert any(metrics[f"meridian_vllm_{name}"] for metrics in meanwhile), name
-    once = await asyncio.to_thread(think_tokens_after, server, len(alone))
+    rounds = await watched(server, "requests/think", "kv_tokens/think")
+    alone, before = rounds[0], len(rounds)
+    assert rounds == [alone] * before
+    once = await asyncio.to_thread(think_tokens_after, server, before * len(alone)) / before
     # The tokens between two words, such as the end of a paragraph, are no words.
     assert once > sum(len(reasoning.split()) for reasoning, *_ in alone)
     assert all(finish == "stop" for _, _, finish in alone)
@@ -104,7 +108,8 @@ async def test_life_without_with_and_after_the_control_plane(
         control.process.kill()
         assert not streaming.done()
         assert await streaming == [alone] * ROUNDS
-        assert await asyncio.to_thread(think_tokens_after, server, (ROUNDS + 2) * len(alone)) == (ROUNDS + 2) * once
+        sent = before + 1 + ROUNDS
+        assert await asyncio.to_thread(think_tokens_after, server, sent * len(alone)) == sent * once
 
         control.start()
         await asyncio.to_thread(wait_for, lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")

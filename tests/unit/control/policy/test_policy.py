@@ -215,7 +215,8 @@ def tables(model: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def of_whole_engines(override: dict[str, Any]) -> bool:
-    return not (override.get("engine") and any(map(override.get, ("model", "tenant", "slo_class", "effort"))))
+    of_requests = ("model", "tenant", "slo_class", "effort", "traffic")
+    return not (override.get("engine") and any(map(override.get, of_requests)))
 
 
 SECTIONS = {name: field.annotation for name, field in Policy.model_fields.items() if not get_args(field.annotation)}
