@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 CONTROL_START_S, ENGINE_START_S, CONNECT_S = 30.0, 240.0, 30.0
 SETTLE_S = 10.0
-# Longest time for which the control plane looks for a rule by itself.
-FIND_S = 120.0
+# Longest time for which the control plane looks for a rule by itself, and more questions than are answered meanwhile.
+FIND_S, FIND_REQUESTS = 150.0, 5000
 CHECK_S = 0.25
 PROBE_PLACES = 8
 
@@ -173,12 +173,12 @@ async def _measure(console: Console, options: Options, fleet: Fleet) -> report.F
 async def _find(console: Console, options: Options, fleet: Fleet) -> fleet_pb2.SelfCalibration:
     """Let the control plane look for a rule by itself, and return what it has found, or why it has found none."""
     await fleet.apply_policy(HERE / "self.toml")
-    load = Load(f"{options.http}/v1", maze.prompts(options.requests, options.seed + 1))
+    load = Load(f"{options.http}/v1", maze.prompts(FIND_REQUESTS, options.seed + 1))
     sending = asyncio.create_task(load.run(options.concurrency))
     deadline = time.monotonic() + FIND_S
     try:
         async with shown(console, lambda: f"the control plane looks for a rule by itself | {_line(load, fleet)}"):
-            while not (found := await fleet.self_calibration()).attempts and time.monotonic() < deadline:
+            while not (found := await fleet.self_calibration()).rule and time.monotonic() < deadline:
                 await asyncio.sleep(CHECK_S)
     finally:
         sending.cancel()
