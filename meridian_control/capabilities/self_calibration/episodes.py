@@ -5,6 +5,7 @@ The values are immutable, and the functions are pure.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,6 +41,17 @@ class Episode(NamedTuple):
     def from_json(cls, text: str) -> Episode:
         name, natural_tokens, samples = json.loads(text)
         return cls(name, natural_tokens, tuple(Sample(*sample) for sample in samples))
+
+
+class LeftOut(enum.StrEnum):
+    """Why a request that nothing shortened makes no episode, and what helps."""
+
+    UNPROBED = (
+        "no probe came before the thinking ended; lower scheduler.min_think_tokens or entropy.eat_probe_interval_tokens"
+    )
+    FAR = "no probe came near the end of the thinking; lower entropy.eat_probe_interval_tokens, or leave room"
+    MANY = "there were too many probes; raise entropy.eat_probe_interval_tokens"
+    NOT_NATURAL = "the model did not end the thinking by itself, or thought again"
 
 
 class Newest(NamedTuple):

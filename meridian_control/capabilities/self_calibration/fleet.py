@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.self_calibration import metrics, shown
 from meridian_control.capabilities.self_calibration import rule as rules
-from meridian_control.capabilities.self_calibration.episodes import Newest
+from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
@@ -32,7 +32,6 @@ from meridian_control.rollout.state import State as RolloutState
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-    from meridian_control.capabilities.self_calibration.episodes import Episode
     from meridian_control.capabilities.self_calibration.store import EpisodeStore
     from meridian_control.engine.part import Stream
     from meridian_control.engine.totals import Totals
@@ -75,6 +74,9 @@ class SelfCalibration(FleetPart):
         self.fleet = fleet
         self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
         self._new: deque[tuple[str, Episode]] = deque(maxlen=MAX_WAITING)
+        # By traffic, those of the newest requests last, how many requests this replica has recorded under the policy in
+        # force, and left out for each reason.
+        self._seen: dict[str, Counter[LeftOut | None]] = {}
         self._store: EpisodeStore | None = None
         self._process: asyncio.subprocess.Process | None = None
         # By traffic, the tests of its rule in force.
@@ -99,9 +101,17 @@ class SelfCalibration(FleetPart):
     def stream(self, stream: Stream) -> Recorder:
         return Recorder(stream, self.record)
 
-    def record(self, traffic: str, episode: Episode) -> None:
-        """Take in a request that nothing shortened and that has closed; the next tick stores it."""
-        self._new.append((traffic, episode))
+    def record(self, traffic: str, found: Episode | LeftOut) -> None:
+        """Take in a request that nothing shortened and that has closed; the next tick stores its episode."""
+        self._seen[traffic] = seen = self._seen.pop(traffic, Counter())
+        seen[found if isinstance(found, LeftOut) else None] += 1
+        if len(self._seen) > MAX_TRAFFICS:
+            del self._seen[next(iter(self._seen))]
+        if not isinstance(found, LeftOut):
+            self._new.append((traffic, found))
+
+    def policy_came(self, stored: StoredRevision) -> None:
+        self._seen.clear()
 
     async def end(self) -> None:
         if self._process is not None:
@@ -282,9 +292,12 @@ class SelfCalibration(FleetPart):
         answer, store, stored = fleet_pb2.ListSelfCalibrationsResponse(), self._store, self.fleet.policy
         if store is None or stored is None:
             return answer
-        for traffic, learner in sorted((await store.learners()).items()):
+        learners = await store.learners()
+        for traffic in sorted(learners.keys() | self._seen.keys()):
             own = rules.with_override(stored.policy, traffic, None).of(rules.who_of(traffic))
-            answer.self_calibrations.append(shown.message(learner, own, await store.count(traffic, learner.after)))
+            learner = learners.get(traffic) or Learner.new(traffic, own.entropy.max_loss, self._clock())
+            recorded, seen = await store.count(traffic, learner.after), self._seen.get(traffic, Counter())
+            answer.self_calibrations.append(shown.message(learner, own, recorded, seen))
         return answer
 
     def metrics(self, totals: Totals) -> Iterator[Metric]:

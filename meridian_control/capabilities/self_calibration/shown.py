@@ -12,22 +12,26 @@ from meridian_control.common.plain_data import plain
 from meridian_control.policy.effects import self_calibrates
 
 if TYPE_CHECKING:
+    from collections import Counter
+
+    from meridian_control.capabilities.self_calibration.episodes import LeftOut
     from meridian_control.capabilities.self_calibration.learner import Learner
     from meridian_control.policy.model import Policy
 
 OFF = "off"
 
 
-def message(learner: Learner, own: Policy, recorded: int) -> fleet_pb2.SelfCalibration:
+def message(learner: Learner, own: Policy, recorded: int, seen: Counter[LeftOut | None]) -> fleet_pb2.SelfCalibration:
     """Return what was found for a traffic. own: the policy that holds for it without a rule that was found by itself.
-    recorded: requests that count for the next attempt, or since the rule is in force."""
+    recorded: requests that count for the next attempt, or since the rule is in force. seen: requests of this replica
+    that were recorded, and left out for each reason."""
     who, on = who_of(learner.traffic), self_calibrates(own)
     shown = fleet_pb2.SelfCalibration(
         model=who.model,
         slo_class=who.slo_class,
         model_fingerprint=who.fingerprint,
         state=learner.state.value if on else OFF,
-        why=learner.why or (obstacle(own) if on else ""),
+        why=learner.why or (obstacle(own) or _left_out_text(seen) if on else ""),
         recorded_requests=recorded,
         needed_requests=learner.needs(own.entropy.max_loss) if learner.rule is None else 0,
         attempts=learner.attempts,
@@ -40,6 +44,13 @@ def message(learner: Learner, own: Policy, recorded: int) -> fleet_pb2.SelfCalib
     for tried in learner.tried:
         shown.tried.add(requests=tried.requests, outcome=tried.outcome).time.FromDatetime(tried.time)
     return shown
+
+
+def _left_out_text(seen: Counter[LeftOut | None]) -> str:
+    """Return how many requests are left out and why, if those are most of them; else an empty text."""
+    reasons = [(reason, count) for reason, count in seen.most_common() if reason is not None]
+    left_out, total = sum(count for _, count in reasons), seen.total()
+    return f"{left_out:,} of {total:,} requests are left out: {reasons[0][0]}" if left_out > total / 2 else ""
 
 
 def row(found: fleet_pb2.SelfCalibration) -> dict[str, Any]:

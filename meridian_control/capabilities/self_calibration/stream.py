@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
-from meridian_control.capabilities.self_calibration.episodes import Episode, Sample, name_of
+from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Sample, name_of
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.think_ends import FINISHED
-from meridian_control.policy.effects import may_shorten
+from meridian_control.policy.effects import any_self_calibrates, may_shorten, self_calibrates
 from meridian_control.policy.shortening_kinds import kinds_for_request
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.part import ProbeResult, Stream
+    from meridian_control.policy.model import Policy
 
 # Most probes of a request that are kept; a request with more is left out.
 MAX_SAMPLES = 2000
@@ -28,14 +30,19 @@ class Recorder(Part):
     """The live requests of one engine that nothing shortens, and whose policy asks for self-calibration: the control
     group, and while nothing in force may shorten a request, all that are measured.
 
-    found: takes the name of the traffic and an episode, when its request closes.
+    found: takes the name of the traffic and an episode, or why there is none, when its request closes.
     """
 
-    def __init__(self, stream: Stream, found: Callable[[str, Episode], None]) -> None:
+    def __init__(self, stream: Stream, found: Callable[[str, Episode | LeftOut], None]) -> None:
         self._stream, self._table, self._found = stream, stream.table, found
         self._samples: dict[int, list[Sample]] = {}
         # Samples whose results came with the report that is being taken in, by slot.
         self._new: list[tuple[int, Sample]] = []
+        # Whether the policy in force asks for self-calibration of some request.
+        self._is_asked = False
+
+    def policy_begins(self, revision: int, policy: Policy, now: object) -> None:
+        self._is_asked = any_self_calibrates(policy)
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self._samples.clear()
@@ -59,26 +66,34 @@ class Recorder(Part):
         self._new.clear()
 
     def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
-        for closed in rows if self._samples else ():
-            samples = self._samples.pop(closed.slot, None)
-            if samples and governed and closed.reason in FINISHED and len(samples) <= MAX_SAMPLES:
-                self._close(closed.slot, samples)
+        for closed in rows if self._is_asked else ():
+            samples = self._samples.pop(closed.slot, [])
+            opened = self._table.info[closed.slot]
+            if opened is not None and governed and closed.reason in FINISHED and self._is_meant(closed.slot):
+                self._found(self._stream.policies.who(opened).traffic, self._result(opened, samples))
 
-    def _close(self, slot: int, samples: list[Sample]) -> None:
-        """Hand on the episode of a request whose thinking the model itself has ended, once, and whose newest probe lies
-        near that end, so that the answer that stayed is known."""
+    def _is_meant(self, slot: int) -> bool:
+        """Whether self-calibration is to record a request that has thought. A request that counts has had the same
+        rules from its beginning."""
         table = self._table
-        opened, natural = table.info[slot], int(table.think_tokens[slot])
-        thinks_again = table.reentered[slot] or table.phase[slot] == THINK
-        if opened is None or table.first_end[slot] != NATURAL_END or thinks_again:
-            return
-        # A request that counts has had the same rules from its beginning.
-        if not (table.counted[slot] and self._is_unshortened(slot)):
-            return
+        is_asked = self_calibrates(self._stream.policies.of(slot))
+        is_whole = table.think_tokens[slot] and table.counted[slot] and not table.unmeasured[slot]
+        return bool(is_asked and is_whole and self._is_unshortened(slot))
+
+    def _result(self, opened: OpenedRequest, samples: list[Sample]) -> Episode | LeftOut:
+        """Return the episode of a request whose thinking the model itself has ended, once, and whose newest probe lies
+        near that end, so that the answer that stayed is known."""
+        table, slot = self._table, opened.slot
+        natural = int(table.think_tokens[slot])
+        if table.first_end[slot] != NATURAL_END or table.reentered[slot] or table.phase[slot] == THINK:
+            return LeftOut.NOT_NATURAL
+        if not samples:
+            return LeftOut.UNPROBED
+        if len(samples) > MAX_SAMPLES:
+            return LeftOut.MANY
         if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, MAX_GAP_TOKENS):
-            return
-        traffic = self._stream.policies.who(opened).traffic
-        self._found(traffic, Episode(name_of(opened.request_id), natural, tuple(samples)))
+            return LeftOut.FAR
+        return Episode(name_of(opened.request_id), natural, tuple(samples))
 
     def _is_unshortened(self, slot: int) -> bool:
         """Whether a request is in the control group, or nothing in force may shorten it."""

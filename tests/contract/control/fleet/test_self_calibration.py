@@ -16,6 +16,7 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.self_calibration import fleet, rule
+from meridian_control.capabilities.self_calibration.episodes import LeftOut
 from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
@@ -24,6 +25,7 @@ from meridian_control.engine.totals import Totals
 from meridian_control.offline.self_calibration import work
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.model import Policy, Who
+from meridian_control.policy.schema import TelemetryPolicy
 from tests.contract.rollouts import Control, controlling
 from tests.fakes.episodes import Traffic
 from tests.fakes.linked import LinkedEngine, until
@@ -226,6 +228,24 @@ async def test_a_rule_without_requests_for_long_is_withdrawn(control: Control) -
     row = await found(control)
     assert (row.state, row.why) == ("withdrawn", "no request of it was recorded for 30 days")
     assert await policy_now(control) == ASKED
+
+
+async def test_most_requests_that_are_left_out_are_explained(control: Control) -> None:
+    """Without that, somebody who has switched it on for short thinking would wait for ever."""
+    await apply(control, ASKED)
+    part = control.fleet.part(SelfCalibration)
+    for _ in range(9):
+        part.record(WHO.traffic, LeftOut.UNPROBED)
+    part.record(WHO.traffic, LeftOut.FAR)
+    row = await found(control)
+    assert (row.state, row.recorded_requests) == ("recording", 0)
+    assert row.why.startswith("10 of 10 requests are left out: no probe came before the thinking ended; lower ")
+    await records(control, EASY, 10)
+    assert not (await found(control)).why, "half of them are recorded"
+    await records(control, EASY, 1, OTHER)
+    await apply(control, ASKED.model_copy(update={"telemetry": TelemetryPolicy(shadow_sample_ratio=1.0)}))
+    part.record(WHO.traffic, LeftOut.FAR)
+    assert (await found(control)).why.startswith("1 of 1 requests"), "another policy, another count"
 
 
 async def test_the_metric_counts_traffics_by_state(control: Control) -> None:

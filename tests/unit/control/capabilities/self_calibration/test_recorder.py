@@ -10,7 +10,7 @@ import pytest
 
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.capabilities.self_calibration.episodes import Episode, name_of
+from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, name_of
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
@@ -31,10 +31,22 @@ PROBED = {"eat_probe_interval_tokens": 4, "eat_probe_placement": "anywhere", "ho
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Episode]]:
-    """Return the list to which streams of the test add what they record."""
+def left_out() -> list[LeftOut]:
+    return []
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch, left_out: list[LeftOut]) -> list[tuple[str, Episode]]:
+    """Return the list to which streams of the test add what they record, and fill in why others are left out."""
     kept = list[tuple[str, Episode]]()
-    recorder = partial(Recorder, found=lambda traffic, episode: kept.append((traffic, episode)))
+
+    def take(traffic: str, found: Episode | LeftOut) -> None:
+        if isinstance(found, LeftOut):
+            left_out.append(found)
+        else:
+            kept.append((traffic, found))
+
+    recorder = partial(Recorder, found=take)
     monkeypatch.setattr(sessions, "STREAM_PARTS", (*STREAM_PARTS, recorder))
     return kept
 
@@ -106,29 +118,41 @@ def test_a_rule_that_comes_into_force_spoils_requests_that_it_may_shorten(found:
 
 
 @pytest.mark.parametrize(
-    ("rules", "name", "fields"),
+    ("rules", "name"),
     [
-        (all_measured(**IN_FORCE), TREATED, {}),
-        (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), TREATED, {}),
-        (all_measured(budget=[{**BUDGET, "shadow": False}]), TREATED, {}),
-        (asked(self_calibration=False), CONTROL, {}),
-        (asked(holdout_share=0.0), CONTROL, {}),
-        (asked(enabled=False), CONTROL, {}),
-        (asked(), CONTROL, {"own_cap": 20}),
+        (all_measured(**IN_FORCE), TREATED),
+        (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), TREATED),
+        (all_measured(budget=[{**BUDGET, "shadow": False}]), TREATED),
+        (asked(self_calibration=False), CONTROL),
+        (asked(holdout_share=0.0), CONTROL),
+        (asked(enabled=False), CONTROL),
     ],
-    ids=["a rule", "a cap", "a budget", "not asked", "no control group", "off", "ended by force"],
+    ids=["a rule", "a cap", "a budget", "not asked", "no control group", "off"],
 )
 def test_others_are_not_recorded(
-    found: list[tuple[str, Episode]], rules: Policy, name: str, fields: dict[str, Any]
+    found: list[tuple[str, Episode]], left_out: list[LeftOut], rules: Policy, name: str
 ) -> None:
-    run(stream(rules), name, **fields)
+    run(stream(rules), name)
     assert not found
+    assert not left_out
 
 
-def test_a_request_without_a_probe_near_its_end_is_left_out(found: list[tuple[str, Episode]]) -> None:
-    made = stream(asked())
-    made.open(CONTROL, think=60, answer=3)
-    made.step(20)
-    made.apply(asked(enabled=False))
-    made.step(60)
-    assert not found
+@pytest.mark.parametrize(
+    ("rules", "fields", "why"),
+    [
+        (asked(), {"own_cap": 20}, [LeftOut.NOT_NATURAL]),
+        (all_measured({**EARLY, "min_think_tokens": 1000}), {}, [LeftOut.UNPROBED]),
+        (asked(eat_probe_interval_tokens=20), {"think": 38}, [LeftOut.FAR]),
+        (asked(), {"think": 0}, []),
+    ],
+    ids=["ended by force", "unprobed", "no probe near the end", "did not think"],
+)
+def test_it_is_said_why_a_request_is_left_out(
+    found: list[tuple[str, Episode]],
+    left_out: list[LeftOut],
+    rules: Policy,
+    fields: dict[str, Any],
+    why: list[LeftOut],
+) -> None:
+    run(stream(rules), **fields)
+    assert (found, left_out) == ([], why)
