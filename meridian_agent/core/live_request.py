@@ -439,3 +439,20 @@ class LiveRequest:
     def reserve_tokens(self) -> int:
         """The answer reserve in force, 0 for none."""
         return self.default_reserve if self.cap is None else 0 if self.cap.shadow else self.cap.answer_reserve_tokens
+
+
+class OtherAnswers:
+    """Tells whether the trial answers of different requests differ, and keeps two of them for that."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        # The newest trial answer, and that of the request that was probed before that one; None for none.
+        self._newest: int | None = None
+        self._before: int | None = None
+
+    def is_other(self, request_id: str, answer: int) -> bool:
+        """Note a request's trial answer; return whether the request that was probed before it has another one."""
+        if request_id != self._request_id:
+            self._request_id, self._before = request_id, self._newest
+        self._newest = answer
+        return self._before not in (None, answer)

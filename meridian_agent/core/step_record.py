@@ -136,7 +136,7 @@ class StepRecord:
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
     # answer would be empty).
-    probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
+    probes: list[tuple[int, int, int, float, int, int, bool, bool]] = field(default_factory=list)
     # Looks for repetition, which the thread that sends the record replaces by what they find.
     looks: list[Look] = field(default_factory=list)
     # Cycles in the newest thinking tokens: (slot, tokens of a round, tokens that repeat).

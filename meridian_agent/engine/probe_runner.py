@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from meridian_agent.core import probe_admission
+from meridian_agent.core.live_request import OtherAnswers
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE, Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
 from meridian_agent.core.sentences import CERTAIN, LIKELY
@@ -60,6 +61,7 @@ class ProbeRunner:
         # which it waits even if its hold is over.
         self.held: dict[LiveRequest, int] = {}
         self.tokens = 0
+        self._other_answers = OtherAnswers()
         # The step from which on the probes that have reached their places are placed together.
         self._collect_at = 0
         self._number = 0
@@ -385,7 +387,8 @@ class ProbeRunner:
         same_answers = live.count_same_answer(answer)
         empty = answer in live.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
         measured = (placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
-        self._tracker.record.probes.append((*measured, same_answers, empty))
+        other = self._other_answers.is_other(live.info.request_id, answer)
+        self._tracker.record.probes.append((*measured, same_answers, empty, other))
         self._directives.report(placed.decision_id, Outcome.APPLIED)
 
     def sent(self, record: StepRecord) -> None:

@@ -30,6 +30,7 @@ PROBE_COLUMNS = (
     "cost_tokens",
     "same_answer",
     "empty_answer",
+    "other_answer",
 )
 
 

@@ -109,13 +109,17 @@ def calibrate(
             import_module(name)
     except ImportError as error:
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
-    from meridian_control.offline import calibration, calibration_report, halves
+    from meridian_control.offline import calibration, calibration_report, correctness, halves
 
     with reported():
         replay = _replay(traces, labels, base, model, delay_tokens)
     goal = calibration.Goal(max_loss, confidence, attempt)
     try:
+        if replay.judge.is_proxy:
+            correctness.check_answers_differ(replay.episodes)
         result = calibration.calibrate(replay, goal)
+    except correctness.AnswersAlikeError as error:
+        fail(FAILED, f"{error}, or give --labels")
     except halves.TooFewRequests as error:
         left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
         fail(FAILED, str(error), *left_out)

@@ -212,12 +212,14 @@ class Intake:
                 self._totals.ttot.add(intervals.ttot_ms / 1e3)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
-        # Agents of the first version do not report whether the answer would be empty, nor whether it changes.
+        # Agents of the first version do not report whether the answer would be empty, nor whether it changes; those of
+        # 0.3 not whether it is another one than that of other requests.
         ids, slots = probes.decision_id[:], probes.slot[:]
         empty_answers = probes.empty_answer[:] or [False] * len(slots)
         same_answers = probes.same_answer[:] or [0] * len(slots)
         costs = probes.cost_tokens[:] or [0] * len(slots)
-        columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers, costs
+        others = probes.other_answer[:] or [False] * len(slots)
+        columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers, costs, others
         if len({len(column) for column in columns}) != 1:
             raise BadReport("probe columns must have one length")
         if self._policies.policy is None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.common.errors import MeridianError
+from meridian_control.common.look import percent
 from meridian_control.journal.request_ids import shortened
 from meridian_control.offline.episodes import KEY
 from meridian_control.offline.trace_file import FileError
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 LABEL_KEYS = {"request_id", "think_tokens", "correct", "group"}
 # Smallest probability of a right answer that counts as right, in counts of right and wrong answers.
 RIGHT = 0.5
+# Trial answers tell answers apart if at least this share of the requests has another one than the request before, as
+# with yes and no where one of them is right in nine cases of ten. It is judged on at least MIN_COMPARED requests.
+MIN_DIFFERENT, MIN_COMPARED = 0.15, 20
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,25 @@ def check_once(path: Path, episodes: Episodes) -> None:
     twice = next((request_id for request_id, count in Counter(episodes.ids).items() if count > 1), None)
     if twice is not None:
         raise FileError(path, "", f"cannot be used: the traces hold several requests with the id {twice!r}")
+
+
+class AnswersAlikeError(MeridianError):
+    """The trial answers do not tell one answer from another."""
+
+
+def check_answers_differ(episodes: Episodes) -> None:
+    """Raise AnswersAlikeError if trial answers of different requests differ too rarely, as if all answers begin with a
+    line break or the same word. What an earlier end would change is not seen then, so each rule would look harmless."""
+    owner = episodes.sample_owner
+    newest = np.searchsorted(owner, np.unique(owner), "right") - 1
+    known = episodes.other_answer[newest]
+    known = known[known >= 0]
+    if len(known) >= MIN_COMPARED and (share := float(known.mean())) < MIN_DIFFERENT:
+        raise AnswersAlikeError(
+            f"only {percent(share)} of the requests have another trial answer than the request before, so answers "
+            "begin alike, or few questions are asked again and again, and what an earlier end would change cannot be "
+            "seen; set the model's eat_answer_prefix"
+        )
 
 
 def from_probes(episodes: Episodes) -> Judge:

@@ -81,6 +81,8 @@ class Episodes:
     cost_tokens: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
+    # Whether the request that was probed before has another trial answer, 1 or 0; -1 if that is not known.
+    other_answer: NDArray[np.int64]
     # Every request id in the trace, the number of unusable requests by reason, and the newest policy in the trace.
     seen: frozenset[str]
     left_out: dict[str, int]
@@ -114,7 +116,10 @@ PROBE_COLUMNS = {
     "cost_tokens": INTEGER,
     "same_answer": INTEGER,
     "empty_answer": INTEGER,
+    "other_answer": INTEGER,
 }
+# Values of columns that a sender does not know and leaves empty, if they are not 0 or NaN.
+UNKNOWN = {"other_answer": -1}
 
 
 class _Columns:
@@ -134,7 +139,8 @@ class _Columns:
         self.report.extend([report] * count)
         for name, column in self.values.items():
             # A sender leaves a column that it does not know empty, and NaN is a value that was not measured.
-            values = getattr(message, name, ()) or [math.nan if column.typecode == FLOAT else 0] * count
+            unknown = math.nan if column.typecode == FLOAT else UNKNOWN.get(name, 0)
+            values = getattr(message, name, ()) or [unknown] * count
             if len(values) != count:
                 raise BadReport(f"its columns must have one length; got {count} and {len(values)}")
             column.extend(values)
@@ -277,9 +283,9 @@ def _samples(rows: list[Any], row_keys: NDArray[np.int64], think: NDArray[np.int
     order = np.lexsort((tokens, owner))
     order = order[np.isfinite(eat[order])]
     arrived = think[np.searchsorted(row_keys, owner * KEY + report, "right")[order] - 1]
-    names = ("sample_owner", "sample_tokens", "eat_nats", "cost_tokens", "same_answer", "empty_answer")
-    *others, empty = others
-    columns = zip(names, (owner, tokens, eat, *others, empty != 0), strict=True)
+    names = ("sample_owner", "sample_tokens", "eat_nats", "cost_tokens", "same_answer", "empty_answer", "other_answer")
+    *others, empty, other = others
+    columns = zip(names, (owner, tokens, eat, *others, empty != 0, other), strict=True)
     return {name: column[order] for name, column in columns} | {"sample_arrived": arrived}
 
 

@@ -20,7 +20,7 @@ from meridian_control.common.look import percent
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import CONFIRMATIONS, eat_rule
-from meridian_control.offline.correctness import from_probes
+from meridian_control.offline.correctness import AnswersAlikeError, check_answers_differ, from_probes
 from meridian_control.offline.episodes import Episodes
 from meridian_control.offline.halves import TooFewRequests
 from meridian_control.offline.rule_replay import EAT_SENTENCE, Replay, StoppingRule
@@ -50,7 +50,7 @@ def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
     """
     samples = [(owner, sample) for owner, row in enumerate(rows) for sample in row.samples]
     columns = [np.array(column) for column in zip(*(sample for _, sample in samples), strict=True)]
-    places, arrived, eat, cost, same, empty, is_read = columns
+    places, arrived, eat, cost, same, empty, is_read, is_other = columns
     owner = np.array([owner for owner, _ in samples], np.int64)
     read = np.flatnonzero(is_read & (places >= from_tokens))
     count = len(read)
@@ -78,6 +78,7 @@ def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
         cost_tokens=cost,
         same_answer=same,
         empty_answer=empty,
+        other_answer=is_other.astype(np.int64),
         seen=frozenset(row.name for row in rows),
         left_out={},
         policy=None,
@@ -85,7 +86,8 @@ def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
 
 
 def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
-    """Calibrate on episodes. Return the number of judged `requests`, and the proved `rule` or `why` none is proved.
+    """Calibrate on episodes. Return the number of judged `requests`, and the proved `rule` or `why` none is proved; and
+    whether only later requests can prove one (`anew`).
 
     base: the policy that holds for the requests without a rule found by itself.
     """
@@ -95,6 +97,10 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
     judge = from_probes(episodes)
     replay = Replay(episodes, judge, base, DELAY_TOKENS)
     requests = int((~np.isnan(judge.natural)).sum())
+    try:
+        check_answers_differ(episodes)
+    except AnswersAlikeError as error:
+        return {"requests": requests, "why": str(error), "anew": True}
     try:
         result = calibrate(replay, goal, families=[EAT_SENTENCE])
     except TooFewRequests as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.live_request import OtherAnswers
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import opened_message, step_report
@@ -219,6 +220,7 @@ class FakeAgent:
         self.revision = 0
         self.eat_nats = 0.01
         self.empty_answer = False
+        self._other_answers = OtherAnswers()
         # Likeliest token of each probe.
         self.trial_answer = 7
         self.end_rank = 1
@@ -284,8 +286,9 @@ class FakeAgent:
                 script, tokens = self.scripts[tr.info.request_id], tr.state.think_tokens
                 eat_nats = script.eat_nats(tokens) if script.eat_nats else self.eat_nats
                 same = tr.count_same_answer(script.trial_answer(tokens) if script.trial_answer else self.trial_answer)
+                other = self._other_answers.is_other(tr.info.request_id, tr.trial_answer)
                 measured = (decision_id, tr.slot, tokens, eat_nats, 3, same, self.empty_answer)
-                engine.tracker.record.probes.append(measured)
+                engine.tracker.record.probes.append((*measured, other))
                 engine.directives.report(decision_id, Outcome.APPLIED)
             else:
                 engine.directives.report(decision_id, Outcome.REFUSED, detail="not thinking")

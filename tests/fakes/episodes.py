@@ -17,12 +17,13 @@ GAP_TOKENS = 64
 class Traffic:
     """Requests of one kind. think_tokens: median. settles: range of the share of the thinking after which the trial
     answer stays. misled: share of the requests whose EAT is low although their answer still changes. undecided_nats:
-    mean EAT before the answer has settled."""
+    mean EAT before the answer has settled. differs: whether answers of different requests begin differently."""
 
     think_tokens: float = 1500.0
     settles: tuple[float, float] = (0.2, 0.8)
     misled: float = 0.0
     undecided_nats: float = 0.9
+    differs: bool = True
 
     def episode(self, rng: random.Random, name: str) -> Episode:
         natural = max(2 * GAP_TOKENS, int(rng.lognormvariate(0, 0.4) * self.think_tokens))
@@ -36,7 +37,7 @@ class Traffic:
             answer = 0 if settled else rng.randint(1, 3)
             same = same + 1 if answer == before else 1
             before = answer
-            samples.append(Sample(place, place, round(eat, 4), 2, same, False, True))
+            samples.append(Sample(place, place, round(eat, 4), 2, same, False, True, self.differs))
         return Episode(name_of(name), natural, tuple(samples))
 
     def episodes(self, rng: random.Random, count: int, prefix: str = "") -> list[Episode]:

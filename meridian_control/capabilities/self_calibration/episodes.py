@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class Sample(NamedTuple):
     """A measured probe. think_tokens: at its place. arrived_tokens: thinking tokens when the result came. same_answer:
-    number of newest probes in a row with the same trial answer. is_read: whether a rule reads probes like this one."""
+    number of newest probes in a row with the same trial answer. is_read: whether a rule reads probes like this one.
+    is_other: whether the request that was probed before has another trial answer."""
 
     think_tokens: int
     arrived_tokens: int
@@ -25,6 +26,7 @@ class Sample(NamedTuple):
     same_answer: int
     is_empty: bool
     is_read: bool
+    is_other: bool
 
 
 class Episode(NamedTuple):

@@ -192,7 +192,8 @@ class SelfCalibration(FleetPart):
         now = self._clock()
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
-            return learner.refused(found["requests"], found["why"], last, now, max_loss)
+            anew = bool(found.get("anew"))
+            return learner.refused(found["requests"], found["why"], last, now, max_loss, anew=anew)
         rule = Rule.model_validate(found["rule"])
         override = rules.override_of(learner.traffic, rule)
         candidate = rules.with_override(current.policy, learner.traffic, override)

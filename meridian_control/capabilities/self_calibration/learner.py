@@ -91,14 +91,17 @@ class Learner(Value):
         """Return the number of episodes after `after` that the next attempt needs."""
         return min(MAX_EPISODES, max(self.needed, fewest(self.attempts + 1, max_loss)))
 
-    def refused(self, requests: int, why: str, newest: int, now: datetime, max_loss: float) -> Self:
-        """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode."""
-        attempts, needed = self.attempts + 1, GROWTH * max(requests, self.needed)
+    def refused(
+        self, requests: int, why: str, newest: int, now: datetime, max_loss: float, *, anew: bool = False
+    ) -> Self:
+        """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode.
+        anew: whether only later requests can prove one."""
+        attempts, needed = self.attempts + 1, 0 if anew else GROWTH * max(requests, self.needed)
         return self._with(
             state=State.REFUSED,
             since=now,
             why=why,
-            after=newest if needed > MAX_EPISODES else self.after,
+            after=newest if anew or needed > MAX_EPISODES else self.after,
             needed=min(MAX_EPISODES, max(needed, fewest(attempts + 1, max_loss))),
             attempts=attempts,
             requests=requests,

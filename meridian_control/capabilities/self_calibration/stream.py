@@ -54,7 +54,8 @@ class Recorder(Part):
             if of(result.slot).entropy.self_calibration and self._is_unshortened(result.slot):
                 place, same = result.think_tokens, result.same_answer
                 read = result.reason != UNREAD_PROBE
-                sample = Sample(place, place, result.eat_nats, result.cost_tokens, same, result.is_empty, read)
+                measured = place, place, result.eat_nats, result.cost_tokens, same, result.is_empty
+                sample = Sample(*measured, read, result.is_other)
                 self._new.append((result.slot, sample))
 
     def reported(self, report: agent_pb2.StepReport, now: object) -> None:

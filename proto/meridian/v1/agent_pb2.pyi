@@ -1367,6 +1367,7 @@ class ProbeColumns(_message.Message):
     COST_TOKENS_FIELD_NUMBER: _builtins.int
     SAME_ANSWER_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWER_FIELD_NUMBER: _builtins.int
+    OTHER_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decision_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Id of the EatProbe decision."""
@@ -1397,6 +1398,12 @@ class ProbeColumns(_message.Message):
         here.
         """
 
+    @_builtins.property
+    def other_answer(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether the likeliest next token is another one than that of the request that was probed before this one. If that is
+        rare, all answers begin alike, and the likeliest next token does not tell one answer from another.
+        """
+
     def __init__(
         self,
         *,
@@ -1407,10 +1414,11 @@ class ProbeColumns(_message.Message):
         cost_tokens: _abc.Iterable[_builtins.int] | None = ...,
         same_answer: _abc.Iterable[_builtins.int] | None = ...,
         empty_answer: _abc.Iterable[_builtins.bool] | None = ...,
+        other_answer: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_tokens", b"cost_tokens", "decision_id", b"decision_id", "eat_nats", b"eat_nats", "empty_answer", b"empty_answer", "same_answer", b"same_answer", "slot", b"slot", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_tokens", b"cost_tokens", "decision_id", b"decision_id", "eat_nats", b"eat_nats", "empty_answer", b"empty_answer", "other_answer", b"other_answer", "same_answer", b"same_answer", "slot", b"slot", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,6 +117,19 @@ def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) ->
     assert forms.load_config(out).entropy.shadow
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_the_command_needs_labels_where_answers_begin_alike(tmp_path: Path, other: bool) -> None:
+    requests = made(60)
+    recorded = traces.records(requests)
+    for record in (each for each in recorded if each.up.HasField("step")):
+        record.up.step.probes.other_answer.extend([other] * len(record.up.step.probes.slot))
+    trace, labels = traces.write(tmp_path / "a.trace", recorded), traces.write_labels(tmp_path / "l.jsonl", requests)
+    told = run(trace)
+    assert ("answers begin alike" in " ".join(told.stderr.split())) is not other
+    assert ("or give --labels" in " ".join(told.stderr.split())) is not other
+    assert "This is a proxy" not in run(trace, "--labels", labels).stdout
+
+
 def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
     recorded = policy(model={"m": {"eat_answer_prefix": "so "}})
     halves = [made()[:60], made()[60:]]

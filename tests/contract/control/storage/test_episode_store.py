@@ -39,7 +39,8 @@ async def stores(address: str) -> AsyncIterator[tuple[EpisodeStore, EpisodeStore
 
 
 def episode(name: str, natural: int = 300) -> Episode:
-    return Episode(name, natural, (Sample(64, 66, 0.25, 2, 1, False, True), Sample(128, 130, 0.5, 2, 1, True, False)))
+    samples = Sample(64, 66, 0.25, 2, 1, False, True, False), Sample(128, 130, 0.5, 2, 1, True, False, True)
+    return Episode(name, natural, samples)
 
 
 async def test_replicas_add_to_the_same_episodes(stores: tuple[EpisodeStore, EpisodeStore]) -> None:

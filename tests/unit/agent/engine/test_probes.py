@@ -101,7 +101,7 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     """The result of a probe for which a request is held is sent at once; other results go with later steps."""
     probing = ProbeRunner(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
     held = tracked()
-    measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False)])
+    measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False, True)])
     probing.sent(measured)
     assert not measured.presses
     probing.held[held] = 0

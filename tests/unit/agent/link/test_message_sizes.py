@@ -49,7 +49,7 @@ INFOS = st.builds(
 )
 ROWS = st.tuples(SLOTS, INFOS, st.integers(0, 3), NUMBERS, NUMBERS, NUMBERS, *[st.booleans()] * 4)
 OUTCOMES = st.tuples(st.integers(0, 2**63), st.integers(0, 7), NUMBERS, TEXTS)
-PROBES = st.tuples(st.integers(0, 2**63), SLOTS, NUMBERS, MS, NUMBERS, NUMBERS, st.booleans())
+PROBES = st.tuples(st.integers(0, 2**63), SLOTS, NUMBERS, MS, NUMBERS, NUMBERS, st.booleans(), st.booleans())
 
 
 def many(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:

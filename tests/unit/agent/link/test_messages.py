@@ -110,7 +110,7 @@ def test_a_full_record() -> None:
             np.array([-1, -2, -3], np.float32),
             np.array([-0.5, -0.25, -3], np.float32),
         ).encode(),
-        probes=[(5, 0, 64, 0.25, 12, 3, True)],
+        probes=[(5, 0, 64, 0.25, 12, 3, True, False)],
         preempted=[1],
         resumed=[2],
         closed=[(0, 1)],
@@ -136,6 +136,7 @@ def test_a_full_record() -> None:
         cost_tokens=[12],
         same_answer=[3],
         empty_answer=[True],
+        other_answer=[False],
     )
     assert (list(report.preempted), list(report.resumed)) == ([1], [2])
     assert report.joined == agent_pb2.JoinedColumns(slot=[3, 0], queueing_ms=[1500.0, 0.0])

@@ -96,7 +96,7 @@ class Engine:
         columns, ranked = np.array(entropies, np.float32), np.array(ranks, np.int32)
         record.told = StepSignals(None, columns, ranked, -columns, -columns).encode()
         for slot, (eat_nats, empty, same, place) in step.samples.items():
-            record.probes.append((self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty))
+            record.probes.append((self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty, True))
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
                 record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))

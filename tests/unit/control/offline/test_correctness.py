@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from meridian_control.offline.correctness import Judge, from_labels, from_probes
+from meridian_control.offline.correctness import (
+    AnswersAlikeError,
+    Judge,
+    check_answers_differ,
+    from_labels,
+    from_probes,
+)
 from meridian_control.offline.trace_file import FileError
 from tests.fakes import traces
 from tests.fakes.replays import made, recorded_in
@@ -34,6 +42,27 @@ def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
         # By chance the run of right answers may begin a little before the request settled; it never begins later.
         assert (judge.right[here][right] == 1).all()
         assert judge.right[here].sum() < here.sum()
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ([-1] * 100, ""),
+        ([0] * 19, ""),
+        ([0] * 20, "only 0.0 % of the requests"),
+        ([0] * 85 + [1] * 15, ""),
+        ([0] * 86 + [1] * 14, "only 14.0 % of the requests"),
+        ([0] * 20 + [-1] * 900, "only 0.0 % of the requests"),
+    ],
+    ids=["not known", "too few", "alike", "differ", "nearly alike", "known of some"],
+)
+def test_trial_answers_that_do_not_tell_answers_apart(tmp_path: Path, others: list[int], why: str) -> None:
+    """Each request has two samples, of which the newest counts."""
+    owner, known = np.repeat(np.arange(len(others)), 2), np.repeat(others, 2)
+    known[::2] = 1
+    episodes = replace(recorded_in(tmp_path, made(3)), sample_owner=owner, other_answer=known)
+    with pytest.raises(AnswersAlikeError, match=why) if why else nullcontext():
+        check_answers_differ(episodes)
 
 
 @pytest.mark.parametrize(

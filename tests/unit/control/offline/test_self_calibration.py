@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from tests.fakes.episodes import GAP_TOKENS, Traffic
 BASE = Policy.model_validate({"scheduler": {"min_think_tokens": 256}})
 GOAL = Goal(0.02, attempt=1)
 EASY, MISLED = Traffic(), Traffic(misled=0.2)
+# Trial answers hardly ever change, as if nearly each answer began with a line break.
+ALIKE = Traffic(settles=(0.0, 0.1), differs=False)
 LEVEL = {
     "ema_alpha": 1.0,
     "eat_warmup_samples": 1,
@@ -48,18 +51,29 @@ def test_a_rule_is_proved_on_traffic_that_settles() -> None:
         (MISLED, fewest(1, 0.02) + 60, "no rule loses little enough on the half that chooses"),
         (EASY, fewest(1, 0.02) // 2, "no rule loses little enough on the half that chooses"),
         (EASY, 5, "10 requests are needed in each half"),
+        (
+            ALIKE,
+            1000,
+            "only 0.0 % of the requests have another trial answer than the request before",
+        ),
     ],
-    ids=["misled", "few", "very few"],
+    ids=["misled", "few", "very few", "answers that begin alike"],
 )
 def test_nothing_is_proved(traffic: Traffic, count: int, why: str) -> None:
     result = found(BASE, traffic.episodes(random.Random(1), count), GOAL)
     assert "rule" not in result
     assert result["why"].startswith(why)
+    assert result.get("anew", False) == (traffic is ALIKE), "once a prefix is set, earlier probes show nothing"
+
+
+def test_answers_that_begin_alike_would_seem_never_to_change() -> None:
+    differing = replace(ALIKE, differs=True)
+    assert found(BASE, differing.episodes(random.Random(1), 1000), GOAL)["rule"]["saved"] > 0.5
 
 
 def episode(*probes: tuple[int, float, int], natural: int = 700, unread: tuple[int, ...] = ()) -> Episode:
     """Return a request with probes, each with its place, EAT, and number of probes in a row with its trial answer."""
-    samples = [Sample(place, place, eat, 2, same, False, place not in unread) for place, eat, same in probes]
+    samples = [Sample(place, place, eat, 2, same, False, place not in unread, True) for place, eat, same in probes]
     return Episode("r", natural, tuple(samples))
 
 

@@ -65,6 +65,11 @@ def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
     assert [tried.outcome for tried in again.tried] == [str(number) for number in range(20 - MAX_TRIED, 20)]
 
 
+def test_an_attempt_that_saw_nothing_is_followed_by_one_on_later_requests() -> None:
+    refused = learner().refused(400, "answers begin alike", 17, NOW, LOSS, anew=True)
+    assert (refused.after, refused.needed, refused.attempts) == (17, fewest(2, LOSS), 1)
+
+
 def test_attempts_are_counted_over_the_whole_life() -> None:
     rolled = learner().refused(400, "no", 1, NOW, LOSS).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
     assert (rolled.state, rolled.attempts, rolled.requests, rolled.after) == (State.IN_FORCE, 2, 900, 50)
