@@ -61,7 +61,7 @@ class ProbeResult(NamedTuple):
     """A measured probe of a request. think_tokens: thinking tokens at the probe. is_empty: whether the answer would
     have been empty there. same_answer: number of newest probes in a row with the same trial answer, 0 if unknown.
     cost_tokens: tokens that the engine computed for it. is_other: whether the request that was probed before has
-    another trial answer."""
+    another trial answer, None if unknown."""
 
     reason: str
     slot: int
@@ -70,7 +70,7 @@ class ProbeResult(NamedTuple):
     is_empty: bool
     same_answer: int
     cost_tokens: int
-    is_other: bool
+    is_other: bool | None
 
 
 class Stream:

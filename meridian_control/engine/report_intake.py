@@ -218,7 +218,7 @@ class Intake:
         empty_answers = probes.empty_answer[:] or [False] * len(slots)
         same_answers = probes.same_answer[:] or [0] * len(slots)
         costs = probes.cost_tokens[:] or [0] * len(slots)
-        others = probes.other_answer[:] or [False] * len(slots)
+        others: list[bool | None] = [*probes.other_answer] or [None] * len(slots)
         columns = ids, slots, probes.think_tokens[:], probes.eat_nats[:], empty_answers, same_answers, costs, others
         if len({len(column) for column in columns}) != 1:
             raise BadReport("probe columns must have one length")

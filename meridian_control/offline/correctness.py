@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.capabilities.control_group.requests import MIN_COMPARED, MIN_DIFFERENT
 from meridian_control.common.errors import MeridianError
 from meridian_control.common.look import percent
 from meridian_control.journal.request_ids import shortened
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 LABEL_KEYS = {"request_id", "think_tokens", "correct", "group"}
 # Smallest probability of a right answer that counts as right, in counts of right and wrong answers.
 RIGHT = 0.5
-# Trial answers tell answers apart if at least this share of the requests has another one than the request before, as
-# with yes and no where one of them is right in nine cases of ten. It is judged on at least MIN_COMPARED requests.
-MIN_DIFFERENT, MIN_COMPARED = 0.15, 20
 
 
 @dataclass(frozen=True)

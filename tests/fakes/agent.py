@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import OtherAnswers
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import opened_message, step_report
@@ -220,7 +219,8 @@ class FakeAgent:
         self.revision = 0
         self.eat_nats = 0.01
         self.empty_answer = False
-        self._other_answers = OtherAnswers()
+        # None for an agent of 0.3, which does not say it.
+        self.other_answer: bool | None = True
         # Likeliest token of each probe.
         self.trial_answer = 7
         self.end_rank = 1
@@ -286,9 +286,9 @@ class FakeAgent:
                 script, tokens = self.scripts[tr.info.request_id], tr.state.think_tokens
                 eat_nats = script.eat_nats(tokens) if script.eat_nats else self.eat_nats
                 same = tr.count_same_answer(script.trial_answer(tokens) if script.trial_answer else self.trial_answer)
-                other = self._other_answers.is_other(tr.info.request_id, tr.trial_answer)
                 measured = (decision_id, tr.slot, tokens, eat_nats, 3, same, self.empty_answer)
-                engine.tracker.record.probes.append((*measured, other))
+                probes: list[Any] = engine.tracker.record.probes
+                probes.append(measured if self.other_answer is None else (*measured, self.other_answer))
                 engine.directives.report(decision_id, Outcome.APPLIED)
             else:
                 engine.directives.report(decision_id, Outcome.REFUSED, detail="not thinking")

@@ -125,6 +125,7 @@ class Experiment(Judged):
     treated: Arm = field(default_factory=Arm)
     control: Arm = field(default_factory=Arm)
     shadow_saved_tokens: int = 0
+    alike_stops: int = 0
     kinds: defaultdict[Kind, Judged] = field(default_factory=lambda: defaultdict(Judged))
     not_measured: str = ""
     # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
@@ -196,6 +197,7 @@ class Experiment(Judged):
         for counts in (self, *(self.kinds[kind] for kind in request.kinds)):
             counts.judged += 1
         is_harmful = stopped_by is not None and request.is_harmed
+        self.alike_stops += stopped_by is not None and request.newest is not None and request.newest.is_alike
         for counts in (self, self.kinds[stopped_by]) if stopped_by is not None else ():
             counts.judged_stops += 1
             counts.harmful += is_harmful
@@ -206,6 +208,7 @@ class Experiment(Judged):
         self.treated.add(other.treated)
         self.control.add(other.control)
         self.shadow_saved_tokens += other.shadow_saved_tokens
+        self.alike_stops += other.alike_stops
         for kind, counts in other.kinds.items():
             self.kinds[kind].add(counts)
 

@@ -18,6 +18,7 @@ from meridian_control.policy.schema import EntropyPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from meridian_control.engine.part import ProbeResult
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.shortening_kinds import Kind
@@ -29,18 +30,22 @@ MAX_GAP_TOKENS: int = EntropyPolicy.model_fields["eat_probe_interval_tokens"].de
 # The answer that stayed is known if no more than this many gaps lie between the newest probe and the end of thinking,
 # and that at the place of the end if no more lie between a probe and the place.
 MISSING_GAPS = 2
+# Trial answers tell answers apart if at least this share of the requests has another one than the request before, as
+# with yes and no where one of them is right in nine cases of ten. It is judged on at least MIN_COMPARED requests.
+MIN_DIFFERENT, MIN_COMPARED = 0.15, 20
 # A cap is known before it is reached. From so many tokens before it on, a request is probed each NEAR_GAP_TOKENS,
 # because a probe that is asked for at the cap is measured some tokens later, where the answer may already be right.
 NEAR_CAP_TOKENS, NEAR_GAP_TOKENS = 24, 4
 
 
 class Probe(NamedTuple):
-    """A measured probe: its number among those of its request, its place in thinking tokens, and whether the answer
-    would have been empty there."""
+    """A measured probe: its number among those of its request, its place in thinking tokens, whether the answer would
+    have been empty there, and whether it is that of the request that was probed before."""
 
     number: int
     think_tokens: int
     is_empty: bool
+    is_alike: bool
 
 
 @dataclass(slots=True)
@@ -108,10 +113,13 @@ class ControlRequest:
         if self.newest is not None and abs(self.newest.think_tokens - think_tokens) <= near:
             self.at_stop = self.newest
 
-    def probed(self, think_tokens: int, is_empty: bool, same_answer: int) -> None:
-        """Note a measured probe. same_answer: number of newest probes in a row with the same trial answer."""
+    def probed(self, result: ProbeResult) -> None:
+        """Note a measured probe."""
         number = self.newest.number + 1 if self.newest is not None else 0
-        self.newest, self.same_answer = Probe(number, think_tokens, is_empty), same_answer
+        # Agents of 0.3 do not say whether it is another answer.
+        is_alike = result.is_other is False
+        self.newest = Probe(number, result.think_tokens, result.is_empty, is_alike)
+        self.same_answer = result.same_answer
         if self.stopped_by is None:
             return
         at = self.at_stop

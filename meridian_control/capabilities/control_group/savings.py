@@ -11,6 +11,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group import spills
 from meridian_control.capabilities.control_group.experiments import VERDICTS, rules_of
+from meridian_control.capabilities.control_group.requests import MIN_COMPARED, MIN_DIFFERENT
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.shortening_kinds import Kind
@@ -27,7 +28,8 @@ WITHDRAWER = "meridian-harm-guard"
 # Confidence of the intervals and bounds of saving and harm; smallest number of requests on each side for a comparison.
 CONFIDENCE, MIN_REQUESTS = 0.95, 30
 # Counts of `Savings` that add up over replicas.
-COUNTS = ("shadow_saved_tokens", *VERDICTS)
+COUNTS = ("shadow_saved_tokens", "alike_stops", *VERDICTS)
+ALIKE = "answers begin alike, so that their changes are not seen: set the model's eat_answer_prefix"
 ARMS = ("treated", "control")
 # Fields that only the replica that leads fills in.
 EVIDENCE: tuple[Literal["evidence_ratio"], Literal["drift_evidence_ratio"]] = ("evidence_ratio", "drift_evidence_ratio")
@@ -191,6 +193,8 @@ def estimate(counts: fleet_pb2.Savings) -> None:
         spills.set_range(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
         spills.set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
     spills.estimate(counts, MIN_REQUESTS)
+    if counts.judged_stops >= MIN_COMPARED and counts.alike_stops > (1 - MIN_DIFFERENT) * counts.judged_stops:
+        counts.not_measured = counts.not_measured or ALIKE
     judged: tuple[fleet_pb2.Savings | fleet_pb2.ShorteningHarm, ...] = (counts, *counts.kinds)
     for row in judged:
         if row.judged and row.unjudged <= row.judged_stops and not counts.not_measured:

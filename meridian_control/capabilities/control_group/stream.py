@@ -162,7 +162,7 @@ class ControlGroup(Part):
     def probed(self, results: Sequence[ProbeResult]) -> None:
         for result in results:
             if (request := self.requests.by_slot.get(result.slot)) is not None:
-                request.probed(result.think_tokens, result.is_empty, result.same_answer)
+                request.probed(result)
         for result in results if self.experiment is not None and self.experiment.references else ():
             # NaN is no sample.
             is_sample = result.reason != UNREAD_PROBE and np.isfinite(result.eat_nats)

@@ -55,7 +55,7 @@ class Recorder(Part):
                 place, same = result.think_tokens, result.same_answer
                 read = result.reason != UNREAD_PROBE
                 measured = place, place, result.eat_nats, result.cost_tokens, same, result.is_empty
-                sample = Sample(*measured, read, result.is_other)
+                sample = Sample(*measured, read, bool(result.is_other))
                 self._new.append((result.slot, sample))
 
     def reported(self, report: agent_pb2.StepReport, now: object) -> None:

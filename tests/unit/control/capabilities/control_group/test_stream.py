@@ -15,6 +15,7 @@ from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.control_group import savings
 from meridian_control.capabilities.control_group.experiments import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.capabilities.control_group.harm_guard import HarmGuard, Watch
+from meridian_control.capabilities.control_group.requests import MIN_COMPARED
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.listed import STREAM_PARTS
@@ -210,6 +211,21 @@ def test_an_empty_answer_at_the_stop_is_harm() -> None:
     made.agent.empty_answer = False
     made.step(30)
     assert (counts(made).judged_stops, counts(made).harmful) == (1, 1)
+
+
+@pytest.mark.parametrize(("other", "is_measured"), [(True, True), (False, False), (None, True)])
+def test_harm_is_not_measured_where_answers_begin_alike(other: bool | None, is_measured: bool) -> None:
+    made = stream(HALF)
+    made.agent.other_answer = other
+    names = [name for name in map(str, range(100)) if held_out(name, 0.5)][:MIN_COMPARED]
+    for number, name in enumerate(names):
+        assert not (number and counts(made).not_measured), "too few requests to say so"
+        Course(30, low_from=8, right_from=8).open(made, name)
+        made.step(50)
+    told = counts(made)
+    assert told.judged_stops == len(names)
+    assert told.HasField("harm_ratio") == is_measured
+    assert ("eat_answer_prefix" in told.not_measured) != is_measured
 
 
 def test_harm_of_a_rule_without_probes_is_not_measured() -> None:
