@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from meridian_agent.vllm_types import EngineCoreOutputs, Request
 
 
+# One token of thinking.
+ONE_THINKING = (True,)
+
+
 class AnswerOnlyStops:
     """The stops of one engine's requests."""
 
@@ -62,10 +66,11 @@ class AnswerOnlyStops:
                 found, live = known.get(output.request_id), by_id.get(output.request_id)
                 if found is None or live is None:
                     continue
-                if found[1:] != (self.requests, markers):
-                    found = self._concerns(live.ref, live.info), self.requests, markers
-                    known[output.request_id] = found
-                if found[0]:
+                sleep, requests, read_by = found
+                if requests != self.requests or read_by is not markers:
+                    sleep = self._concerns(live.ref, live.info)
+                    known[output.request_id] = sleep, self.requests, markers
+                if sleep:
                     stop_strings.note(output, _thinking(live.state, output.new_token_ids, markers))
                 if output.finish_reason is not None:
                     self.finished(output.request_id)
@@ -96,8 +101,10 @@ def _names_marker(request: Request, markers: Markers) -> bool:
     return named or any(text in string for string in params.stop or () for text in markers.texts)
 
 
-def _thinking(state: PhaseState, tokens: Sequence[int], markers: Markers) -> list[bool]:
+def _thinking(state: PhaseState, tokens: Sequence[int], markers: Markers) -> Sequence[bool]:
     """Return for each token after `state` whether it is a token of thinking or of a marker next to it."""
+    if len(tokens) == markers.longest == 1 and tokens[0] not in markers.by_last:
+        return ONE_THINKING if state.phase is Phase.THINK else ()
     if markers.longest == 1 and markers.by_last.keys().isdisjoint(tokens):
         return [state.phase is Phase.THINK] * len(tokens)
     state, asleep = state.copy(), list[bool]()

@@ -25,11 +25,17 @@ logger = logging.getLogger("vllm.meridian")
 
 # Name of the note, and its characters, one for each new token.
 NOTE, ASLEEP, AWAKE = "meridian-stop-strings", "1", "0"
+# The note of most outputs: one new token, which is thinking.
+ONE_ASLEEP = {NOTE: ASLEEP}
 
 
 def note(output: Any, asleep: Sequence[bool]) -> None:
-    """Note for the front end at which new tokens of an output, vLLM's EngineCoreOutput, stop strings sleep."""
+    """Note for the front end at which new tokens of an output, vLLM's EngineCoreOutput, stop strings sleep; without an
+    entry they do not."""
     if any(asleep) and hasattr(output, "trace_headers"):
+        if len(asleep) == 1 and not output.trace_headers:
+            output.trace_headers = ONE_ASLEEP
+            return
         text = "".join([ASLEEP if token_asleep else AWAKE for token_asleep in asleep])
         output.trace_headers = {**(output.trace_headers or {}), NOTE: text}
 
