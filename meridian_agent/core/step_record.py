@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from meridian.v1 import agent_pb2
 
@@ -18,6 +18,20 @@ from meridian_agent.core.step_signals import SignalBytes, first_rows
 if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.token_cycles import Look
+
+
+class MeasuredProbe(NamedTuple):
+    """The result of an EAT probe; `ProbeColumns` in agent.proto describes each field."""
+
+    decision_id: int
+    slot: int
+    think_tokens: int
+    eat_nats: float
+    cost_tokens: int
+    same_answer: int
+    empty_answer: bool
+    other_answer: bool
+
 
 # A plain number, because the members of an enumeration take longer to compare with.
 THINK = int(Phase.THINK)
@@ -134,9 +148,7 @@ class StepRecord:
     lengths: Sequence[int] = ()
     flags: list[int] = field(default_factory=list)
     opened: list[tuple[Any, ...]] = field(default_factory=list)
-    # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
-    # answer would be empty).
-    probes: list[tuple[int, int, int, float, int, int, bool, bool]] = field(default_factory=list)
+    probes: list[MeasuredProbe] = field(default_factory=list)
     # Looks for repetition, which the thread that sends the record replaces by what they find.
     looks: list[Look] = field(default_factory=list)
     # Cycles in the newest thinking tokens: (slot, tokens of a round, tokens that repeat).

@@ -17,7 +17,7 @@ from meridian_agent.core.live_request import OtherAnswers
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE, Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
 from meridian_agent.core.sentences import CERTAIN, LIKELY
-from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_record import MeasuredProbe, Outcome
 from meridian_agent.core.step_signals import PROBED
 from meridian_agent.engine import prefill_limits, stock_restore
 from meridian_agent.engine.queue_order import skip_step
@@ -386,16 +386,16 @@ class ProbeRunner:
             return
         same_answers = live.count_same_answer(answer)
         empty = answer in live.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
-        measured = (placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
         other = self._other_answers.is_other(live.info.request_id, answer)
-        self._tracker.record.probes.append((*measured, same_answers, empty, other))
+        measured = placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens
+        self._tracker.record.probes.append(MeasuredProbe(*measured, same_answers, empty, other))
         self._directives.report(placed.decision_id, Outcome.APPLIED)
 
     def sent(self, record: StepRecord) -> None:
         """Note which held requests have their probe's result in this record, because they wait for the answer to its
         report."""
         for live in self.held:
-            if not live.asked_in and any(probe[1] == live.slot for probe in record.probes):
+            if not live.asked_in and any(probe.slot == live.slot for probe in record.probes):
                 live.mark_asked(record.step)
                 record.urgent = True
 

@@ -11,7 +11,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import shown_id
-from meridian_agent.core.step_record import COUNTERS
+from meridian_agent.core.step_record import COUNTERS, MeasuredProbe
 from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
 # The lists of a Directives message, in the order in which the engine takes them in.
 DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
-PROBE_COLUMNS = (
-    "decision_id",
-    "slot",
-    "think_tokens",
-    "eat_nats",
-    "cost_tokens",
-    "same_answer",
-    "empty_answer",
-    "other_answer",
-)
 
 
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
@@ -145,7 +135,7 @@ def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) ->
 
 def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
     report.opened.extend(opened_message(row) for row in record.opened)
-    for name, column in zip(PROBE_COLUMNS, zip(*record.probes, strict=True), strict=False):
+    for name, column in zip(MeasuredProbe._fields, zip(*record.probes, strict=True), strict=False):
         getattr(report.probes, name).extend(column)
     for slot, period, tokens in record.loops:
         report.loops.slot.append(slot)

@@ -85,11 +85,11 @@ def probe_mismatches(
     """Return probes whose EAT is off by more than the tolerance, or whose number of equal answers in a row is wrong."""
     found, answers = [], []
     after = logprobs(*([*prompt, *tokens[: probe[2]], *appended] for probe in probes)) if probes else ()
-    for (_, _, think_tokens, eat_nats, _, same_answer, _), expected in zip(probes, after, strict=True):
+    for probe, expected in zip(probes, after, strict=True):
         answers.append(int(expected.argmax()))
         run = len(list(itertools.takewhile(lambda answer: answer == answers[-1], reversed(answers))))
-        if not abs(eat_nats - entropy(expected)) <= tolerance(expected) or same_answer != run:
-            found.append(f"token {think_tokens}: {eat_nats} for {entropy(expected)}, {same_answer} in a row for {run}")
+        if not abs(probe.eat_nats - entropy(expected)) <= tolerance(expected) or probe.same_answer != run:
+            found.append(f"{probe}, expected EAT {entropy(expected)}, {run} in a row")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import MeasuredProbe, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ def records(agent: Any) -> Iterator[list[Any]]:
         outbox.send, outbox.send_text = send, send_text
 
 
-def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
+def probes(seen: list[Any]) -> dict[str, list[MeasuredProbe]]:
     """Return the probes of each request id in order, as StepRecord has them."""
     request_of: dict[int, str] = {}
-    found: dict[str, list[tuple[Any, ...]]] = {}
+    found: dict[str, list[MeasuredProbe]] = {}
     for record, opened, _, closed in seen:
         for slot, info, *_ in opened:
             request_of[slot] = info.request_id
         for probe in record.probes:
-            found.setdefault(request_of[probe[1]], []).append(probe)
+            found.setdefault(request_of[probe.slot], []).append(probe)
         for slot, _ in closed:
             request_of.pop(slot, None)
     return found

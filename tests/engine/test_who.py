@@ -129,7 +129,7 @@ def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control, settl
     with records(agent) as seen:
         run.until(settled=settled)
     (measured,) = probes(seen).values()
-    assert {cost for *_, cost, _, _ in measured} == {2}
+    assert {probe.cost_tokens for probe in measured} == {2}
     control.settled()
 
 

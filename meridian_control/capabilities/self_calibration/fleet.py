@@ -163,19 +163,27 @@ class SelfCalibration(FleetPart):
         assert self._store is not None
         who, now = rules.who_of(traffic), self._clock()
         own = rules.with_override(current.policy, traffic, None).of(who)
-        max_loss = own.entropy.max_loss
         is_on = self_calibrates(own)
         if not is_on and (learner is None or learner.rule is None):
             return
-        before, learner = learner, learner or Learner.new(traffic, max_loss, now)
+        before, learner, probing = (
+            learner,
+            learner or Learner.new(traffic, now),
+            rules.probing(current.policy, own, who),
+        )
         if not is_on:
-            learner = await self._withdraw(learner, newest, current, max_loss, "entropy.self_calibration is false")
+            learner = await self._withdraw(learner, newest, current, "entropy.self_calibration is false")
         elif learner.state is State.ROLLING_OUT:
-            learner = await self._follow(learner, newest, max_loss)
+            learner = await self._follow(learner, newest)
+        elif learner.state is State.IN_FORCE and probing != learner.probing:
+            learner = await self._withdraw(learner, newest, current, "the policy probes at other places, or otherwise")
         elif learner.state is State.IN_FORCE:
             learner = await self._watch(learner, own, newest, current)
-        elif not rules.obstacle(own) and learner.is_due(await self._store.count(traffic, learner.after), max_loss, now):
-            learner = await self._attempt(learner, own, current)
+        else:
+            learner = learner.probed(probing, newest.number)
+            recorded = await self._store.count(traffic, learner.after)
+            if not rules.obstacle(own) and learner.is_due(recorded, own.entropy.max_loss, now):
+                learner = await self._attempt(learner, own, current)
         if learner != before:
             await self._store.save(learner)
             self._states[traffic] = learner.state
@@ -193,7 +201,7 @@ class SelfCalibration(FleetPart):
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
             anew = bool(found.get("anew"))
-            return learner.refused(found["requests"], found["why"], last, now, max_loss, anew=anew)
+            return learner.refused(found["requests"], found["why"], last, now, anew=anew)
         rule = Rule.model_validate(found["rule"])
         override = rules.override_of(learner.traffic, rule)
         candidate = rules.with_override(current.policy, learner.traffic, override)
@@ -212,7 +220,7 @@ class SelfCalibration(FleetPart):
         await self._rollouts.look()
         return learner
 
-    async def _follow(self, learner: Learner, newest: Newest, max_loss: float) -> Learner:
+    async def _follow(self, learner: Learner, newest: Newest) -> Learner:
         rollout = await self._rollouts.store.get(learner.rollout_id)
         if rollout.state is RolloutState.COMPLETED:
             return learner.rolled_out(newest.number, self._clock())
@@ -220,7 +228,7 @@ class SelfCalibration(FleetPart):
             return learner
         reason = rollout.events[-1].reason
         why = f"rollout {rollout.rollout_id} was {rollout.state.word.replace('_', ' ')}" + f": {reason}" * bool(reason)
-        return learner.withdrawn(why, newest.number, self._clock(), max_loss)
+        return learner.withdrawn(why, newest.number, self._clock())
 
     async def _watch(self, learner: Learner, own: Policy, newest: Newest, current: StoredRevision) -> Learner:
         """Withdraw the rule if it harms, or if the traffic has drifted or has ceased."""
@@ -229,9 +237,7 @@ class SelfCalibration(FleetPart):
         max_loss, traffic = own.entropy.max_loss, learner.traffic
         if not rules.has(current.policy, rules.override_of(traffic, learner.rule)):
             why = f"revision {current.revision} by {current.author or 'nobody'} does not have it"
-            return learner.withdrawn(
-                why + f": {current.reason}" * bool(current.reason), newest.number, self._clock(), max_loss
-            )
+            return learner.withdrawn(why + f": {current.reason}" * bool(current.reason), newest.number, self._clock())
         watch = self._watches.get(traffic)
         if watch is None or (watch.rule, watch.max_loss) != (learner.rule, max_loss):
             watch = self._watches[traffic] = Watch(learner.rule, max_loss, learner.after)
@@ -242,11 +248,9 @@ class SelfCalibration(FleetPart):
             watch.add(judged["requests"], judged["harmful"], judged["first"])
         has_ceased = newest.time is not None and self._clock() > newest.time + UNUSED
         why = f"no request of it was recorded for {UNUSED.days} days" if has_ceased else watch.why
-        return await self._withdraw(learner, newest, current, max_loss, why) if why else learner
+        return await self._withdraw(learner, newest, current, why) if why else learner
 
-    async def _withdraw(
-        self, learner: Learner, newest: Newest, current: StoredRevision, max_loss: float, why: str
-    ) -> Learner:
+    async def _withdraw(self, learner: Learner, newest: Newest, current: StoredRevision, why: str) -> Learner:
         """Take the rule out of the policy. While a rollout keeps the policy from being changed, the next tick tries."""
         policy, policies = rules.with_override(current.policy, learner.traffic, None), self._rollouts.store.policies
         now = self._clock()
@@ -258,7 +262,7 @@ class SelfCalibration(FleetPart):
                 return learner
             logger.warning("revision %d %s", stored.revision, reason)
             self.fleet.set_policy(stored)
-        return learner.withdrawn(why, newest.number, now, max_loss)
+        return learner.withdrawn(why, newest.number, now)
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError."""
@@ -296,7 +300,7 @@ class SelfCalibration(FleetPart):
         learners = await store.learners()
         for traffic in sorted(learners.keys() | self._seen.keys()):
             own = rules.with_override(stored.policy, traffic, None).of(rules.who_of(traffic))
-            learner = learners.get(traffic) or Learner.new(traffic, own.entropy.max_loss, self._clock())
+            learner = learners.get(traffic) or Learner.new(traffic, self._clock())
             recorded, seen = await store.count(traffic, learner.after), self._seen.get(traffic, Counter())
             answer.self_calibrations.append(shown.message(learner, own, recorded, seen))
         return answer

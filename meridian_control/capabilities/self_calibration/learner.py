@@ -60,7 +60,8 @@ class Learner(Value):
     """A learner holds what is known of one traffic; each method returns the next value.
 
     since, why: when the state began, and the reason in one line. after: number of the newest episode that no longer
-    counts. needed: episodes with which the next attempt is due. attempts: over the whole life of the traffic, so that
+    counts. probing: how the policy probes the episodes after that, in words that only have to differ. needed: episodes
+    without which no attempt is due, whatever the policy allows. attempts: over the whole life of the traffic, so that
     with CONFIDENCE none of its rules ever loses more than the allowed share. rollout_id: the rollout of the rule.
     """
 
@@ -69,7 +70,8 @@ class Learner(Value):
     since: datetime
     why: str = ""
     after: int = 0
-    needed: int
+    probing: str = ""
+    needed: int = 0
     attempts: int = 0
     requests: int = 0
     rule: Rule | None = None
@@ -77,8 +79,15 @@ class Learner(Value):
     tried: tuple[Tried, ...] = ()
 
     @classmethod
-    def new(cls, traffic: str, max_loss: float, now: datetime) -> Self:
-        return cls(traffic=traffic, since=now, needed=fewest(1, max_loss))
+    def new(cls, traffic: str, now: datetime) -> Self:
+        return cls(traffic=traffic, since=now)
+
+    def probed(self, probing: str, newest: int) -> Self:
+        """Note how the policy probes now. After a change only later requests count for the next attempt, because EAT at
+        other places is another EAT. newest: number of the newest episode."""
+        if probing == self.probing:
+            return self
+        return self._with(probing=probing, after=newest if self.probing else self.after)
 
     def is_due(self, episodes: int, max_loss: float, now: datetime) -> bool:
         """Return whether so many episodes after `after` are enough for the next attempt, and the last one is over for
@@ -91,19 +100,17 @@ class Learner(Value):
         """Return the number of episodes after `after` that the next attempt needs."""
         return min(MAX_EPISODES, max(self.needed, fewest(self.attempts + 1, max_loss)))
 
-    def refused(
-        self, requests: int, why: str, newest: int, now: datetime, max_loss: float, *, anew: bool = False
-    ) -> Self:
+    def refused(self, requests: int, why: str, newest: int, now: datetime, *, anew: bool = False) -> Self:
         """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode.
         anew: whether only later requests can prove one."""
-        attempts, needed = self.attempts + 1, 0 if anew else GROWTH * max(requests, self.needed)
+        needed = 0 if anew else GROWTH * max(requests, self.needed)
         return self._with(
             state=State.REFUSED,
             since=now,
             why=why,
             after=newest if anew or needed > MAX_EPISODES else self.after,
-            needed=min(MAX_EPISODES, max(needed, fewest(attempts + 1, max_loss))),
-            attempts=attempts,
+            needed=min(MAX_EPISODES, needed),
+            attempts=self.attempts + 1,
             requests=requests,
             tried=self._tried(now, requests, why),
         )
@@ -128,7 +135,7 @@ class Learner(Value):
         """Note that all engines have the rule. newest: number of the newest episode."""
         return self._with(state=State.IN_FORCE, since=now, why="", after=newest)
 
-    def withdrawn(self, why: str, newest: int, now: datetime, max_loss: float) -> Self:
+    def withdrawn(self, why: str, newest: int, now: datetime) -> Self:
         """Note that the rule is not in force any more. Only later requests count from now on, because the traffic may
         have changed."""
         outcome = f"withdrawn: {why}"
@@ -137,7 +144,7 @@ class Learner(Value):
             since=now,
             why=why,
             after=newest,
-            needed=fewest(self.attempts + 1, max_loss),
+            needed=0,
             rule=None,
             rollout_id=0,
             tried=self._tried(now, self.requests, outcome),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,14 @@ def with_override(policy: Policy, traffic: str, override: Override | None) -> Po
 
 def has(policy: Policy, override: Override) -> bool:
     return [each for each in policy.override if each.traffic == override.traffic] == [override]
+
+
+def probing(policy: Policy, own: Policy, who: Who) -> str:
+    """Return how the requests of a traffic are probed, as a text that differs where EAT would. own: the policy that
+    holds for the traffic without a rule that was found by itself."""
+    entropy, model = own.entropy, policy.model.get(who.model)
+    placed = entropy.eat_probe_interval_tokens, entropy.eat_probe_placement, entropy.eat_probe_max_rank
+    return json.dumps([*placed, own.scheduler.min_think_tokens, model.eat_answer_prefix if model is not None else ""])
 
 
 def obstacle(own: Policy) -> str:

@@ -25,6 +25,7 @@ from tests.processes import MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from meridian_agent.core.step_record import MeasuredProbe
     from tests.engine.matrix.asks import Answer
     from tests.engine.matrix.builds import Build
     from tests.engine.matrix.stock import Stock
@@ -209,7 +210,7 @@ class Engine:
         marker, and one more as a request of its own."""
         wrong = offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, self.ending)
         assert not wrong, wrong[:5]
-        costs = {cost for *_, cost, _, _ in seen.probes}
+        costs = {probe.cost_tokens for probe in seen.probes}
         # If drafts are made, vLLM computes rows for them after a probe, too.
         marker = len(self.ending)
         most = marker + 1 + self.scheduler.num_spec_tokens
@@ -242,7 +243,7 @@ class Observed:
     def __init__(self, name: str, model: str, opened: Phase) -> None:
         self.name, self.model, self.opened, self.closed = name, model, opened, 0
         self.rows: list[tuple[int, int, float, int, float, float]] = []
-        self.probes: list[tuple[Any, ...]] = []
+        self.probes: list[MeasuredProbe] = []
         self.steps: list[int] = []
 
 

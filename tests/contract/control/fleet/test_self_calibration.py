@@ -203,6 +203,34 @@ async def test_what_keeps_a_rule_from_being_found_is_said(control: Control, more
     assert row.why.startswith(why)
 
 
+async def test_more_loss_needs_fewer_requests_and_other_probes_other_ones(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, 10)
+    laxer = ASKED.entropy.model_copy(update={"max_loss": 0.05})
+    await apply(control, ASKED.model_copy(update={"entropy": laxer}))
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert (row.recorded_requests, row.needed_requests) == (10, fewest(1, 0.05))
+    denser = laxer.model_copy(update={"eat_probe_interval_tokens": 32})
+    await apply(control, ASKED.model_copy(update={"entropy": denser}))
+    await records(control, EASY, 4, seed=2)
+    assert (await found(control)).recorded_requests == 0, "the four may have begun before"
+    await records(control, EASY, 4, seed=3)
+    assert (await found(control)).recorded_requests == 4
+
+
+@pytest.mark.usefixtures("_engine")
+async def test_other_probes_withdraw_a_rule(control: Control) -> None:
+    await in_force(control)
+    policy = await policy_now(control)
+    entropy = policy.entropy.model_copy(update={"eat_probe_interval_tokens": 32})
+    await apply(control, policy.model_copy(update={"entropy": entropy}))
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert (row.state, row.why) == ("withdrawn", "the policy probes at other places, or otherwise")
+    assert not (await policy_now(control)).override
+
+
 async def test_a_rollout_that_is_rolled_back_withdraws_the_rule(control: Control) -> None:
     await apply(control, ASKED)
     await records(control, EASY, ENOUGH)

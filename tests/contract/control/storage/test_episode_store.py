@@ -73,7 +73,7 @@ async def test_the_oldest_episodes_are_dropped_and_a_traffic_is_forgotten(
     assert (await one.count(CHAT, 0), await one.count(BATCH, 0)) == (4, 1)
     await other.add([(CHAT, episode("4"))], NOW, 2)
     assert [row.name for row in (await one.read(CHAT, 0, 10))[1]] == ["3", "4"]
-    await one.save(Learner.new(CHAT, 0.02, NOW))
+    await one.save(Learner.new(CHAT, NOW))
     await other.forget(CHAT)
     assert (await one.newest()).keys() == {BATCH}
     assert await one.learners() == {}
@@ -81,9 +81,9 @@ async def test_the_oldest_episodes_are_dropped_and_a_traffic_is_forgotten(
 
 async def test_what_was_found_replaces_what_was_known(stores: tuple[EpisodeStore, EpisodeStore]) -> None:
     one, other = stores
-    new = Learner.new(CHAT, 0.02, NOW)
+    new = Learner.new(CHAT, NOW)
     await one.save(new)
-    refused = new.refused(400, "EAT < 0.1 nats may lose 3 %", 17, NOW, 0.02)
+    refused = new.refused(400, "EAT < 0.1 nats may lose 3 %", 17, NOW)
     await other.save(refused)
-    await other.save(Learner.new(BATCH, 0.02, NOW))
-    assert await one.learners() == {CHAT: refused, BATCH: Learner.new(BATCH, 0.02, NOW)}
+    await other.save(Learner.new(BATCH, NOW))
+    assert await one.learners() == {CHAT: refused, BATCH: Learner.new(BATCH, NOW)}

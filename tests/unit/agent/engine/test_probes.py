@@ -15,7 +15,7 @@ from meridian_agent.core.phases import FLAG_SENTENCE, Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
-from meridian_agent.core.step_record import Outcome, StepRecord
+from meridian_agent.core.step_record import MeasuredProbe, Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
@@ -101,7 +101,7 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     """The result of a probe for which a request is held is sent at once; other results go with later steps."""
     probing = ProbeRunner(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
     held = tracked()
-    measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False, True)])
+    measured = StepRecord(step=7, probes=[MeasuredProbe(1, held.slot, 64, 0.5, 2, 1, False, True)])
     probing.sent(measured)
     assert not measured.presses
     probing.held[held] = 0

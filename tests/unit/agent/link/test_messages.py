@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import COUNTERS, StepRecord
+from meridian_agent.core.step_record import COUNTERS, MeasuredProbe, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import decisions_in, mergeable, opened_message, parts_of, step_report
 from meridian_control.common.table_columns import COLUMNS, NO_TOKEN
@@ -110,7 +110,7 @@ def test_a_full_record() -> None:
             np.array([-1, -2, -3], np.float32),
             np.array([-0.5, -0.25, -3], np.float32),
         ).encode(),
-        probes=[(5, 0, 64, 0.25, 12, 3, True, False)],
+        probes=[MeasuredProbe(5, 0, 64, 0.25, 12, 3, True, False)],
         preempted=[1],
         resumed=[2],
         closed=[(0, 1)],

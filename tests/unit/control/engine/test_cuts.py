@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_END, FLAG_GOES_ON, FLAG_MARKER, FLAG_SENTENCE
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import MeasuredProbe, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.capabilities.control_group.stream import ControlGroup
@@ -96,7 +96,7 @@ class Engine:
         columns, ranked = np.array(entropies, np.float32), np.array(ranks, np.int32)
         record.told = StepSignals(None, columns, ranked, -columns, -columns).encode()
         for slot, (eat_nats, empty, same, place) in step.samples.items():
-            record.probes.append((self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty, True))
+            record.probes.append(MeasuredProbe(self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty, True))
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
                 record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))

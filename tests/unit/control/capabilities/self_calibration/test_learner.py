@@ -38,7 +38,7 @@ RULE = Rule.model_validate(
 
 
 def learner() -> Learner:
-    return Learner.new(WHO.traffic, LOSS, NOW)
+    return Learner.new(WHO.traffic, NOW)
 
 
 def test_an_attempt_is_due_once_each_half_can_prove_a_rule() -> None:
@@ -48,35 +48,42 @@ def test_an_attempt_is_due_once_each_half_can_prove_a_rule() -> None:
     assert not new.is_due(fewest(1, LOSS) - 1, LOSS, NOW)
     assert new.is_due(fewest(1, LOSS), LOSS, NOW)
     assert not new.is_due(fewest(1, LOSS), 0.01, NOW), "the policy now allows less"
-    assert new.needs(0.01) == fewest(1, 0.01)
+    assert [new.needs(allowed) for allowed in (0.01, 0.05)] == [fewest(1, 0.01), fewest(1, 0.05)]
+
+
+def test_after_a_change_of_the_probes_only_later_requests_count() -> None:
+    new = learner().probed("every 64 tokens", 7)
+    assert (new.probing, new.after) == ("every 64 tokens", 0), "nothing is known of how the first ones were probed"
+    assert new.probed("every 64 tokens", 9) is new
+    assert new.probed("at paragraphs", 9).after == 9
 
 
 def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
-    refused = learner().refused(400, "EAT < 0.1 nats may lose 3 %", 17, NOW, LOSS)
+    refused = learner().refused(400, "EAT < 0.1 nats may lose 3 %", 17, NOW)
     assert (refused.state, refused.attempts, refused.why) == (State.REFUSED, 1, "EAT < 0.1 nats may lose 3 %")
     assert (refused.needed, refused.after) == (800, 0), "the same requests count again"
-    again = refused.refused(3000, "no", 4000, NOW, LOSS)
+    again = refused.refused(3000, "no", 4000, NOW)
     assert (again.needed, again.after, again.attempts) == (MAX_EPISODES, 4000, 2), "as many new ones"
     assert not again.is_due(MAX_EPISODES, LOSS, NOW + PAUSE - timedelta(seconds=1)), "attempts share the confidence"
     assert again.is_due(MAX_EPISODES, LOSS, NOW + PAUSE)
     assert again.needs(0.0001) == MAX_EPISODES, "no more are kept, so the attempt says what is missing"
     for number in range(20):
-        again = again.refused(5000, str(number), 5000, NOW, LOSS)
+        again = again.refused(5000, str(number), 5000, NOW)
     assert [tried.outcome for tried in again.tried] == [str(number) for number in range(20 - MAX_TRIED, 20)]
 
 
 def test_an_attempt_that_saw_nothing_is_followed_by_one_on_later_requests() -> None:
-    refused = learner().refused(400, "answers begin alike", 17, NOW, LOSS, anew=True)
-    assert (refused.after, refused.needed, refused.attempts) == (17, fewest(2, LOSS), 1)
+    refused = learner().refused(400, "answers begin alike", 17, NOW, anew=True)
+    assert (refused.after, refused.needs(LOSS), refused.attempts) == (17, fewest(2, LOSS), 1)
 
 
 def test_attempts_are_counted_over_the_whole_life() -> None:
-    rolled = learner().refused(400, "no", 1, NOW, LOSS).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
+    rolled = learner().refused(400, "no", 1, NOW).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
     assert (rolled.state, rolled.attempts, rolled.requests, rolled.after) == (State.IN_FORCE, 2, 900, 50)
     assert not rolled.is_due(10**6, LOSS, NOW), "the rule is in force"
-    withdrawn = rolled.withdrawn("it loses too much", 99, NOW, LOSS)
+    withdrawn = rolled.withdrawn("it loses too much", 99, NOW)
     assert (withdrawn.state, withdrawn.rule, withdrawn.after) == (State.WITHDRAWN, None, 99)
-    assert (withdrawn.attempts, withdrawn.needed) == (2, fewest(3, LOSS))
+    assert (withdrawn.attempts, withdrawn.needs(LOSS)) == (2, fewest(3, LOSS))
     assert Learner.model_validate_json(rolled.model_dump_json()) == rolled
 
 
