@@ -84,7 +84,7 @@ def probe_mismatches(
 ) -> list[str]:
     """Return probes whose EAT is off by more than the tolerance, or whose number of equal answers in a row is wrong."""
     found, answers = [], []
-    after = logprobs(*([*prompt, *tokens[: probe[2]], *appended] for probe in probes)) if probes else ()
+    after = logprobs(*([*prompt, *tokens[: probe.think_tokens], *appended] for probe in probes)) if probes else ()
     for probe, expected in zip(probes, after, strict=True):
         answers.append(int(expected.argmax()))
         run = len(list(itertools.takewhile(lambda answer: answer == answers[-1], reversed(answers))))

@@ -249,7 +249,7 @@ def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_al
             tokens = paced(llm, CASES, GREEDY, settled)
         # `paced` numbers the requests in the order of the cases, and vLLM adds letters to the number.
         ids = sorted(rows(seen), key=lambda request_id: int(request_id.split("-")[1]))
-        return tokens, [[(probe[2], probe[3]) for probe in probes(seen).get(i, [])] for i in ids]
+        return tokens, [[(probe.think_tokens, probe.eat_nats) for probe in probes(seen).get(i, [])] for i in ids]
 
     free, measured = probed(give_up_eat_nats=1e6)
     highest = sorted(max((eat for place, eat in each if place >= 20), default=0.0) for each in measured)

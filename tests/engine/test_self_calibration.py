@@ -62,7 +62,7 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
     natural = {name: tokens[int(name.split("-")[1])].index(end) for name in measured}
     # This small engine refuses probes for want of room, and a request without a probe near its end tells nothing.
     near = {name: MISSING_GAPS * gap_tokens(natural[name], MAX_GAP_TOKENS) for name in measured}
-    expected = [name for name in measured if natural[name] - measured[name][-1][2] <= near[name]]
+    expected = [name for name in measured if natural[name] - measured[name][-1].think_tokens <= near[name]]
     assert expected
     wait_for(lambda: len(stored(control.folder)) >= len(expected), RPC_S, "the episodes")
     kept = stored(control.folder)
@@ -72,7 +72,7 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
         for _, episode in kept
     }
     assert recorded == {
-        name_of(name): (natural[name], [(probe[2], round(probe[3], 4)) for probe in measured[name]])
+        name_of(name): (natural[name], [(probe.think_tokens, round(probe.eat_nats, 4)) for probe in measured[name]])
         for name in expected
     }
     # One request alone has nothing to differ from.

@@ -170,10 +170,10 @@ def test_eat_probe(  # noqa: PLR0917
     assert not probe_mismatches(offline, prompt, tokens, measured, appended)
     newest = kind == "requests"
     # The first probe may come before the worker has said that it can compute rows.
-    costs = [cost for *_, cost, _, _ in measured[1:]]
+    costs = [probe.cost_tokens for probe in measured[1:]]
     assert set(costs) == {newest + len(appended)}, "the newest token of the request has no KV yet"
-    assert not any(empty for *_, empty in measured)
-    assert len({(len(prompt) + p[2]) % agent.block_size for p in measured}) > 4, (
+    assert not any(probe.empty_answer for probe in measured)
+    assert len({(len(prompt) + p.think_tokens) % agent.block_size for p in measured}) > 4, (
         "the probes are all at the same place in a block"
     )
 

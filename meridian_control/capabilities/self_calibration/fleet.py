@@ -166,11 +166,8 @@ class SelfCalibration(FleetPart):
         is_on = self_calibrates(own)
         if not is_on and (learner is None or learner.rule is None):
             return
-        before, learner, probing = (
-            learner,
-            learner or Learner.new(traffic, now),
-            rules.probing(current.policy, own, who),
-        )
+        before, learner = learner, learner or Learner.new(traffic, now)
+        probing = rules.probing(current.policy, own, who)
         if not is_on:
             learner = await self._withdraw(learner, newest, current, "entropy.self_calibration is false")
         elif learner.state is State.ROLLING_OUT:

@@ -48,8 +48,8 @@ def _check_probes(engine: Engine, prompt: list[int], tokens: list[int], said: Ob
     assert said.probes
     some = said.probes[:: max(1, len(said.probes) // CHECKED)]
     logprobs = {"temperature": 0.0, "max_tokens": 1, "logprobs": -1}
-    asks = [Ask([*prompt, *tokens[: probe[2]], engine.end], logprobs) for probe in some]
+    asks = [Ask([*prompt, *tokens[: probe.think_tokens], engine.end], logprobs) for probe in some]
     vocabulary = engine.llm.llm_engine.model_config.get_vocab_size()
     for probe, (answer,) in zip(some, engine.stock.ask(asks), strict=True):
         (row,) = answer.all_logprobs(vocabulary)
-        assert np.isclose(probe[3], entropy(row), rtol=0, atol=1e-5)
+        assert np.isclose(probe.eat_nats, entropy(row), rtol=0, atol=1e-5)
