@@ -43,6 +43,8 @@ class Recorder(Part):
 
     def policy_begins(self, revision: int, policy: Policy, now: object) -> None:
         self._is_asked = any_self_calibrates(policy)
+        if not self._is_asked:
+            self._samples.clear()
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self._samples.clear()
