@@ -83,11 +83,11 @@ class Learner(Value):
         return cls(traffic=traffic, since=now)
 
     def probed(self, probing: str, newest: int) -> Self:
-        """Note how the policy probes now. After a change only later requests count for the next attempt, because EAT at
-        other places is another EAT. newest: number of the newest episode."""
+        """Note how the policy probes now. After a change only later requests count, and no more are needed than for a
+        first attempt, because EAT at other places is another EAT. newest: number of the newest episode."""
         if probing == self.probing:
             return self
-        return self._with(probing=probing, after=newest if self.probing else self.after)
+        return self._with(probing=probing, after=newest if self.probing else self.after, needed=0)
 
     def is_due(self, episodes: int, max_loss: float, now: datetime) -> bool:
         """Return whether so many episodes after `after` are enough for the next attempt, and the last one is over for
@@ -102,15 +102,15 @@ class Learner(Value):
 
     def refused(self, requests: int, why: str, newest: int, now: datetime, *, anew: bool = False) -> Self:
         """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode.
-        anew: whether only later requests can prove one."""
-        needed = 0 if anew else GROWTH * max(requests, self.needed)
+        anew: whether nothing could be seen on them, so that no rule was tried and only later requests count."""
+        needed = MAX_EPISODES if anew else GROWTH * max(requests, self.needed)
         return self._with(
             state=State.REFUSED,
             since=now,
             why=why,
             after=newest if anew or needed > MAX_EPISODES else self.after,
             needed=min(MAX_EPISODES, needed),
-            attempts=self.attempts + 1,
+            attempts=self.attempts + (not anew),
             requests=requests,
             tried=self._tried(now, requests, why),
         )

@@ -73,8 +73,11 @@ def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
 
 
 def test_an_attempt_that_saw_nothing_is_followed_by_one_on_later_requests() -> None:
-    refused = learner().refused(400, "answers begin alike", 17, NOW, anew=True)
-    assert (refused.after, refused.needs(LOSS), refused.attempts) == (17, fewest(2, LOSS), 1)
+    refused = learner().probed("no prefix", 0).refused(400, "answers begin alike", 17, NOW, anew=True)
+    assert (refused.after, refused.needs(LOSS), refused.attempts) == (17, MAX_EPISODES, 0), "no rule was tried"
+    mended = refused.probed("a prefix", 30)
+    assert (mended.after, mended.needs(LOSS)) == (30, fewest(1, LOSS))
+    assert mended.is_due(fewest(1, LOSS), LOSS, NOW)
 
 
 def test_attempts_are_counted_over_the_whole_life() -> None:
