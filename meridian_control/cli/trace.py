@@ -34,6 +34,7 @@ from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 
 if TYPE_CHECKING:
+    from meridian_control.offline.calibration import Calibration, Goal
     from meridian_control.offline.rule_replay import Replay
 
 
@@ -109,21 +110,12 @@ def calibrate(
             import_module(name)
     except ImportError as error:
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
-    from meridian_control.offline import calibration, calibration_report, correctness, halves
+    from meridian_control.offline import calibration, calibration_report
 
     with reported():
         replay = _replay(traces, labels, base, model, delay_tokens)
     goal = calibration.Goal(max_loss, confidence, attempt)
-    try:
-        if replay.judge.is_proxy:
-            correctness.check_answers_differ(replay.episodes)
-        result = calibration.calibrate(replay, goal)
-    except correctness.AnswersAlikeError as error:
-        fail(FAILED, f"{error}, or give --labels")
-    except halves.TooFewRequests as error:
-        left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
-        fail(FAILED, str(error), *left_out)
-    terminal = console()
+    result, terminal = _search(replay, goal), console()
     for sentence in calibration_report.sentences(result, replay, goal):
         terminal.say(sentence)
         terminal.say()
@@ -148,6 +140,23 @@ def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: s
     judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
     recorded = forms.from_older_proto(episodes.policy)[0] if episodes.policy is not None else schema.Policy()
     return Replay(episodes, judge, forms.load_config(base) if base is not None else recorded, delay_tokens)
+
+
+def _search(replay: "Replay", goal: "Goal") -> "Calibration":
+    """Search the replay for rules. Requests that cannot show any end the command."""
+    from meridian_control.offline.calibration import calibrate as search
+    from meridian_control.offline.correctness import AnswersAlikeError, check_answers_differ
+    from meridian_control.offline.halves import TooFewRequests
+
+    try:
+        if replay.judge.is_proxy:
+            check_answers_differ(replay.episodes)
+        return search(replay, goal)
+    except AnswersAlikeError as error:
+        fail(FAILED, f"{error}, or give --labels")
+    except TooFewRequests as error:
+        left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
+        fail(FAILED, str(error), *left_out)
 
 
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.capabilities.control_group.requests import MIN_COMPARED, MIN_DIFFERENT
+from meridian_control.capabilities.control_group.requests import answers_alike
 from meridian_control.common.errors import MeridianError
 from meridian_control.common.look import percent
 from meridian_control.journal.request_ids import shortened
@@ -72,17 +72,17 @@ class AnswersAlikeError(MeridianError):
 
 
 def check_answers_differ(episodes: Episodes) -> None:
-    """Raise AnswersAlikeError if trial answers of different requests differ too rarely, as if all answers begin with a
-    line break or the same word. What an earlier end would change is not seen then, so each rule would look harmless."""
+    """Raise AnswersAlikeError if trial answers of different requests differ too rarely. What an earlier end would
+    change is not seen then, so each rule would look harmless."""
     owner = episodes.sample_owner
     newest = np.searchsorted(owner, np.unique(owner), "right") - 1
     known = episodes.other_answer[newest]
     known = known[known >= 0]
-    if len(known) >= MIN_COMPARED and (share := float(known.mean())) < MIN_DIFFERENT:
+    if answers_alike(int(known.sum()), len(known)):
         raise AnswersAlikeError(
-            f"only {percent(share)} of the requests have another trial answer than the request before, so answers "
-            "begin alike, or few questions are asked again and again, and what an earlier end would change cannot be "
-            "seen; set the model's eat_answer_prefix"
+            f"only {percent(float(known.mean()))} of the requests have another trial answer than the request before, "
+            "so answers begin alike, or few questions are asked again and again, and what an earlier end would change "
+            "cannot be seen; set the model's eat_answer_prefix"
         )
 
 

@@ -241,7 +241,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--recordings", type=Path, help="folder of the recordings, which are made if it lacks them")
     add("--requests", type=int, default=1000, help="requests of each recording")
     add("--step-ms", type=float, default=20.0, help="least duration of a step in ms while recording")
-    add("--splits", type=int, default=10, help="number of splits into halves; the first is the one in the tables")
+    add("--splits", type=int, default=10, help="number of splits of a recording into parts at random")
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

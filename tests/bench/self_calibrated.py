@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
+from meridian_control.capabilities.control_group.requests import shows_end
 from meridian_control.capabilities.self_calibration.episodes import Episode, Sample
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.offline.self_calibration import DELAY_TOKENS, episodes_of, stopping_rule, work
 from tests.bench import harness
 from tests.bench.calibrate import PARAGRAPHS, SENTENCES
 from tests.bench.harness import Column
-from tests.bench.rules_compared import recordings
+from tests.bench.rules_compared import check, options, recordings
 from tests.bench.tasks import CHAIN, MAZE, RUNNING
 
 if TYPE_CHECKING:
-    import argparse
-
     from tests.bench.code_stop import Recorded
     from tests.bench.harness import Session
 
@@ -66,18 +63,16 @@ def rows_of(replay: Recorded) -> list[Episode]:
     ]
 
 
-def is_recorded(row: Episode) -> bool:
-    """Whether self-calibration would store this request."""
-    near = MISSING_GAPS * gap_tokens(row.natural_tokens, MAX_GAP_TOKENS)
-    return bool(row.samples) and row.natural_tokens <= row.samples[-1].think_tokens + near
-
-
-def split_of(replay: Recorded, max_loss: float, split: int) -> dict[str, Any]:
-    """Return what self-calibration finds on one part of a recording, and what that really does on the rest."""
-    rows = rows_of(replay)
+def split_of(replay: Recorded, rows: list[Episode], max_loss: float, split: int) -> dict[str, Any]:
+    """Return what self-calibration finds on one part of a recording, and what that really does on the rest. rows: all
+    requests of the recording."""
     order = random.Random(split).sample(range(len(rows)), len(rows))
     seen, others = order[: int(SEEN * len(rows))], np.array(sorted(order[int(SEEN * len(rows)) :]))
-    told = [rows[number].to_json() for number in seen if is_recorded(rows[number])]
+    told = [
+        row.to_json()
+        for row in map(rows.__getitem__, seen)
+        if row.samples and shows_end(row.samples[-1].think_tokens, row.natural_tokens)
+    ]
     base = replay.base
     if not told:
         return {"why": "no request has a probe near the end of its thinking"}
@@ -100,9 +95,10 @@ def measure(session: Session) -> dict[str, Any]:
     given, rows = session.options, list[list[Any]]()
     result: dict[str, Any] = {}
     for task in (MAZE, CHAIN, RUNNING):
-        replays = {replay.where: replay for replay in recordings(task, session) if hasattr(replay, "where")}
-        for where, loss in product((SENTENCES, PARAGRAPHS), LOSSES):
-            tried = [split_of(replays[where], loss, split) for split in range(given.splits)]
+        replays = {replay.where: replay for replay in recordings(task, session)}
+        at = {where: (replays[where], rows_of(replays[where])) for where in (SENTENCES, PARAGRAPHS)}
+        for where, loss in product(at, LOSSES):
+            tried = [split_of(*at[where], loss, split) for split in range(given.splits)]
             found = [each for each in tried if "rule" in each]
             case, text = f"{task.name}, {where} ends", f"{len(found)} of {given.splits}"
             values: dict[str, Any] = {"found": text, "rule": found[0]["rule"] if found else tried[0]["why"]}
@@ -115,20 +111,6 @@ def measure(session: Session) -> dict[str, Any]:
     about = TEXT.format(splits=given.splits, step_ms=given.step_ms)
     session.table("What is found", about, COLUMNS, "", rows=rows)
     return result
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--recordings", type=Path, help="folder of the recordings, which are made if it lacks them")
-    add("--requests", type=int, default=1000, help="requests of each recording")
-    add("--step-ms", type=float, default=20.0, help="least duration of a step in ms while recording")
-    add("--splits", type=int, default=10, help="number of random parts of each recording")
-
-
-def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    given.recordings = given.recordings or given.output / "recordings"
-    if given.splits < 1:
-        parser.error(f"--splits must be at least 1; got {given.splits}")
 
 
 if __name__ == "__main__":

@@ -109,8 +109,7 @@ class ControlRequest:
 
     def _stop(self, kind: Kind, think_tokens: int) -> None:
         self.stopped_by, self.from_tokens = kind, think_tokens
-        near = MISSING_GAPS * gap_tokens(think_tokens, MAX_GAP_TOKENS)
-        if self.newest is not None and abs(self.newest.think_tokens - think_tokens) <= near:
+        if self.newest is not None and abs(self.newest.think_tokens - think_tokens) <= _near(think_tokens):
             self.at_stop = self.newest
 
     def probed(self, result: ProbeResult) -> None:
@@ -145,8 +144,7 @@ class ControlRequest:
         if self.at_stop is None or self.newest is None or self.is_cut:
             return False
         # Agents of the first version do not count the probes with the same answer.
-        near = think_tokens <= self.newest.think_tokens + MISSING_GAPS * gap_tokens(think_tokens, MAX_GAP_TOKENS)
-        return self.same_answer > 0 and near
+        return self.same_answer > 0 and shows_end(self.newest.think_tokens, think_tokens)
 
     @property
     def is_harmed(self) -> bool:
@@ -158,6 +156,26 @@ class ControlRequest:
 
 def gap_tokens(think_tokens: int, interval_tokens: int) -> int:
     return min(interval_tokens, MAX_GAP_TOKENS, max(MIN_GAP_TOKENS, think_tokens // GAP_SHARE))
+
+
+def shows_end(newest_tokens: int, think_tokens: int) -> bool:
+    """Whether the newest probe, after `newest_tokens` thinking tokens, shows the answer that stayed when the thinking
+    ended after `think_tokens`."""
+    return think_tokens <= newest_tokens + _near(think_tokens)
+
+
+def _near(think_tokens: int) -> int:
+    """Return within how many tokens of a place a probe tells the answer there."""
+    return MISSING_GAPS * gap_tokens(think_tokens, MAX_GAP_TOKENS)
+
+
+def answers_alike(differing: int, compared: int) -> bool:
+    """Whether trial answers do not tell answers apart, as if all answers began with a line break or the same word.
+
+    compared: requests whose newest trial answer was compared with that of the request before. differing: those that
+    have another one.
+    """
+    return compared >= MIN_COMPARED and differing < MIN_DIFFERENT * compared
 
 
 class ControlRequests:

@@ -11,7 +11,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group import spills
 from meridian_control.capabilities.control_group.experiments import VERDICTS, rules_of
-from meridian_control.capabilities.control_group.requests import MIN_COMPARED, MIN_DIFFERENT
+from meridian_control.capabilities.control_group.requests import answers_alike
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.shortening_kinds import Kind
@@ -193,7 +193,7 @@ def estimate(counts: fleet_pb2.Savings) -> None:
         spills.set_range(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
         spills.set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
     spills.estimate(counts, MIN_REQUESTS)
-    if counts.judged_stops >= MIN_COMPARED and counts.alike_stops > (1 - MIN_DIFFERENT) * counts.judged_stops:
+    if answers_alike(counts.judged_stops - counts.alike_stops, counts.judged_stops):
         counts.not_measured = counts.not_measured or ALIKE
     judged: tuple[fleet_pb2.Savings | fleet_pb2.ShorteningHarm, ...] = (counts, *counts.kinds)
     for row in judged:

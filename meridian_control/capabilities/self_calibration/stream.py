@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
+from meridian_control.capabilities.control_group.requests import shows_end
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Sample, name_of
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
@@ -51,9 +51,8 @@ class Recorder(Part):
         self._new.clear()
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
-        of = self._stream.policies.of
-        for result in results:
-            if of(result.slot).entropy.self_calibration and self._is_unshortened(result.slot):
+        for result in results if self._is_asked else ():
+            if self._is_recorded(result.slot):
                 place, same = result.think_tokens, result.same_answer
                 read = result.reason != UNREAD_PROBE
                 measured = place, place, result.eat_nats, result.cost_tokens, same, result.is_empty
@@ -79,9 +78,8 @@ class Recorder(Part):
         """Whether self-calibration is to record a request that has thought. A request that counts has had the same
         rules from its beginning."""
         table = self._table
-        is_asked = self_calibrates(self._stream.policies.of(slot))
         is_whole = table.think_tokens[slot] and table.counted[slot] and not table.unmeasured[slot]
-        return bool(is_asked and is_whole and self._is_unshortened(slot))
+        return bool(is_whole and self._is_recorded(slot))
 
     def _result(self, opened: OpenedRequest, samples: list[Sample]) -> Episode | LeftOut:
         """Return the episode of a request whose thinking the model itself has ended, once, and whose newest probe lies
@@ -94,14 +92,16 @@ class Recorder(Part):
             return LeftOut.UNPROBED
         if len(samples) > MAX_SAMPLES:
             return LeftOut.MANY
-        if natural > samples[-1].think_tokens + MISSING_GAPS * gap_tokens(natural, MAX_GAP_TOKENS):
+        if not shows_end(samples[-1].think_tokens, natural):
             return LeftOut.FAR
         return Episode(name_of(opened.request_id), natural, tuple(samples))
 
-    def _is_unshortened(self, slot: int) -> bool:
-        """Whether a request is in the control group, or nothing in force may shorten it."""
-        if self._table.control[slot]:
-            return True
+    def _is_recorded(self, slot: int) -> bool:
+        """Whether a request's policy asks for self-calibration, and nothing in force may shorten the request."""
         policies = self._stream.policies
         assert policies.policy is not None
-        return not (kinds_for_request(policies.held(slot).own) or may_shorten(policies.policy))
+        if not self_calibrates(policies.of(slot)):
+            return False
+        return bool(self._table.control[slot]) or not (
+            kinds_for_request(policies.held(slot).own) or may_shorten(policies.policy)
+        )
