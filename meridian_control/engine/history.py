@@ -263,14 +263,6 @@ class History:
         return self.unsampled.of([number[slot] for slot in slots.tolist()])
 
 
-def no_history() -> History:
-    """Return the history of a table without reports."""
-    rows, nothing = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0), np.zeros(0)
-    counts, entropies = running_counts(rows, rows.first, rows.thinking), Entropies(rows.first, nothing, nothing)
-    before = np.zeros((0, ROW_WORDS.stop), np.int64)
-    return History(rows, Before(before), counts, entropies, think_tokens=rows.s)
-
-
 def running_counts(rows: TokenRows, ends: NDArray[np.intp], measured: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return running sums in the columns THINK_TOKENS to ENTROPIES, [places, 4].
 
@@ -372,3 +364,14 @@ def ratio_of_means(
     """Return RPDI: the mean of the newest `width` entropies divided by the mean of all `count`; NaN while there are
     fewer. Call it with NumPy's warnings about divisions off, because a count or a total may be 0."""
     return np.where(count >= width, (newest_sum / width) / (total / count), np.nan)
+
+
+def _no_history() -> History:
+    """Return the history of a table that takes in no report."""
+    rows, nothing = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0), np.zeros(0)
+    counts, entropies = running_counts(rows, rows.first, rows.thinking), Entropies(rows.first, nothing, nothing)
+    before = np.zeros((0, ROW_WORDS.stop), np.int64)
+    return History(rows, Before(before), counts, entropies, think_tokens=rows.s)
+
+
+NO_HISTORY = _no_history()

@@ -6,6 +6,8 @@ the session changes them through the table's methods. The module does no I/O and
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -31,11 +33,11 @@ from meridian_control.common.table_columns import (
 )
 from meridian_control.engine.history import (
     COUNT_WORDS,
+    NO_HISTORY,
     PHASE,
     THINK_TOKENS,
     Before,
     History,
-    no_history,
     running_counts,
     values_at_ends,
     window_entropies,
@@ -93,6 +95,12 @@ class Joined(NamedTuple):
 NOBODY_JOINED = Joined(NONE, np.zeros(0))
 
 
+def _zeros_on_demand(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array of zeros. The system allocates its pages when they are first written to; `np.zeros` writes to all
+    of them if it gets memory that was in use before."""
+    return np.frombuffer(mmap.mmap(-1, math.prod(shape) * kind.itemsize), kind).reshape(shape)
+
+
 class RequestTable(Columns):
     """The columns of one engine's requests, read as `table.phase[slot]`.
 
@@ -104,9 +112,7 @@ class RequestTable(Columns):
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
         self._signals = np.zeros(0, SIGNAL_ROW)
-        # Milliseconds before the answer tokens of the newest report; and its rows, from which the state of requests
-        # within the report is computed.
-        self.intervals, self.history = NO_INTERVALS, no_history()
+        self.end_report()
         # Requests that have joined their first step, of the newest report that has any.
         self.joined = NOBODY_JOINED
         self.info: list[OpenedRequest | None] = []
@@ -146,7 +152,7 @@ class RequestTable(Columns):
         live = self.live[:old].nonzero()[0]
         for name in ("window", "_signals"):
             rows = getattr(self, name)
-            grown = np.zeros((capacity, *rows.shape[1:]), rows.dtype)
+            grown = _zeros_on_demand((capacity, *rows.shape[1:]), rows.dtype)
             grown[live] = rows[live]
             setattr(self, name, grown)
         vars(self).update((name, self._signals[name]) for name in SIGNAL_COLUMNS)
@@ -253,11 +259,18 @@ class RequestTable(Columns):
     def set_window(self, tokens: int) -> None:
         """Set the length of the entropy windows; a change of the length empties all windows."""
         if tokens != self.window.shape[1]:
-            self.window = np.zeros((len(self.info), tokens), np.float32)
+            self.window = _zeros_on_demand((len(self.info), tokens), np.dtype(np.float32))
             self.column_bytes = ROW_BYTES * len(self.info) + self.window.nbytes
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
             self.boundary_rpdi[:] = np.nan
+
+    def end_report(self) -> None:
+        """Forget the rows of the newest report. With the rows of all engines the control plane would hold more memory
+        than the processor's caches, and each report would be taken in with memory that no cache has."""
+        # Milliseconds before the answer tokens of the report; and its rows, from which the state of requests within the
+        # report is computed.
+        self.intervals, self.history = NO_INTERVALS, NO_HISTORY
 
     def add_tokens(self, columns: agent_pb2.TokenColumns, at_ms: float | NDArray[np.float64] = 0.0) -> int:
         """Take in a report's token rows and return how many rows belonged to live requests.

@@ -334,7 +334,9 @@ class Session:
         self._ledger.step = report.step
         response = yield from self._ends_of_thinking(now, reported=True)
         yield from self._intake.finish_report(report, governed=self._deciding is not None)
-        return (yield from self._respond(now, response, reported=True, awaited=len(report.probes.slot) > 0))
+        responses = yield from self._respond(now, response, reported=True, awaited=len(report.probes.slot) > 0)
+        self.table.end_report()
+        return responses
 
     def _decide(self, now: datetime) -> Sliced[Out]:
         """Make decisions from the current state, without a report, and return the responses."""
