@@ -52,15 +52,15 @@ class ServerMetrics(grpc.aio.ServerInterceptor):
         serve, labels = getattr(handler, attribute), (TYPES[streams], *details.method.split("/")[1:])
         received, sent = self._received.labels(*labels), self._sent.labels(*labels)
 
-        def counted(request: Any) -> Any:
+        def counted(request: Any, context: Any) -> Any:
             if handler.request_streaming:
-                return _Counted(request, received)
+                return _Counted(context, received)
             received.inc()
             return request
 
         async def single(request: Any, context: Any) -> Any:
             with self._call(labels, context):
-                response = await serve(counted(request), context)
+                response = await serve(counted(request, context), context)
                 sent.inc()
                 return response
 
@@ -68,9 +68,9 @@ class ServerMetrics(grpc.aio.ServerInterceptor):
             with self._call(labels, context):
                 if not inspect.isasyncgenfunction(serve):
                     # grpc's own health service writes to the context instead, uncounted.
-                    await serve(counted(request), context)
+                    await serve(counted(request, context), context)
                     return
-                async with aclosing(serve(counted(request), context)) as responses:
+                async with aclosing(serve(counted(request, context), context)) as responses:
                     async for response in responses:
                         sent.inc()
                         yield response
@@ -95,16 +95,17 @@ class ServerMetrics(grpc.aio.ServerInterceptor):
 
 
 class _Counted:
-    """A stream of requests whose messages are counted. The class is no generator, because a generator would add a cost
-    to every report of an engine."""
+    """The requests of a stream, counted. The class is no generator, because a generator would add a cost to every
+    report of an engine; and it does not use grpc's own generator, which keeps each message until the next has come."""
 
-    def __init__(self, messages: AsyncIterator[Any], counter: Any) -> None:
-        self._next, self._counter = aiter(messages).__anext__, counter
+    def __init__(self, context: Any, counter: Any) -> None:
+        self._read, self._counter = context.read, counter
 
     def __aiter__(self) -> _Counted:
         return self
 
     async def __anext__(self) -> Any:
-        message = await self._next()
+        if (message := await self._read()) is grpc.aio.EOF:
+            raise StopAsyncIteration
         self._counter.inc()
         return message
