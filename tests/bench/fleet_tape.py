@@ -7,10 +7,11 @@ the step's number, outcomes and results of probes. The code does no I/O and read
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from meridian_agent.core.step_record import StepRecord
+    from meridian_agent.core.step_signals import SignalBytes
 
 # Tokens of thinking and of the answer of a request, drawn uniformly.
 THINK, ANSWER = (200, 2000), (20, 200)
@@ -40,6 +42,9 @@ MAX_TOKENS, PROMPT_TOKENS = 8192, 500
 SIGNALS = 16
 # Steps before the tape begins, after which the requests are of all ages; and steps of a tape.
 BEFORE, STEPS = 1200, 1200
+# State of a slot: number of its request, phase, thinking tokens, answer tokens, and whether it is measured.
+Slot: TypeAlias = tuple[int, int, int, int, bool]
+NO_SLOT: Slot = 0, 0, 0, 0, False
 # Stands for the engine's number in the request ids of a tape, so that ids differ from engine to engine.
 ENGINE = "~~~~~~"
 
@@ -49,7 +54,7 @@ class Report:
     """One report of a tape, and the engine's requests after it.
 
     body: the encoded report without what is added when it is sent. opened, ended, closed: slots of requests that begin,
-    end their thinking, and end. numbers, phases, thinks, answers: of the request of each slot.
+    end their thinking, and end. numbers, phases, thinks, answers, measured: of the request of each slot.
     """
 
     steps: int
@@ -61,6 +66,7 @@ class Report:
     phases: tuple[int, ...]
     thinks: tuple[int, ...]
     answers: tuple[int, ...]
+    measured: tuple[bool, ...]
 
     def snapshot(self, engine: str, step: int) -> agent_pb2.Snapshot:
         """Return a snapshot of the requests after the report. engine: as many characters as ENGINE has."""
@@ -80,6 +86,7 @@ class Report:
                 phase=self.phases[slot],
                 think_tokens=self.thinks[slot],
                 output_tokens=self.answers[slot],
+                unmeasured=not self.measured[slot],
             )
         return found
 
@@ -93,12 +100,12 @@ class Report:
         for slot in set(range(len(self.numbers))) - set(self.closed):
             columns.slot.extend([slot] * slot)
             columns.phase.extend([self.phases[slot]] * slot)  # type: ignore[list-item]
-        rows = len(columns.slot)
-        columns.entropy_nats.extend([0.5] * rows)
-        columns.end_rank.extend([500] * rows)
-        columns.end_logprob_nats.extend([-5.0] * rows)
-        columns.top_logprob_nats.extend([-0.5] * rows)
-        columns.flags.extend([0] * rows)
+            measured = self.measured[slot]
+            columns.entropy_nats.extend([0.5 if measured else math.nan] * slot)
+            columns.end_rank.extend([500 if measured else 0] * slot)
+            columns.end_logprob_nats.extend([-5.0 if measured else math.nan] * slot)
+            columns.top_logprob_nats.extend([-0.5 if measured else math.nan] * slot)
+        columns.flags.extend([0] * len(columns.slot))
         report = agent_pb2.StepReport(steps=1, running=len(self.numbers), tokens=columns)
         return replace(self, steps=1, body=report.SerializeToString(), opened=(), ended=(), closed=())
 
@@ -108,15 +115,23 @@ def request_id(number: int) -> str:
 
 
 def made(
-    seed: int, requests: int, step_ms: float, steps: int = STEPS, before: int = BEFORE, *, byte_columns: bool = True
+    seed: int,
+    requests: int,
+    step_ms: float,
+    steps: int = STEPS,
+    before: int = BEFORE,
+    *,
+    byte_columns: bool = True,
+    measured_share: float = 1.0,
 ) -> list[Report]:
     """Return the reports of an engine with `requests` running requests over `steps` steps, after `before` others.
-    byte_columns: whether the control plane reads the token rows as bytes.
+    byte_columns: whether the control plane reads the token rows as bytes. measured_share: share of the requests that
+    the engine measures.
 
     A slot is used again at once, so that the requests have as many slots as there are requests.
     """
     with patch.object(tracker_module, "RESTING_SLOTS", 0):
-        engine, found = _Engine(seed, requests, step_ms), list[Report]()
+        engine, found = _Engine(seed, requests, step_ms, measured_share), list[Report]()
         for _ in range(before):
             engine.step()
         for records in merged(engine.step() for _ in range(steps)):
@@ -137,33 +152,44 @@ def merged(records: Iterable[StepRecord]) -> Iterator[list[StepRecord]]:
             waiting = []
 
 
-def signals(requests: int, seed: int) -> list[Any]:
-    """Return the encoded signals of some steps with a row for each request."""
+def signals(requests: int, seed: int) -> list[StepSignals]:
+    """Return the signals of some steps with a row for each request."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(SIGNALS):
         entropy = rng.exponential(0.5, requests).astype(np.float32)
         rank = rng.integers(50, 5000, requests).astype(np.int32)
-        found.append(StepSignals(None, entropy, rank, (-rank / 100).astype(np.float32), -entropy).encode())
+        found.append(StepSignals(None, entropy, rank, (-rank / 100).astype(np.float32), -entropy))
     return found
+
+
+def measured(signals: StepSignals, rows: Sequence[bool]) -> SignalBytes | None:
+    """Return the encoded signals of a step that measured these of its rows; None if it measured none."""
+    if not any(rows):
+        return None
+    entropy, end_logprob, top_logprob = (
+        np.where(rows, column, np.float32(np.nan))
+        for column in (signals.entropy_nats, signals.end_logprob_nats, signals.top_logprob_nats)
+    )
+    return StepSignals(None, entropy, signals.end_rank * np.array(rows, np.int32), end_logprob, top_logprob).encode()
 
 
 class _Engine:
     """An engine with all its places taken: a request begins whenever one has ended."""
 
-    def __init__(self, seed: int, requests: int, step_ms: float) -> None:
+    def __init__(self, seed: int, requests: int, step_ms: float, measured_share: float) -> None:
         self._rng, self._engine, self._step_ms = random.Random(seed), FakeEngine(), step_ms
         flags = bytearray(PARAGRAPH[0] + 1)
         flags[SENTENCE[0]], flags[PARAGRAPH[0]] = SENTENCE[1], PARAGRAPH[1]
         self._engine.tracker.sentences = ends_by_id(bytes(flags))
+        self._engine.tracker.measure(measured_share)
         # As under the default policy.
         self._engine.tracker.merge_openings = self._engine.tracker.merge_answers = True
         self._signals, self._opened = signals(requests, seed), 0
         # Thinking tokens and answer tokens of each live request, and its number, by name.
         self._lengths: dict[str, tuple[int, int]] = {}
         self._numbers: dict[str, int] = {}
-        # State of each slot now and after each step that is in no report yet: number, phase, thinking tokens, answer
-        # tokens.
-        self._slots, self._after = [(0, 0, 0, 0)] * requests, dict[int, tuple[tuple[int, int, int, int], ...]]()
+        # State of each slot now and after each step that is in no report yet.
+        self._slots, self._after = [NO_SLOT] * requests, dict[int, tuple[Slot, ...]]()
         for _ in range(requests):
             self._open(self._rng.random())
 
@@ -180,6 +206,8 @@ class _Engine:
         """Run one step of a token for each request; return its record."""
         engine, ended = self._engine, []
         engine.schedule()
+        unmeasured = engine.tracker.unmeasured_ids
+        rows = [name not in unmeasured for name in engine.live]
         for name, live in list(engine.live.items()):
             state, (think, answer) = live.state, self._lengths[name]
             wanted, tokens = TEXT, state.think_tokens
@@ -190,9 +218,11 @@ class _Engine:
                 ended.append(name)
             engine.feed(name, [wanted])
             state = live.state
-            self._slots[live.slot] = self._numbers[name], int(state.phase), state.think_tokens, state.output_tokens
+            counts = state.think_tokens, state.output_tokens
+            self._slots[live.slot] = self._numbers[name], int(state.phase), *counts, live.measured
         record = engine.tracker.record
-        record.rows, record.told = list(range(len(record.slots))), self._signals[engine.step % SIGNALS]
+        record.rows = list(range(len(record.slots)))
+        record.told = measured(self._signals[engine.step % SIGNALS], rows)
         record.step_time_ms, record.counters = self._step_ms, (1,) * len(COUNTERS)
         record.ended_s = engine.step * self._step_ms / 1e3
         for name in ended:
@@ -215,7 +245,7 @@ class _Engine:
             message.merged.ClearField(name)
         rows = [row for record in records for row in zip(record.slots, record.row_flags(), strict=True)]
         after = [self._after.pop(record.step) for record in records][-1]
-        numbers, phases, thinks, answers = zip(*after, strict=True)
+        numbers, phases, thinks, answers, in_sample = zip(*after, strict=True)
         return Report(
             steps=len(records),
             body=message.SerializeToString(),
@@ -226,4 +256,5 @@ class _Engine:
             phases=phases,
             thinks=thinks,
             answers=answers,
+            measured=in_sample,
         )
