@@ -127,8 +127,10 @@ class TextRun:
 
     def has_rows(self, request_ids: list[str]) -> bool:
         """Return whether these are the ids of the newest step's rows."""
-        if self._joined is None or len(request_ids) != len(self.request_ids):
-            return request_ids == self.request_ids
+        known = self.request_ids
+        if self._joined is None or len(request_ids) != len(known) or not known or request_ids[0] is known[0]:
+            # A worker in this process names the same objects again, whose texts need not be read.
+            return request_ids == known
         # To compare one text takes less time than to compare all ids, whose old texts are no longer in the caches.
         return SEPARATOR.join(request_ids) == self._joined
 
