@@ -20,7 +20,6 @@ logger = logging.getLogger("vllm.meridian")
 
 METHOD = "to_sampling_params"
 WITHOUT = "the effort that its clients name reaches no policy"
-UNCOPIED = f"meridian: vLLM lacks %s: {WITHOUT}"
 
 
 def install() -> None:
