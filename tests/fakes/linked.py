@@ -4,24 +4,26 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.directives import STEP_DECISIONS
-from meridian_agent.link.control_stream import ControlStream
+from meridian_agent.link.control_stream import GOODBYE_S, ControlStream
 from meridian_agent.vllm_adapter.scheduler_limits import Bounds, SchedulerLimits
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.processes import BUSY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from meridian.v1 import agent_pb2
 
     from meridian_agent.link.credentials import AgentCredentials
+    from meridian_agent.link.outbox import RecordRing
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
@@ -71,6 +73,10 @@ class LinkedEngine:
             credentials=credentials,
             limits=self.limits.bounded,
         )
+        # Set while no stream has anything to send.
+        self._has_sent, self._messages = threading.Event(), self.link.outbox.messages
+        self._has_sent.set()
+        self.link.outbox.messages = self._sent  # type: ignore[method-assign]
         unreported = self.link.outbox.unreported
         unreported.live, self.engine.ending = self.engine.live, unreported.close
 
@@ -90,12 +96,26 @@ class LinkedEngine:
         self.engine.tracker.merge_openings = settings.merge_openings
         self.engine.tracker.merge_answers = settings.merge_answers
 
+    def _sent(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
+        """Yield the messages of a stream, and note their end."""
+        self._has_sent.clear()
+        try:
+            yield from self._messages(ring, hello)
+        finally:
+            self._has_sent.set()
+
     def __enter__(self) -> LinkedEngine:
         self.link.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.link.stop()
+        if asyncio._get_running_loop() is not None:
+            # The server may run on this thread's event loop, and answers no goodbye before this method returns. So the
+            # stream ends as soon as the goodbye is sent.
+            if self.link.lease.connected:
+                self._has_sent.wait(GOODBYE_S)
+            self.link.restart("the engine stops")
         self.link._thread.join(10 * BUSY)
         assert not self.link._thread.is_alive()
 

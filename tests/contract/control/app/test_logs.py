@@ -124,27 +124,24 @@ def engine_process(control: Logged, name: str) -> Iterator[subprocess.Popen[byte
             process.kill()
 
 
-def test_an_engine_that_is_killed_and_one_that_shuts_down(control: Logged) -> None:
-    """The first is a warning, and `wait` expects it back; the second is neither."""
-    with engine_process(control, "killed"), engine_process(control, "closed") as closed:
+def test_engines_that_are_killed_come_back_or_shut_down(control: Logged) -> None:
+    """An engine that stays away is a warning, and `wait` expects it back; the others are neither."""
+    with (
+        engine_process(control, "killed"),
+        engine_process(control, "again"),
+        engine_process(control, "closed") as closed,
+    ):
         assert closed.stdin is not None
         closed.stdin.close()
         assert closed.wait(60) == 0
-    line = control.line("engine killed (1) is lost")
-    assert " WARNING " in line
-    assert not control.lines("engine closed (1) is lost")
-    assert " INFO " in control.line("engine closed left: agent_closed")
-    assert {e.engine_id: e.lost for e in control.engines()} == {"killed": True, "closed": False}
-
-
-def test_an_engine_that_comes_back_is_not_lost(control: Logged) -> None:
-    with engine_process(control, "again"):
-        pass
     with LinkedEngine([control.target], "again"):
-        with engine_process(control, "marker"):
-            pass
-        control.line("engine marker (1) is lost")
-        assert not control.lines("engine again (1) is lost")
+        # This engine was killed last, so it is lost last.
+        line = control.line("engine killed (1) is lost")
+        assert " WARNING " in line
+        for name in ("again", "closed"):
+            assert not control.lines(f"engine {name} (1) is lost")
+        assert " INFO " in control.line("engine closed left: agent_closed")
+        assert {e.engine_id: e.lost for e in control.engines()} == {"killed": True, "again": False, "closed": False}
 
 
 def test_two_engines_of_one_name(control: Logged, caplog: pytest.LogCaptureFixture) -> None:

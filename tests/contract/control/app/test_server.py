@@ -105,13 +105,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
-
-
-@pytest.fixture
 async def channel(running: Process) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(running.target) as opened:
         yield opened

@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-import pytest
 from sqlalchemy import select, update
 
 from meridian_control.capabilities.budgets.store import BudgetStore
@@ -19,21 +18,14 @@ from tests.fakes.control import utc_now
 
 if TYPE_CHECKING:
     from datetime import datetime
-    from pathlib import Path
+
+    import pytest
 
 # Both limits regain a token in a second.
 BUDGETS = {
     name: BudgetPolicy(name=name, tokens_per_minute=60, burst_tokens=10_000, tokens_per_day=86_400)
     for name in ("a", "b")
 }
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the address of an empty store, of each kind in turn."""
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'budgets.db'}"
-    return str(request.getfixturevalue("postgres").database())
 
 
 async def moved_back(database: Database, seconds: float) -> None:

@@ -246,9 +246,11 @@ async def test_violations_from_the_server_print_one_line_each(control: Control) 
     ]
 
 
-@pytest.mark.parametrize("command", [("policy", "get"), ("engines",), ("requests",), ("wait",)])
-async def test_unreachable(command: tuple[str, ...]) -> None:
-    result = await run(*command, server="127.0.0.1:1")
+@pytest.mark.parametrize(
+    "command", ["policy get", "engines", "requests", "wait", "explain r", "decisions", "shadow", "top --once"]
+)
+async def test_unreachable(command: str) -> None:
+    result = await run(*command.split(), server="127.0.0.1:1")
     assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("UNAVAILABLE: ")

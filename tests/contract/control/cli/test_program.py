@@ -42,7 +42,8 @@ def test_help_shows_variables_and_defaults_and_flags_without_a_type(command: str
 
 
 async def test_a_shell_completes_names(control: Control, tmp_path: Path) -> None:
-    """Names of fields, contexts, engines and revisions; nothing if the control plane does not answer."""
+    """Commands, flags, and names of fields, contexts, engines and revisions; nothing if the control plane does not
+    answer."""
     control.fleet.engines = [engine("vllm-0", 1), engine("vllm-1", 1), engine("other", 1)]
     (tmp_path / "c.toml").write_text("[contexts.staging]\nserver = 'a:1'\n[contexts.stage2]\nserver = 'b:1'\n")
     assert (await control("policy", "set", "fallback.lease_ms=1")).exit_code == 1
@@ -55,12 +56,18 @@ async def test_a_shell_completes_names(control: Control, tmp_path: Path) -> None
         env = {**os.environ, **asked, "MERIDIAN_CONTEXTS": str(tmp_path / "c.toml")}
         return (await asyncio.to_thread(run, MERIDIANCTL, env)).stdout.split()
 
+    assert await completed("repl") == ["replay"]
+    assert await completed("policy ro") == ["rollback"]
+    assert await completed("explain --eng") == ["--engine"]
     assert await completed("policy set scheduler.max_t") == ["scheduler.max_think_tokens="]
     assert await completed("context use sta") == ["stage2", "staging"]
     assert await completed("--context sta") == ["stage2", "staging"]
     assert await completed("requests --engine vl") == ["vllm-0"], "the page that the server gives first"
     assert await completed("policy rollback 1") == ["1"]
     assert await completed("requests --engine vl", "127.0.0.1:1") == []
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = await asyncio.to_thread(run, [*MERIDIANCTL, "--show-completion", "bash"], environment)
+    assert "_MERIDIANCTL_COMPLETE=complete_bash" in shown.stdout
 
 
 def test_an_argument_that_is_no_text() -> None:

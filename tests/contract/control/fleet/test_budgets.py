@@ -172,17 +172,6 @@ async def test_a_stop_names_the_usage_that_it_cannot_store(
     ]
 
 
-async def test_a_stream_that_comes_back_counts_what_it_missed(control: Control) -> None:
-    async with thinking(control, budgeted(10**9)) as engine:
-        (connection,) = control.fleet.connections
-        connection.close("overflow")
-        await until(lambda: connection not in control.fleet.connections)
-        await engine.steps_until(lambda: any(c.session.acked_revision for c in control.fleet.connections))
-        await stepped(control, engine, 5)
-        await control.fleet.part(BudgetSharing).tick()
-        assert (await listed(control)).budgets[0].used_tokens == thought(engine)
-
-
 async def test_a_stop_loses_nothing(tmp_path: Path) -> None:
     process = Process(tmp_path)
     process.module = "tests.patient"

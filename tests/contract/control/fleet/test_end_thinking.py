@@ -17,7 +17,6 @@ from meridian_control.fleet.membership import LEASE_S
 from meridian_control.fleet.thinking_ends import MAX_WAIT_MS, NAMED
 from meridian_control.page.contents import newest_ends
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.fleet.test_record import Recorder, replayed
 from tests.contract.control.fleet.test_whole_fleet import stepping
 from tests.contract.control.telemetry.test_metrics import scraped, value
 from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, run
@@ -181,30 +180,6 @@ async def test_an_engine_that_is_gone(control: Control) -> None:
         grpc.StatusCode.NOT_FOUND,
         'no live request "a" on any engine; engine "engine", which had it, has no stream or no longer reports it',
     )
-
-
-async def test_a_recording_with_an_operators_end_replays_exactly(control: Control) -> None:
-    with LinkedEngine([control.target], "e") as linked:
-        async with Recorder(control, "e") as recorder:
-            # Only a stream that begins after the recording is recorded whole.
-            await until(lambda: control.connected("e"))
-            (connection,) = control.fleet.connections
-            connection.close("test")
-            await until(lambda: any(c is not connection for c in control.fleet.connections))
-            await thinking(linked, control, "a")
-            async with stepping(linked):
-                answers = await ended(control.target, "a")
-                await until(lambda: control.engine("e").ends["operator"])
-            (waiting,) = control.fleet.recordings
-            waiting.close()
-            records = [r for r in await recorder.rest() if r.session_id == answers[0].session_id]
-    asked = [record.end_thinking.request_id for record in records if record.HasField("end_thinking")]
-    assert asked == ["a"] * len(answers)
-    down = [r.down.SerializeToString(deterministic=True) for r in records if r.down.WhichOneof("message") != "welcome"]
-    down = [said for said in down if said]
-    assert down == [response.SerializeToString(deterministic=True) for response in replayed(records)]
-    forces = [force for record in records for force in record.down.directives.forces]
-    assert [force.decision_id for force in forces] == [answers[0].decision_id]
 
 
 # ------------------------------------------------------------------------------------------------- roles and audit

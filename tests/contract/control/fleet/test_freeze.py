@@ -64,14 +64,6 @@ def test_matches(match: Match, matches: bool) -> None:
 # -------------------------------------------------------------------------------------------------------------- store
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
-    address: str = request.getfixturevalue("postgres").database()
-    return address
-
-
 class Stored:
     """A freeze store whose clock the test sets."""
 
@@ -82,21 +74,21 @@ class Stored:
 
 
 @asynccontextmanager
-async def stored(url: str) -> AsyncIterator[Stored]:
-    database = await Database.open(url)
+async def stored(address: str) -> AsyncIterator[Stored]:
+    database = await Database.open(address)
     try:
         yield Stored(database)
     finally:
         await database.close()
 
 
-async def test_a_freeze_is_kept_until_its_time_is_over(url: str) -> None:
+async def test_a_freeze_is_kept_until_its_time_is_over(address: str) -> None:
     match = Match(("a*", "b"), "m", (("zone", "a"),))
-    async with stored(url) as one:
+    async with stored(address) as one:
         made = await one.store.add_freeze(match, NOW + MINUTE, "ann", "döner\n")
         assert made == Freeze(1, match, "ann", "döner\n", NOW, NOW + MINUTE)
         assert one.told == [(made,)]
-    async with stored(url) as again:
+    async with stored(address) as again:
         assert await again.store.look() == (made,), "a freeze outlives a restart"
         again.now = NOW + MINUTE - timedelta(microseconds=1)
         assert await again.store.look() == (made,)
@@ -106,8 +98,8 @@ async def test_a_freeze_is_kept_until_its_time_is_over(url: str) -> None:
             await again.store.thaw(1)
 
 
-async def test_thawing_ends_one_or_all(url: str) -> None:
-    async with stored(url) as one:
+async def test_thawing_ends_one_or_all(address: str) -> None:
+    async with stored(address) as one:
         made = [await one.store.add_freeze(Match(), NOW + n * MINUTE, "", str(n)) for n in (1, 2, 3)]
         assert [freeze.freeze_id for freeze in made] == [1, 2, 3]
         assert [f.freeze_id for f in await one.store.thaw(2)] == [2]
@@ -118,8 +110,8 @@ async def test_thawing_ends_one_or_all(url: str) -> None:
         assert (await one.store.add_freeze(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "ids are not used again"
 
 
-async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(url: str) -> None:
-    async with stored(url) as one:
+async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(address: str) -> None:
+    async with stored(address) as one:
         await one.store.add_freeze(Match(), NOW + MINUTE, "", "")
         one.now = NOW + MINUTE / 2
         (thawed,) = await one.store.thaw(0)
@@ -130,12 +122,12 @@ async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(url: str) ->
 
 @pytest.mark.parametrize("back", [MINUTE / 2, timedelta(hours=1), timedelta(days=400)], ids=str)
 async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freezes_own_duration(
-    url: str, back: timedelta
+    address: str, back: timedelta
 ) -> None:
-    async with stored(url) as one:
+    async with stored(address) as one:
         await one.store.add_freeze(Match(), NOW + MINUTE, "", "short")
         await one.store.add_freeze(Match(), NOW + 2 * MINUTE, "", "long")
-    async with stored(url) as again:
+    async with stored(address) as again:
         again.now = start = NOW - back
         found = await again.store.look()
         assert [freeze.remaining(again.now) for freeze in found] == [2 * MINUTE, MINUTE]
@@ -149,8 +141,8 @@ async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freez
 
 
 @pytest.mark.parametrize("apart", [timedelta(hours=1), timedelta(seconds=0.1)], ids=str)
-async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(url: str, apart: timedelta) -> None:
-    async with stored(url) as ahead, stored(url) as behind:
+async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(address: str, apart: timedelta) -> None:
+    async with stored(address) as ahead, stored(address) as behind:
         behind.now = NOW - apart
         await ahead.store.add_freeze(Match(), NOW + MINUTE, "", "")
         (freeze,) = await behind.store.look()
@@ -161,8 +153,8 @@ async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(url: str, a
         assert await behind.store.look() == ()
 
 
-async def test_two_at_once_have_two_numbers(url: str) -> None:
-    async with stored(url) as one, stored(url) as two:
+async def test_two_at_once_have_two_numbers(address: str) -> None:
+    async with stored(address) as one, stored(address) as two:
         stores = [one.store, two.store] * 4
         made = await asyncio.gather(*(store.add_freeze(Match(), NOW + MINUTE, "", "") for store in stores))
         assert sorted(freeze.freeze_id for freeze in made) == list(range(1, 9))

@@ -22,7 +22,7 @@ from tests.processes import BUSY
 if TYPE_CHECKING:
     from tests.contract.streams import Control
 
-REQUESTS, TEXT = 12_000, "x" * 500
+REQUESTS, TEXT = 10_000, "x" * 500
 
 
 @pytest.fixture

@@ -14,16 +14,13 @@ from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.fleet import recording
 from meridian_control.fleet.connection import QUEUE_BYTES, Responses
 from meridian_control.fleet.memory import Memory, MemoryLimits
-from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_fair_share import Raw
 from tests.contract.control.server.test_flood import resident_mb
 from tests.contract.streams import failure
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
+    from tests.contract.control.app.test_server import Process
     from tests.contract.streams import Control
 
 MIB = 1 << 20
@@ -133,13 +130,6 @@ async def test_a_message_of_very_many_entries_is_not_parsed(control: Control) ->
         await call.write(head + entries)
         reason = f"snapshot.requests must have at most {MAX_SLOTS} entries"
         assert await failure(call) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
 
 
 async def test_a_hostile_stream_costs_a_process_little_memory(own: Process) -> None:

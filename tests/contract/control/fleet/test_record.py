@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 from asyncio.subprocess import PIPE
 from contextlib import suppress
@@ -61,8 +62,8 @@ class Recorder:
         return [response.record async for response in self.responses]
 
 
-async def stream_of(target: str, agent: FakeAgent, steps: int) -> None:
-    """Play the whole stream of an agent, which opens a request from time to time, and disconnect."""
+async def stream_of(target: str, agent: FakeAgent, steps: int, **fields: Any) -> None:
+    """Play the whole stream of an agent, which opens a request with these fields from time to time, and disconnect."""
     async with grpc.aio.insecure_channel(target) as channel:
         call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
@@ -79,7 +80,7 @@ async def stream_of(target: str, agent: FakeAgent, steps: int) -> None:
         listening = asyncio.create_task(listen())
         for step in range(steps):
             if step % 7 == 0:
-                agent.open(f"r{step}", Script(think_tokens=step % 11 + 2, answer_tokens=3))
+                agent.open(f"r{step}", Script(think_tokens=step % 11 + 2, answer_tokens=3), **fields)
             agent.step()
             for message in agent.heard():
                 await call.write(message)
@@ -293,9 +294,10 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
     try:
         await until(lambda: control.fleet.recordings, 30)
-        # The recorder writes to the file once it has taken in some of the messages.
+        # The recorder writes to the file once it has taken in more than it packs at once. Random text hardly packs.
         while not out.stat().st_size:
-            await stream_of(control.target, FakeAgent(), 40)
+            random_text = {name: secrets.token_urlsafe(750) for name in ("tenant", "effort")}
+            await stream_of(control.target, FakeAgent(), 10, **random_text)
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(120):
             told, errors = await process.communicate()

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,9 +44,15 @@ ENOUGH = fewest(1, 0.02) + 100
 STEP_S = 5
 
 
+@cache
+def done(task: str) -> str:
+    return json.dumps(work(json.loads(task)))
+
+
 async def in_process(task: dict[str, Any]) -> dict[str, Any]:
-    """Do a task of the calibration without a process of its own, whose start takes seconds."""
-    result: dict[str, Any] = json.loads(json.dumps(work(json.loads(json.dumps(task)))))
+    """Do a task of the calibration without a process of its own, whose start takes seconds. Many tests have the same
+    task, which has the same result each time."""
+    result: dict[str, Any] = json.loads(done(json.dumps(task)))
     return result
 
 

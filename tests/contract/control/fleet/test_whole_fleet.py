@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-async def test_any_replica_answers_for_all(replicated: Replicated) -> None:
+async def test_any_replica_answers_for_all_and_tells_of_every_request(replicated: Replicated) -> None:
     one, two = await replicated.pair()
     with LinkedEngine([one.target], "first") as first, LinkedEngine([two.target], "second") as second:
         first.open("here")
@@ -69,15 +69,6 @@ async def test_any_replica_answers_for_all(replicated: Replicated) -> None:
                     await asked.policy.ExplainPolicy(message)
                 assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
-
-async def test_any_replica_tells_of_every_request(replicated: Replicated) -> None:
-    one, two = await replicated.pair()
-    with LinkedEngine([one.target], "first") as first, LinkedEngine([two.target], "second") as second:
-        first.open("here")
-        second.open("there")
-        await first.steps_until(first.caps)
-        await second.steps_until(second.caps)
-        async with client(one) as asked, client(two) as other:
             for each in (asked, other):
                 for request_id, engine_id in (("here", "first"), ("there", "second")):
                     wanted = fleet_pb2.ExplainRequestRequest(request_id=request_id)

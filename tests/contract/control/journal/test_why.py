@@ -32,7 +32,6 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL
-from tests.processes import run as program
 from tests.unit.sessions import EARLY, stream
 
 if TYPE_CHECKING:
@@ -102,18 +101,6 @@ async def test_a_live_request_is_explained_with_what_it_is_now(control: Control)
     assert "live, thinking: " in told.stdout
     assert (missing.exit_code, missing.stdout) == (FAILED, "")
     assert missing.stderr.startswith('NOT_FOUND: no request "a" of engine "other" in the decision log')
-
-
-async def test_a_life_goes_on_over_a_broken_stream(control: Control) -> None:
-    with LinkedEngine([control.target]) as linked:
-        linked.open("a")
-        await linked.steps_until(linked.caps)
-        (connection,) = control.fleet.connections
-        connection.close("test")
-        await linked.steps_until(lambda: linked.streams == 2 and len(linked.caps()) == 2)
-        told = json.loads((await ctl(control, "explain", "a", "-o", "json")).stdout)
-    kinds = [e["kind"] for e in told["life"]["events"] if e["kind"] != "decision"]
-    assert kinds == ["opened", "stream_lost", "stream_back"]
 
 
 async def test_decisions_are_listed_newest_first(control: Control) -> None:
@@ -374,7 +361,8 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
         )
         for n in range(50)
     ]
-    async with Terminal(fake_control.address, "top", "--interval-ms", "50") as terminal:
+    # A busy machine takes a tenth of a second for a view, and shows every update before it sees the end of the stream.
+    async with Terminal(fake_control.address, "top", "--interval-ms", "500") as terminal:
         await until(lambda: terminal.reads(b"request-49"), 30)
         await until(lambda: terminal.reads(b"and 33 more"), 30)
         assert b"engine-7" in terminal.shown
@@ -390,47 +378,3 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
 
 
 # ----------------------------------------------------------------------------------------------- forms and completion
-
-
-async def test_lists_as_toml(fake_control: FakeControl, tmp_path: Path) -> None:  # noqa: F811
-    file = tmp_path / "p.toml"
-    file.write_text("fallback.lease_ms = 500\n")
-    await fake_control("policy", "apply", "-f", file)
-    fake_control.fleet.engines = [engine("a", 1, kv_used=0.25)]
-    fake_control.fleet.requests = [fleet_pb2.LiveRequest(engine_id="a", request_id="r", entropy_nats=float("nan"))]
-    expected = {
-        ("engines",): ("engine", "engine_id", "a"),
-        ("requests",): ("live_request", "engine_id", "a"),
-        ("policy", "history"): ("policy_revision", "revision", 1),
-        ("policy", "diff"): ("policy_change", "path", "fallback.lease_ms"),
-    }
-    for command, (table, key, value) in expected.items():
-        result = await fake_control(*command, "-o", "toml")
-        assert tomllib.loads(result.stdout)[table][0][key] == value, command
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("meridianctl repl", {"replay"}),
-        ("meridianctl policy ro", {"rollback"}),
-        ("meridianctl explain --eng", {"--engine"}),
-    ],
-)
-def test_completion(words: str, expected: set[str]) -> None:
-    environment = {**os.environ, "_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
-    environment["COMP_CWORD"] = str(len(words.split()) - 1)
-    assert set(program(MERIDIANCTL, environment).stdout.split()) == expected
-
-
-def test_the_script_of_the_completion() -> None:
-    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    shown = program([*MERIDIANCTL, "--show-completion", "bash"], environment)
-    assert "_MERIDIANCTL_COMPLETE=complete_bash" in shown.stdout
-
-
-@pytest.mark.parametrize("command", [("explain", "r"), ("decisions",), ("shadow",), ("top", "--once")])
-async def test_unreachable(command: tuple[str, ...]) -> None:
-    result = await run(*command, server="127.0.0.1:1")
-    assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
-    assert result.stderr.startswith("UNAVAILABLE: ")

@@ -14,7 +14,7 @@ from meridian_control.cli.main import app
 from meridian_control.common.inference import binomial_upper
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
-from tests.fakes.replays import made
+from tests.fakes.replays import made, recorded_in
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -26,16 +26,26 @@ OK, FAILED, INVALID = range(3)
 WIDE = ("--max-loss", 0.1)
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a trace of requests that separate, and their labels."""
+    folder, requests = tmp_path_factory.mktemp("recorded"), made()
+    return recording(folder, requests), traces.write_labels(folder / "labels.jsonl", requests)
+
+
+def recording(folder: Path, requests: list[traces.MadeUp]) -> Path:
+    recorded_in(folder, requests)
+    return folder / "a.trace"
+
+
 def run(*arguments: object) -> Result:
     result = CliRunner().invoke(app, ["calibrate", *map(str, arguments)], env={"NO_COLOR": "1"})
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
 
 
-def test_the_command(tmp_path: Path) -> None:
-    requests = made()
-    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
-    labels = traces.write_labels(tmp_path / "labels.jsonl", requests)
+def test_the_command(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+    (trace, labels) = recorded
     out, plot, report = tmp_path / "policy.toml", tmp_path / "frontier.png", tmp_path / "report.json"
     result = run(trace, "--labels", labels, *WIDE, "--out", out, "--plot", plot, "--report", report)
     assert result.exit_code == OK, result.output
@@ -57,10 +67,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_says_what_is_not_proved(tmp_path: Path) -> None:
-    requests = made()
-    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
-    labels, report = traces.write_labels(tmp_path / "labels.jsonl", requests), tmp_path / "report.json"
+def test_the_command_says_what_is_not_proved(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+    (trace, labels), report = recorded, tmp_path / "report.json"
     result = run(trace, "--labels", labels, "--report", report)
     assert result.exit_code == FAILED
     assert (
@@ -70,12 +78,10 @@ def test_the_command_says_what_is_not_proved(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["recommended"] is None
 
 
-def test_the_command_in_a_series_needs_a_stronger_proof(tmp_path: Path) -> None:
-    requests = made()
-    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
-    labels, report = traces.write_labels(tmp_path / "labels.jsonl", requests), tmp_path / "report.json"
+def test_the_command_in_a_series_needs_a_stronger_proof(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+    (trace, labels), report = recorded, tmp_path / "report.json"
     bounds = []
-    for attempt in (0, 1, 3):
+    for attempt in (0, 3):
         result = run(trace, "--labels", labels, *WIDE, "--attempt", attempt, "--report", report)
         assert result.exit_code == OK, result.output
         found = json.loads(report.read_text())
@@ -91,10 +97,9 @@ def test_the_command_in_a_series_needs_a_stronger_proof(tmp_path: Path) -> None:
     assert "Without any harm, the bound needs at least 477 requests in each half." in told
 
 
-def test_the_command_says_how_many_groups_there_are(tmp_path: Path) -> None:
-    requests = made()
-    trace, labels = traces.write(tmp_path / "a.trace", traces.records(requests)), tmp_path / "labels.jsonl"
-    rows = [row | {"group": f"p{n % 14}"} for n, request in enumerate(requests) for row in request.labels()]
+def test_the_command_says_how_many_groups_there_are(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+    trace, labels = recorded[0], tmp_path / "labels.jsonl"
+    rows = [row | {"group": f"p{n % 14}"} for n, request in enumerate(made()) for row in request.labels()]
     labels.write_text("\n".join(map(json.dumps, rows)))
     told = " ".join(run(trace, "--labels", labels).stdout.split())
     assert "The requests belong to 14 groups." in told
@@ -108,7 +113,7 @@ def test_the_command_says_how_many_groups_there_are(tmp_path: Path) -> None:
 
 def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) -> None:
     out = tmp_path / "policy.toml"
-    trace = traces.write(tmp_path / "a.trace", traces.records(made(60, eat="noise", rank="noise")))
+    trace = recording(tmp_path, made(60, eat="noise", rank="noise"))
     result = run(trace, "--out", out)
     assert result.exit_code == FAILED
     told = " ".join(result.stdout.split())
@@ -120,10 +125,10 @@ def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) ->
 @pytest.mark.parametrize("other", [False, True])
 def test_the_command_needs_labels_where_answers_begin_alike(tmp_path: Path, other: bool) -> None:
     requests = made(60)
-    recorded = traces.records(requests)
-    for record in (each for each in recorded if each.up.HasField("step")):
+    records = traces.records(requests)
+    for record in (each for each in records if each.up.HasField("step")):
         record.up.step.probes.other_answer.extend([other] * len(record.up.step.probes.slot))
-    trace, labels = traces.write(tmp_path / "a.trace", recorded), traces.write_labels(tmp_path / "l.jsonl", requests)
+    trace, labels = traces.write(tmp_path / "a.trace", records), traces.write_labels(tmp_path / "l.jsonl", requests)
     told = run(trace)
     assert ("answers begin alike" in " ".join(told.stderr.split())) is not other
     assert ("or give --labels" in " ".join(told.stderr.split())) is not other
@@ -131,10 +136,10 @@ def test_the_command_needs_labels_where_answers_begin_alike(tmp_path: Path, othe
 
 
 def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
-    recorded = policy(model={"m": {"eat_answer_prefix": "so "}})
-    halves = [made()[:60], made()[60:]]
+    prefixed, (first, second) = policy(model={"m": {"eat_answer_prefix": "so "}}), (made()[:60], made()[60:])
     paths = [
-        traces.write(tmp_path / f"{n}.trace", traces.records(half, policy=recorded)) for n, half in enumerate(halves)
+        traces.write(tmp_path / f"{n}.trace", traces.records(half, policy=prefixed))
+        for n, half in enumerate((first, second))
     ]
     out, base = tmp_path / "policy.toml", tmp_path / "base.toml"
     assert run(*paths, *WIDE, "--out", out).exit_code == OK

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from meridian_control.common.inference import binomial_upper, needed_to_prove
+from meridian_control.common.inference import binomial_upper
 from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import loosened, paired, single_rules
 from meridian_control.offline.correctness import from_labels
-from meridian_control.offline.halves import TooFewRequests, first_half, halved
+from meridian_control.offline.halves import first_half, halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
@@ -44,35 +44,26 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
-    found = calibrate(replay(tmp_path, made(), labelled), GOAL)
+    replayed = replay(tmp_path, made(), labelled)
+    found = calibrate(replayed, GOAL)
     assert separating(found) == {"EAT", "rank"}
     assert found.recommended is not None
     assert found.confirmed
     figures = found.recommended.held_out
     assert figures.saved > 0.25
     assert figures.saved_interval.low < figures.saved < figures.saved_interval.high
-    assert 0 < figures.harm_bound <= 0.1
+    # Answers are right or wrong, so the bound is exact.
+    assert figures.harm == pytest.approx(figures.harmful / figures.requests)
+    assert figures.harm_bound == binomial_upper(figures.harmful, figures.requests, 0.95) > 0
+    assert max(found.recommended.fit.harm_bound, figures.harm_bound) <= 0.1
     assert found.fixed_cap is None or found.fixed_cap.held_out.saved < figures.saved
-    cap, longest = found.fixed_cap, int(replay(tmp_path, made(), labelled).episodes.natural_tokens.max())
+    cap, longest = found.fixed_cap, int(replayed.episodes.natural_tokens.max())
     proved = cap is not None and cap.held_out.harm_bound <= GOAL.max_loss
     tokens = int(cap.rule.scheduler["max_think_tokens"]) if cap is not None and proved else longest
     assert found.policy.scheduler.calibrated_cap_tokens == tokens > found.policy.scheduler.min_think_tokens
     entropy, scheduler = found.policy.entropy, found.policy.scheduler
     assert (entropy.enabled, entropy.shadow, entropy.rpdi_threshold) == (True, False, 0)
     assert scheduler.min_think_tokens < 512
-
-
-def test_a_rank_that_does_not_tell_is_switched_off(tmp_path: Path) -> None:
-    ranked = {"rank_conditions": [{"max_ranks": [5]}], "eat_probe_max_rank": 9}
-    base = policy(entropy=ranked | {"confirm_sentence_ends": 3})
-    requests = made(rank="noise")
-    found = calibrate(replay(tmp_path, requests, base=base), GOAL)
-    assert separating(found) == {"EAT"}
-    assert found.recommended is not None
-    assert found.recommended.rule.signals == {"EAT"}
-    entropy = found.policy.entropy
-    assert (entropy.rank_conditions, entropy.eat_probe_max_rank) == ((), 0)
-    assert entropy.confirm_sentence_ends < 3, "the base policy's number does not belong to the rule"
 
 
 def test_pairs_agree_on_how_many_sentence_ends(tmp_path: Path) -> None:
@@ -110,17 +101,6 @@ def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
     ]
     entropy = found.policy.entropy
     assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, INT32_MAX)
-
-
-def test_eat_alone(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(rank="noise", same="noise")), GOAL)
-    assert separating(found) == {"EAT"}
-    assert found.recommended is not None
-    assert found.recommended.rule.signals == {"EAT"}
-    assert found.policy.entropy.rank_conditions == ()
-    assert found.policy.scheduler.soft_think_tokens == 0
-    assert found.policy.entropy.eat_level_threshold_nats > 0
-    assert found.recommended.held_out.probe_share > 0
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -173,26 +153,32 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
 
 
 def test_it_is_the_same_every_time(tmp_path: Path) -> None:
-    requests = made(60)
+    requests = made(30)
     first = calibrate(replay(tmp_path / "1", requests), GOAL)
     second = calibrate(replay(tmp_path / "2", requests), GOAL)
     assert (first, first.fronts) == (second, second.fronts)
 
 
-def test_too_few_requests(tmp_path: Path) -> None:
-    with pytest.raises(TooFewRequests, match="10 requests are needed in each half"):
-        calibrate(replay(tmp_path, made(12)), GOAL)
-
-
-def test_the_policy_keeps_what_is_not_calibrated(tmp_path: Path) -> None:
+def test_a_signal_that_does_not_tell_is_switched_off_and_the_policy_keeps_what_is_not_calibrated(
+    tmp_path: Path,
+) -> None:
+    """Only EAT tells."""
+    ranked = {"rank_conditions": [{"max_ranks": [5000]}], "eat_probe_max_rank": 9, "confirm_sentence_ends": 3}
     base = policy(
         scheduler={"max_think_tokens": 300, "soft_think_tokens": 200},
         model={"m": {"eat_answer_prefix": "x"}},
         fallback={"lease_ms": 500},
-        entropy={"rpdi_threshold": 3.0, "rank_conditions": [{"max_ranks": [5000]}]},
+        entropy={"rpdi_threshold": 3.0, **ranked},
     )
     found = calibrate(replay(tmp_path, made(rank="noise"), base=base), GOAL)
+    assert separating(found) == {"EAT"}
+    assert found.recommended is not None
+    assert found.recommended.rule.signals == {"EAT"}
+    assert found.recommended.held_out.probe_share > 0
+    assert not any(points[0].rule.either for points in found.fronts.values() if points), "no two rules on probes"
     made_of = found.policy
+    assert (made_of.entropy.eat_probe_max_rank, made_of.entropy.eat_level_threshold_nats > 0) == (0, True)
+    assert made_of.entropy.confirm_sentence_ends < 3, "the base policy's number does not belong to the rule"
     assert (made_of.scheduler.max_think_tokens, made_of.fallback, made_of.model) == (300, base.fallback, base.model)
     assert (made_of.scheduler.soft_think_tokens, made_of.entropy.rank_conditions) == (0, ())
     assert made_of.entropy.rpdi_window_tokens == base.entropy.rpdi_window_tokens
@@ -242,51 +228,28 @@ def test_intervals_and_bounds_count_groups_and_not_requests(tmp_path: Path) -> N
     assert spread[0] > 1.5 * spread[1]
 
 
-def test_too_few_groups(tmp_path: Path) -> None:
-    replayed = grouped(tmp_path, made(), [f"problem {n % 9}" for n in range(REQUESTS)])
-    with pytest.raises(TooFewRequests, match="5 groups of requests are needed in each half; there are 4, 5"):
-        calibrate(replayed, GOAL)
-
-
 @pytest.mark.parametrize(
-    ("rows", "complaint"),
+    ("group", "complaint"),
     [
-        ([{"group": "b"}], ":{last}: group must be 'a' as in an earlier line; got 'b'"),
-        ([{"group": ""}], ":{last}: group must be a string that is not empty; got ''"),
-        ([{"group": 3}], ":{last}: group must be a string that is not empty; got 3"),
+        ("b", ":{last}: group must be 'a' as in an earlier line; got 'b'"),
+        ("", ":{last}: group must be a string that is not empty; got ''"),
+        (3, ":{last}: group must be a string that is not empty; got 3"),
+        (None, ": gives request '{id}' no group, but it gives other requests one"),
     ],
 )
-def test_groups_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], complaint: str) -> None:
-    requests = made(2)
-    episodes = recorded_in(tmp_path, requests)
-    good = [row | {"group": "a"} for request in requests for row in request.labels()]
-    bad = [{"request_id": requests[0].request_id, "correct": 1} | row for row in rows]
-    path = tmp_path / "labels.jsonl"
-    path.write_text("\n".join(map(json.dumps, good + bad)))
+def test_groups_that_cannot_be_used(tmp_path: Path, group: str | int | None, complaint: str) -> None:
+    first, second = requests = made(2)
+    episodes, path = recorded_in(tmp_path, requests), tmp_path / "labels.jsonl"
+    rows = [row | {"group": "a"} for row in first.labels()] + list(second.labels())
+    if group is not None:
+        rows = [row | {"group": "a"} for row in rows] + [{"request_id": first.request_id, "correct": 1, "group": group}]
+    path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(FileError) as raised:
         from_labels(path, episodes)
-    assert str(raised.value) == f"{path}{complaint.format(last=len(good) + 1)}"
-
-
-def test_a_request_without_a_group_among_others_with_one(tmp_path: Path) -> None:
-    requests = made(2)
-    episodes = recorded_in(tmp_path, requests)
-    rows = [*(row | {"group": "a"} for row in requests[0].labels()), *requests[1].labels()]
-    path = tmp_path / "labels.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(FileError, match=r"gives request '.*' no group, but it gives other requests one"):
-        from_labels(path, episodes)
+    assert str(raised.value) == f"{path}{complaint.format(last=len(rows), id=second.request_id)}"
 
 
 # --------------------------------------------------------------------------------------------------------- the proof
-
-
-def test_the_harm_bound_is_exact_for_single_requests_that_are_right_or_wrong(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made()), GOAL)
-    assert found.recommended is not None
-    figures = found.recommended.held_out
-    assert figures.harm == pytest.approx(figures.harmful / figures.requests)
-    assert figures.harm_bound == binomial_upper(figures.harmful, figures.requests, 0.95)
 
 
 def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> None:
@@ -304,14 +267,10 @@ def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> Non
 
 
 def test_only_what_is_proved_is_recommended(tmp_path: Path) -> None:
-    """With 60 requests in a half no rule can be proved to lose less than one per cent, but less than ten per cent."""
-    replayed = replay(tmp_path, made())
-    found = calibrate(replayed, Goal(max_loss=0.01))
+    """With 60 requests in a half no rule can be proved to lose less than one per cent; less than ten can be
+    proved, as the first test shows."""
+    found = calibrate(replay(tmp_path, made()), Goal(max_loss=0.01))
     assert (found.best, found.recommended, found.policy.entropy.shadow) == (None, None, True)
-    wide = calibrate(replayed, GOAL)
-    assert wide.recommended is not None
-    assert (wide.confirmed, wide.policy.entropy.shadow) == (True, False)
-    assert max(wide.recommended.fit.harm_bound, wide.recommended.held_out.harm_bound) <= 0.1
 
 
 def test_a_rule_that_the_other_half_does_not_prove_stays_in_shadow(tmp_path: Path) -> None:
@@ -331,10 +290,3 @@ def test_a_rule_that_the_other_half_does_not_prove_stays_in_shadow(tmp_path: Pat
     assert "which exceeds the allowed 10.0, so the policy stays in shadow: the loss is not proved to be small" in told
     written = frontier.report(found, replayed, GOAL)
     assert (written["recommended"], written["best"]["rule"]) == (None, str(found.best.rule))
-
-
-def test_the_numbers_that_a_proof_needs() -> None:
-    assert needed_to_prove(0.01, 0.95) == 299
-    assert binomial_upper(0, 299, 0.95) <= 0.01 < binomial_upper(0, 298, 0.95)
-    assert needed_to_prove(0.0, 0.95) == float("inf")
-    assert needed_to_prove(1.0, 0.95) == 1

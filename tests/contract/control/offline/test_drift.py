@@ -443,18 +443,3 @@ def test_the_evidence_is_the_mean_over_the_signals() -> None:
     reason = _drift(told(rank=(0, 60), rpdi=(0, 0)))
     assert reason.startswith("The end marker's rank has left")
     assert "60 of 60 requests have a first sample above 1, where the calibration had 10 of 100" in reason
-
-
-@pytest.mark.parametrize("signal", DRAWN)
-def test_a_recorded_stream_with_a_description_replays_byte_for_byte(signal: str) -> None:
-    _, recorded = watched(5, requests=40, bad_from=20, signal=signal)
-    hello = agent_pb2.Hello.FromString(recorded.hello.SerializeToString())
-    session = type(recorded.session)("s", hello, NOW, parts=STREAM_PARTS)
-    replayed = []
-    for now, message in recorded.trace:
-        if isinstance(message, tuple):
-            replayed += session.on_policy(*message)
-        elif not isinstance(message, str | dict):
-            replayed += session.on_message(message, now)
-    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
-    assert session.part(ControlGroup).experiments.newest()[0].samples == samples(recorded)

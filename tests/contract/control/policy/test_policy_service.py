@@ -104,12 +104,6 @@ def bad_policy() -> policy_pb2.Policy:
     return policy
 
 
-async def test_nothing_stored_yet(service: Service) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.get()
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 async def test_update_then_get(service: Service) -> None:
     policy = policy_pb2.Policy(fallback=policy_pb2.FallbackPolicy(lease_ms=500))
     updated = await service.update(policy=policy, author="ann", reason="why")
@@ -163,15 +157,6 @@ async def test_a_policy_is_required(service: Service) -> None:
     status = await service.refusal(policy=None)
     (violation,) = detail(status, error_details_pb2.BadRequest).field_violations
     assert (violation.field, violation.description) == ("policy", "must be set")
-
-
-async def test_validate_only_stores_nothing(service: Service) -> None:
-    first = await service.update()
-    policy = policy_pb2.Policy(telemetry=policy_pb2.TelemetryPolicy(report_interval_steps=9))
-    checked = await service.update(policy=policy, etag=first.etag, validate_only=True)
-    assert (checked.revision, checked.policy.telemetry.report_interval_steps) == (0, 9)
-    assert await service.get() == first
-    assert len(service.changes) == 1
 
 
 REFUSED = [
@@ -233,13 +218,6 @@ async def test_a_repeated_request_gets_the_same_answer(service: Service) -> None
     assert (violation.field, violation.description) == ("request_id", complaint)
 
 
-async def test_updates_at_once_have_one_winner(service: Service) -> None:
-    first = await service.update()
-    results = await asyncio.gather(*(service.update(etag=first.etag) for _ in range(8)), return_exceptions=True)
-    assert sum(isinstance(result, policy_pb2.PolicyRevision) for result in results) == 1
-    assert [change.revision for change in service.changes] == [1, 2]
-
-
 # ---------------------------------------------------------------------------------------------------------- history
 
 LEASED = parse_toml("fallback.lease_ms = 500")
@@ -249,15 +227,6 @@ async def error_of(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value.code(), caught.value.details() or ""
-
-
-async def test_get_an_older_revision(service: Service) -> None:
-    stored = [await service.update(policy=to_proto(LEASED)), await service.update()]
-    for revision in stored:
-        request = policy_pb2.GetPolicyRequest(revision=revision.revision)
-        assert (await service.stub.GetPolicy(request)).revision == revision
-    missing = service.stub.GetPolicy(policy_pb2.GetPolicyRequest(revision=3))
-    assert await error_of(missing) == (grpc.StatusCode.NOT_FOUND, "policy revision 3 is not stored")
 
 
 async def test_pages_of_history_stay_as_they_are_while_revisions_come(service: Service) -> None:
@@ -411,14 +380,6 @@ async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -
         store.go_on.set()
         assert await changed == await store.current()
     await store.database.close()
-
-
-async def test_restart_keeps_the_policy(tmp_path: Path) -> None:
-    async with serving(tmp_path / "policy.db") as before:
-        stored = await before.update(author="ann")
-    async with serving(tmp_path / "policy.db") as after:
-        assert await after.get() == stored
-        assert (await after.update(etag=stored.etag)).revision == 2
 
 
 async def test_lost_database_is_unavailable(tmp_path: Path) -> None:

@@ -79,15 +79,12 @@ async def gone(control: Control, a: Engine, _: Engine) -> None:
     await control.ticks(6)
 
 
+# Every measurement once, against a limit of its own or against the other engines.
 CASES: list[Any] = [
-    ({"output_itl_p99_ms": 100.0}, slow_answers, 160, 250),
     ({"output_itl_p99_ratio": 2.0}, slow_answers, 5, 15),
     ({"ttot_p99_ms": 100.0}, late_answers, 400, 630),
-    ({"ttot_p99_ratio": 2.0}, late_answers, 10, 40),
-    ({"empty_answer_rate": 0.5}, empty_answers, 1, 1),
     ({"empty_answer_rate_increase": 0.5}, empty_answers, 1, 1),
     ({"reentry_rate": 0.5}, reentries, 1, 1),
-    ({"reentry_rate_increase": 0.5}, reentries, 1, 1),
     ({"degraded_engines": 0}, gone, 1, 1),
 ]
 
@@ -139,18 +136,6 @@ async def test_a_refusal_halts(control: Control) -> None:
         a.refusal = ""
         await b.has(3)
         await until(lambda: [s.revision for s in a.settings] == [1, 2, 3])
-
-
-async def test_a_step_waits_for_observations(control: Control) -> None:
-    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
-        await control.begin(CANARY, ALL, guardrails={"output_itl_p99_ratio": 2.0, "min_observations": 5})
-        await a.has(2)
-        await b.has(1)
-        found = await control.ticks(12)
-        assert (found.step, found.waiting_for) == (1, "observations for output_itl_p99_ratio")
-        await answers(control, a, 0.02)
-        await answers(control, b, 0.02)
-        assert (await control.ticks(1)).step == 2
 
 
 async def test_an_end_that_could_not_be_stored_is_stored_later(

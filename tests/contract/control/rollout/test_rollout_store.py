@@ -21,7 +21,6 @@ from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from meridian_control.policy.model import Policy
 
@@ -30,13 +29,6 @@ OLD, NEW = parse_toml("fallback.lease_ms = 500"), parse_toml("fallback.lease_ms 
 PLAN = Plan.model_validate({"step": [{"percent": 10.0}, {"engine_labels": {"pool": "*"}}]})
 OTHER_PLAN = Plan.model_validate({"step": [{"percent": 11.0}]})
 BY = By(NOW, "ann", "why")
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"
-    return str(request.getfixturevalue("postgres").database())
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 import time
@@ -265,10 +266,16 @@ async def test_certificates_are_renewed_without_a_restart(secured: Secured, capl
         await engines(opened)
 
 
-@pytest.mark.parametrize("whose", ["server", "viewer"])
-async def test_certificates_that_expire(secured: Secured, whose: str) -> None:
+async def test_certificates_that_expire(tmp_path: Path) -> None:
     """After a certificate has expired, open connections stay, and new ones are refused until there is a new
     certificate."""
+    (tmp_path / "other").mkdir()
+    async with securing(tmp_path) as one, securing(tmp_path / "other") as other:
+        await asyncio.gather(expires(one, "server"), expires(other, "viewer"))
+
+
+async def expires(secured: Secured, whose: str) -> None:
+    """Let the certificate of the server or of a viewer expire, and renew it."""
     viewer = secured.credentials("viewer")
     # On a busy machine the shortest time may be over before the first connection is open.
     for lasts_s in (2, 8, 32):

@@ -31,14 +31,6 @@ UPDATE = "meridian.v1.PolicyService/UpdatePolicy"
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the address of an empty database, of each kind in turn."""
-    if request.param == "postgresql":
-        return str(request.getfixturevalue("postgres").database())
-    return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
-
-
 @pytest.fixture
 async def secured(tmp_path: Path, address: str) -> AsyncIterator[Secured]:
     async with securing(tmp_path, address) as running:

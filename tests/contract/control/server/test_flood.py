@@ -17,7 +17,6 @@ from meridian.v1 import policy_pb2
 from meridian_control.engine.session import Session
 from meridian_control.server import server as control_server
 from meridian_control.server.roles import Access
-from tests.contract.control.app.test_server import Process
 from tests.contract.control.server.test_open_access import HERE, opened
 from tests.contract.control.telemetry.test_metrics import value
 from tests.contract.secured import Clients
@@ -26,8 +25,9 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.fuzz.flood import CONNECT, HEADERS, INVALID, PREFACE, SETTINGS, Flood, call_headers, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.contract.control.app.test_server import Process
 
 # Numbers of calls of each kind, and of connections: before memory is measured for the first time, and after that.
 WARM, CALLS = 40, 160
@@ -47,13 +47,6 @@ ANSWERS = {
     "garbage, gone at once": None,
     "hello, gone at once": None,
 }
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
 
 
 def resident_mb(process: Process) -> float:

@@ -14,19 +14,10 @@ from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
 CHAT, BATCH = "org/m#00ff#chat", "org/m#00ff#batch"
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the address of an empty store, of each kind in turn."""
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'm.db'}"
-    return str(request.getfixturevalue("postgres").database())
 
 
 @pytest.fixture

@@ -58,12 +58,6 @@ def file(path: Path) -> str:
     return f"sqlite+aiosqlite:///{path}"
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def address(request: pytest.FixtureRequest, file: str) -> str:
-    """Return the address of an empty store, of each kind in turn."""
-    return file if request.param == "sqlite" else str(request.getfixturevalue("postgres").database())
-
-
 async def append(
     store: PolicyStore, policy: Policy = POLICY, etag: str = "", now: datetime = NOW, request_id: str = ""
 ) -> StoredRevision:

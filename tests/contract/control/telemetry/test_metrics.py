@@ -20,7 +20,6 @@ from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
 from meridian_control.telemetry.catalogue import catalogue
 from meridian_control.telemetry.fleet_metrics import of_limit
-from tests.contract.control.app.test_server import Process
 from tests.contract.rollouts import ALL, CANARY, starting
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -28,21 +27,12 @@ from tests.fakes.tables import policy
 from tests.processes import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from prometheus_client.metrics_core import Metric
 
     from meridian_control.common.metric_entry import Entry
+    from tests.contract.control.app.test_server import Process
 
 OURS = ("meridian_", "grpc_")
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path)
-    yield process
-    process.kill()
 
 
 def scraped(process: Process) -> dict[str, Metric]:

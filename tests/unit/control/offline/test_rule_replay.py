@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from meridian_control.engine.request_table import RequestTable
-from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
@@ -24,7 +23,7 @@ from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
-from tests.fakes.replays import GOAL, made, replay, separating
+from tests.fakes.replays import made, replay
 from tests.fakes.tables import add_sample
 
 if TYPE_CHECKING:
@@ -181,12 +180,6 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
         if held >= fields["confirm_sentence_ends"]:
             return tokens, asked
     return None, asked
-
-
-def test_two_rules_on_probes_are_not_paired(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(rank="noise")), GOAL)
-    assert separating(found) == {"EAT"}
-    assert not any(points[0].rule.either for points in found.fronts.values() if points)
 
 
 def test_a_fixed_cap(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def test_attempts_together_err_as_seldom_as_one(requests: int, max_loss: float) 
 def test_what_the_attempts_need() -> None:
     needed = [needed_to_prove(0.01, confidence_of(attempt, 0.95)) for attempt in (1, 2, 10)]
     assert needed == [368, 477, 766]
+    assert needed_to_prove(0.01, 0.95) == 299
+    assert binomial_upper(0, 299, 0.95) <= 0.01 < binomial_upper(0, 298, 0.95)
+    assert (needed_to_prove(0.0, 0.95), needed_to_prove(1.0, 0.95)) == (float("inf"), 1)
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:

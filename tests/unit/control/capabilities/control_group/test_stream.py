@@ -18,9 +18,7 @@ from meridian_control.capabilities.control_group.harm_guard import HarmGuard, Wa
 from meridian_control.capabilities.control_group.requests import MIN_COMPARED
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.freeze_state import Freeze, Match
-from meridian_control.engine.session import Session
 from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
@@ -324,25 +322,6 @@ def test_the_same_rules_after_others_begin_anew() -> None:
     assert again is not first
     assert experiments.experiment_of(5, rules) is first, "a late engine still counts under the older revision"
     assert [kept.since_revision for kept in experiments.newest()] == [7, 6]
-
-
-# --------------------------------------------------------------------------------------------------- byte for byte
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_recorded_stream_replays_byte_for_byte(seed: int) -> None:
-    recorded, _ = run(random.Random(seed), HALF, requests=60, bad_from=30)
-    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW, parts=STREAM_PARTS)
-    replayed = []
-    for now, message in recorded.trace:
-        if isinstance(message, tuple):
-            replayed += session.on_policy(*message)
-        else:
-            assert not isinstance(message, str | dict), "no operator ends thinking here, and no budget shortens it"
-            replayed += session.on_message(agent_pb2.ConnectRequest.FromString(message.SerializeToString()), now)
-    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
-    shadows = {force.shadow for r in recorded.responses for force in r.directives.forces}
-    assert shadows == {False, True}, "the recording has requests of both arms"
 
 
 # ------------------------------------------------------------------------------------------------- signals go bad

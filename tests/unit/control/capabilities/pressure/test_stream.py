@@ -10,17 +10,15 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
-from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.capabilities.pressure.rule import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.request_table import OUTPUT, THINK
-from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.journal.messages import explain_request
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, Stream, stream
 
 if TYPE_CHECKING:
     from meridian_control.capabilities.pressure.rule import Reading
@@ -595,37 +593,3 @@ def test_thinking_yields_while_requests_wait_in_the_queue() -> None:
     assert (first.level_before, first.reading.target if first.reading else "") == (0, "queueing_p99_ms")
     assert counted(made, MISSED_TOTAL)["chat", "queueing_p99_ms"] >= 2
     assert made.balanced()
-
-
-# --------------------------------------------------------------------------------------------------------------- replay
-
-
-@pytest.mark.parametrize("signals", [False, True])
-def test_a_session_under_pressure_replays_exactly(signals: bool) -> None:
-    made = stream(pressed({**CHAT, "ttfvt_p99_ms": 300.0}))
-    made.agent.end_rank = 3 if signals else 0
-    for number in range(40):
-        made.open(f"r{number}", 30, 8, tenant="chat" if number % 3 else "batch")
-        made.step(5, then_ms=SLOW_MS if 10 < number < 25 else FAST_MS)
-    assert counted(made, CHANGES_TOTAL)["chat", "shortened"] >= 2
-    assert_replays(made)
-
-
-def test_a_session_with_a_queue_replays_exactly() -> None:
-    made = busy(50)
-    assert counted(made, CHANGES_TOTAL)["chat", "shortened"] >= 2
-    assert_replays(made)
-
-
-def assert_replays(made: Stream) -> None:
-    again = Session("s", made.hello, NOW, parts=STREAM_PARTS)
-    said: list[agent_pb2.ConnectResponse] = []
-    for now, told in made.trace:
-        if isinstance(told, agent_pb2.ConnectRequest):
-            said += again.on_message(told, now)
-        elif isinstance(told, tuple):
-            said += again.on_policy(*told)
-    assert again.part(EnginePressure).levels == made.session.part(EnginePressure).levels
-    assert [m.SerializeToString(deterministic=True) for m in said] == [
-        m.SerializeToString(deterministic=True) for m in made.responses
-    ]

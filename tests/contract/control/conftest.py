@@ -1,0 +1,29 @@
+"""Fixtures that several contract tests of the control plane share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.contract.control.app.test_server import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the address of an empty database, of each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
+    return str(request.getfixturevalue("postgres").database())
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Process]:
+    """Yield a control plane that has not started."""
+    process = Process(tmp_path)
+    yield process
+    process.kill()
