@@ -1,13 +1,15 @@
 """Implements `meridianctl top`, which shows engines and live requests and updates them periodically.
 
-The module uses the control plane only through its gRPC API. A second thread waits for the key that ends the command.
+The module uses the control plane only through its gRPC API. One thread waits for the key that ends the command, another
+one for updates.
 """
 
 import os
+import queue
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -47,7 +49,7 @@ def top(
             return
         try:
             with _until_q(call.cancel), Live(console=terminal, screen=screen, auto_refresh=False) as live:
-                for state in call:
+                for state in _newest(call):
                     live.update(_view(state, terminal), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -56,6 +58,31 @@ def top(
                 raise
         finally:
             call.cancel()
+
+
+def _newest(call: Iterable[fleet_pb2.WatchFleetResponse]) -> Iterator[fleet_pb2.WatchFleetResponse]:
+    """Yield the updates of a call, without those that a newer one has followed while the caller drew another. Raises
+    what the call raises."""
+    updates: queue.SimpleQueue[fleet_pb2.WatchFleetResponse | grpc.RpcError | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for update in call:
+                updates.put(update)
+            updates.put(None)
+        except grpc.RpcError as error:
+            updates.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        newest = updates.get()
+        while not updates.empty():
+            newest = updates.get()
+        if newest is None:
+            return
+        if isinstance(newest, grpc.RpcError):
+            raise newest
+        yield newest
 
 
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:

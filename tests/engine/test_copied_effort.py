@@ -15,6 +15,8 @@ from tests.processes import Process
 if TYPE_CHECKING:
     from pathlib import Path
 
+UNCOPIED = "meridian: vLLM lacks %s: the effort that its clients name reaches no policy"
+
 
 class Classes(NamedTuple):
     chat: Any
@@ -88,7 +90,7 @@ def test_a_method_that_is_gone_leaves_the_others(
         assert not caplog.records
         client_effort.say_absent()
     assert [record.getMessage() for record in caplog.records] == [
-        client_effort.UNCOPIED % "ChatCompletionRequest.to_sampling_params"
+        UNCOPIED % "ChatCompletionRequest.to_sampling_params"
     ]
     response = classes.responses(input="", reasoning={"effort": "high"}).to_sampling_params(9)
     assert response.extra_args == {"meridian_effort": "high", CHAT: 1}
@@ -104,7 +106,7 @@ def test_a_vllm_without_the_classes_says_so(classes: Classes, monkeypatch: pytes
         client_effort.install()
         client_effort.say_absent()
     assert [record.getMessage() for record in caplog.records] == [
-        client_effort.UNCOPIED % "vllm.entrypoints.moved",
+        UNCOPIED % "vllm.entrypoints.moved",
         "meridian: vLLM lacks SamplingParams.no_such_budget: clients' budgets reach no policy",
     ]
     assert vars(classes.chat)[client_effort.METHOD].__wrapped__
