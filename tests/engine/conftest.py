@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from meridian_agent.link import control_stream
 from tests.engine import ENGINE_ARGS, cases, chat
 from tests.engine.pacing import Settled, watch
 from tests.engine.policies import NEUTRAL
@@ -34,6 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             # vLLM and its dependencies give many warnings, which are not errors of the agent.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _connects_soon() -> Iterator[None]:
+    """Let agents in this process pause for a moment only between streams; many tests wait for the next stream."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_stream, "BACKOFF_S", (0.02, 0.2))
+        yield
 
 
 @pytest.fixture(scope="session")
