@@ -80,23 +80,6 @@ def test_own_cap_holds_in_shadow(llm: Any, agent: Any, control: Control) -> None
     assert tokens.index(agent.tracker.markers.end[0]) == 12
 
 
-def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
-    """EAT converges once the walk is complete: thinking ends there, and the answer is still right."""
-    chosen = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
-    params = SamplingParams(temperature=0.0, max_tokens=700)
-    end = agent.tracker.markers.end[0]
-    free = chat(llm, chosen, params)
-    before = dict(control.settled().ends)
-    control.apply(CONVERGED)
-    governed = paced(llm, chosen, params, settled)
-    assert control.settled().ends["eat"] > before.get("eat", 0)
-    shorter = [g.index(end) < f.index(end) for g, f in zip(governed, free, strict=True)]
-    assert any(shorter)
-    for f, g in zip(free, governed, strict=True):
-        assert g[: g.index(end)] == f[: g.index(end)]
-        assert g.count(end) == 1
-
-
 def test_every_decision_has_one_outcome(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """With caps reached and not reached, probes, plans, tiers and an abort, there are as many outcomes as decisions."""
     control.apply({"scheduler": {"max_think_tokens": 60, "min_think_tokens": 0}, "entropy": {"shadow": True}})
@@ -198,20 +181,26 @@ def test_live_view(llm: Any, agent: Any, control: Control, settled: Settled) -> 
     run.until()
 
 
-def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(
+def test_an_entropy_rule_ends_thinking_and_the_explained_life_shows_what_it_saw(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
-    """The explanation has opening, closing, EAT samples, the comparisons that were true, and the place of the forced
-    end."""
+    """EAT converges once the walk is complete: thinking ends there, and what is before it does not change. The
+    explanation has opening, closing, EAT samples, the comparisons that were true, and the place of the forced end."""
     prompts = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
     params = SamplingParams(temperature=0.0, max_tokens=700)
+    free = chat(llm, prompts, params)
+    before = dict(control.settled().ends)
     revision = control.apply(CONVERGED)
     run = Run(llm)
     for i, case in enumerate(prompts):
         run.add(f"life-{i}", case, params)
     run.until(settled=settled)
-    control.settled()
+    assert control.settled().ends["eat"] > before.get("eat", 0)
     end = agent.tracker.markers.end[0]
+    for alone, tokens in zip(free, run.tokens.values(), strict=True):
+        assert tokens[: tokens.index(end)] == alone[: tokens.index(end)]
+        assert tokens.count(end) == 1
+    assert any(t.index(end) < f.index(end) for f, t in zip(free, run.tokens.values(), strict=True))
     lives = {f"life-{i}": control.explain(f"life-{i}") for i in range(len(prompts))}
     ended = {name: life for name, life in lives.items() if any(e.detail == "eat" for e in life.events)}
     assert ended
