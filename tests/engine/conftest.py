@@ -15,7 +15,7 @@ import pytest
 
 from meridian_agent.link import control_stream
 from tests.engine import ENGINE_ARGS, cases, chat
-from tests.engine.pacing import Settled, watch
+from tests.engine.pacing import SOON_S, Settled, watch
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import APART, governed
 from tests.processes import ENGINE_ENV, Control, free_port
@@ -37,12 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _connects_soon() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _connects_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let agents in this process pause for a moment only between streams; many tests wait for the next stream."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_stream, "BACKOFF_S", (0.02, 0.2))
-        yield
+    monkeypatch.setattr(control_stream, "BACKOFF_S", SOON_S)
 
 
 @pytest.fixture(scope="session")
