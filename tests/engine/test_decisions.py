@@ -63,16 +63,6 @@ def test_cap_counts_from_the_models_own_start_marker(llm: Any, agent: Any, contr
     assert tokens[tokens.index(start) + 10] == end
 
 
-@pytest.mark.parametrize(("own", "policy", "expected"), [(5, 30, 5), (0, 30, 0), (30, 5, 5)])
-def test_own_cap_is_clamped_by_policy(  # noqa: PLR0917
-    llm: Any, agent: Any, control: Control, own: int, policy: int, expected: int
-) -> None:
-    control.apply({"scheduler": {"max_think_tokens": policy}})
-    params = endless(agent, max_tokens=60, extra_args={"meridian_max_think_tokens": own})
-    (tokens,) = chat(llm, [opened()], params)
-    assert tokens.index(agent.tracker.markers.end[0]) == expected
-
-
 def test_own_cap_holds_in_shadow(llm: Any, agent: Any, control: Control) -> None:
     control.apply({"scheduler": {"shadow": True, "max_think_tokens": 3}})
     params = endless(agent, max_tokens=60, extra_args={"meridian_max_think_tokens": 12})
@@ -225,17 +215,6 @@ def test_an_entropy_rule_ends_thinking_and_the_explained_life_shows_what_it_saw(
         assert len([p for p in probes if p.HasField("measured_eat_nats")]) >= force.signals.eat_samples
     text = str(lives)
     assert not any(str(case["prompt"]) in text for case in prompts)
-
-
-def test_bad_markers_are_refused_with_the_error(llm: Any, agent: Any, control: Control) -> None:
-    """The engine keeps its last good policy and reports the error; it takes the next good policy."""
-    good = control.engine().acked_revision
-    control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
-    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 20, "a NACK")
-    assert "999999" in engine.nack_error
-    assert engine.acked_revision == good
-    assert control.apply(NEUTRAL) > good
-    assert not control.engine().nack_error
 
 
 def test_multi_token_end_marker(llm: Any, agent: Any, control: Control) -> None:

@@ -326,10 +326,12 @@ def test_an_ack_means_that_a_step_has_begun_with_it(llm: Any, agent: Any, contro
 
 
 def test_after_a_refusal_and_a_reconnect_the_last_good_policy_governs(llm: Any, agent: Any, control: Control) -> None:
+    """The engine keeps it and reports the error, until the next good policy."""
     good = control.apply(CAPPED)
     capped = chat(llm, cases(), GREEDY)
     bad = control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
     wait_for(lambda: control.engine().nack_error, 20, "a NACK")
+    assert (control.engine().acked_revision, "999999" in control.engine().nack_error) == (good, True)
     nacked = control.engine().connect_time
     agent.link.restart()
     engine = wait_for(
@@ -340,3 +342,5 @@ def test_after_a_refusal_and_a_reconnect_the_last_good_policy_governs(llm: Any, 
     assert (engine.revision, "999999" in engine.nack_error) == (bad, True)
     assert chat(llm, cases(), GREEDY) == capped
     assert control.settled().decisions["cap"] == len(cases())
+    assert control.apply(NEUTRAL) > bad
+    assert not control.engine().nack_error

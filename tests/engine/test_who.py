@@ -33,11 +33,12 @@ def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control
         {"meridian_tenant": "batch-7", "meridian_slo_class": "chat"},
         {"meridian_tenant": "batch-7", "meridian_slo_class": "bulk", "meridian_max_think_tokens": 5},
         {"meridian_effort": "low", "meridian_max_think_tokens": 40},
+        {"meridian_max_think_tokens": 0},
     ]
     params = [endless(agent, max_tokens=70, extra_args=words) for words in own]
     end = agent.tracker.markers.end[0]
     runs = paced(llm, [opened()] * len(own), params, settled)
-    assert [tokens.index(end) for tokens in runs] == [60, 21, 33, 60, 5, 21]
+    assert [tokens.index(end) for tokens in runs] == [60, 21, 33, 60, 5, 21, 0]
     control.settled()
 
 
