@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from meridian_agent.link import control_stream
 from tests.engine import ENGINE_ARGS, cases, chat
-from tests.engine.pacing import Settled, watch
+from tests.engine.pacing import SOON_S, Settled, watch
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import APART, governed
 from tests.processes import ENGINE_ENV, Control, free_port
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             # vLLM and its dependencies give many warnings, which are not errors of the agent.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(autouse=True)
+def _connects_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let agents in this process pause for a moment only between streams; many tests wait for the next stream."""
+    monkeypatch.setattr(control_stream, "BACKOFF_S", SOON_S)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 PATIENCE_S, LOOK_S = 120.0, 0.0005
 # Seconds of rest after the control plane has refused a call because one caller made too many.
 REST_S = 0.05
+# Shortest and longest pause of an agent between two streams, in place of the product's own.
+SOON_S = (0.02, 0.2)
 # Types of a ring's items that are steps; a tuple is a TextStep, whose first field is the step's number.
 STEPS = (StepRecord, tuple)
 

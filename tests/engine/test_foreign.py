@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
+from meridian_agent.link import inbox
+from meridian_agent.link.inbox import INBOX_MESSAGES
 from tests.chaos.foreign import FLOOD, FOREIGN_REVISION
 from tests.chaos.versions import FIRST_VERSION, NEXT_VERSION
 from tests.engine import MAX_TOKENS, Run, cases, chat, paced
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 CAP: int = CAPPED["scheduler"]["max_think_tokens"]
+# Decisions after which a flood ends its stream here.
+MOST_DECISIONS = 30 * FLOOD
 
 
 def lead(link: Any, targets: list[str]) -> None:
@@ -128,10 +131,17 @@ def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: l
 
 
 def test_a_flood_of_decisions(  # noqa: PLR0917
-    llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path, caplog: pytest.LogCaptureFixture
+    llm: Any,
+    agent: Any,
+    control: Control,
+    stock: list[list[int]],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Queues are bounded, a stream that sends too much is ended with a log line, and no token changes."""
     control.apply(UNRULED)
+    monkeypatch.setattr(inbox, "INBOX_DECISIONS", MOST_DECISIONS)
     link, before = agent.link, rss_mb()
     logger = logging.getLogger("vllm.meridian")
     logger.addHandler(caplog.handler)
@@ -153,7 +163,7 @@ def test_a_flood_of_decisions(  # noqa: PLR0917
     finally:
         logger.removeHandler(caplog.handler)
     assert max(messages) <= INBOX_MESSAGES + 1
-    assert FLOOD < max(decisions) <= INBOX_DECISIONS
+    assert FLOOD < max(decisions) <= MOST_DECISIONS
     assert "opening a new stream" in caplog.text
     capped_again(llm, agent, control)
     assert rss_mb() - before < MAX_GROWTH_MB

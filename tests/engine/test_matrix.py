@@ -30,7 +30,7 @@ CHOSEN = {
         "a waiting request preempts",
         "no request is preempted",
     ),
-    "ngram": (*SIGNALS_AND_CAPS, "drafts", "a waiting request preempts"),
+    "ngram": (*SIGNALS_AND_CAPS, "a grammar after", "drafts", "a waiting request preempts"),
     "v2-async": (*SIGNALS_AND_CAPS, "sampled with a seed", "a waiting request preempts"),
     "tight": ("preemption for a waiting request",),
     "marked-async": ("markers",),

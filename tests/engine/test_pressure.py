@@ -126,7 +126,7 @@ def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch
     wait_for(lambda: agent.link.lease.connected and control.engine().connect_time != before, 20, "a stream of its own")
     wait_for(lambda: control.engine().acked_revision == agent.link.lease.revision, 20, "the policy to be acknowledged")
     for count in (3, 7):
-        chat(llm, SEVEN[:count], endless(agent, max_tokens=100))
+        chat(llm, SEVEN[:count], endless(agent, max_tokens=50))
     settled()
     return agent
 

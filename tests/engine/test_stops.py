@@ -7,6 +7,7 @@ with stock's on both runners, under asynchronous scheduling and with drafts.
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,13 +85,20 @@ class Stops(NamedTuple):
         return next(at for at, token in enumerate(self.free.tokens) if token == 5)
 
 
-@pytest.fixture
-def stops(llm: Any, agent: Any, control: Control) -> Stops:
+@functools.cache
+def stops_of(llm: Any, agent: Any) -> Stops:
+    """Return what `stops` does; the free run is the same for all tests."""
     free, end = ask(llm, {}), agent.tracker.markers.end[0]
     assert (end, free.finish, free.stop) == (5, "stop", None)
     thinking, answer = free.tokens[: free.tokens.index(end)], free.tokens[free.tokens.index(end) + 2 :]
     token = next(token for token in answer if token in thinking and llm.get_tokenizer().decode([token]).isalpha())
     return Stops(free, llm.get_tokenizer().decode([token]), token)
+
+
+@pytest.fixture
+def stops(llm: Any, agent: Any) -> Stops:
+    """Return the stops that are found under the neutral policy, which is in force when a test begins."""
+    return stops_of(llm, agent)
 
 
 KINDS = pytest.mark.parametrize("kind", ["string", "token"])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SEEDS, BATCH = 24, 12
+SEEDS, BATCH = 12, 6
 # The counters of calm and full steps in a message.
 COUNTERS = re.compile(r"(calm|full)_steps: \d+ ")
 # Engines with drafts that vLLM's scheduler knows, and that only the workers know.

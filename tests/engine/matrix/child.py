@@ -18,7 +18,7 @@ from tests.engine.matrix import features_of, grown
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.builds import BUILDS, prepare, version_here
 from tests.engine.matrix.stock import Stock, StockFailed
-from tests.engine.pacing import watch
+from tests.engine.pacing import SOON_S, watch
 from tests.needed import vocabulary_folder
 from tests.processes import Control
 
@@ -34,10 +34,13 @@ PLAIN = Ask([1, 2, 3] * 8, {"temperature": 0.0, "max_tokens": 24, "ignore_eos": 
 def start(build: Build, control: Control, stock: Stock) -> Engine:
     import vllm
 
+    from meridian_agent.link import control_stream
     from tests.engine.matrix.engine import Engine
 
     prepare(build)
     watch()
+    # Other markers take effect with the next stream.
+    control_stream.BACKOFF_S = SOON_S
     llm = vllm.LLM(**build.engine_args())
     control.engine()
     engine = Engine(build, llm, control, stock)

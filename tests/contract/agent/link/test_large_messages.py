@@ -166,6 +166,7 @@ async def test_a_report_after_a_large_step_has_all_its_parts(control: Control) -
         assert 4000 * (LONG + 128) > REPORT_BYTES
         engine.step()
         counted = {name: live.think_tokens for name, live in engine.engine.live.items()}
+        await until(lambda: known(control) == len(counted))
         await until(lambda: {r.request_id: r.think_tokens for r in control.fleet.views.requests("engine")} == counted)
         assert control.engine().running == 4001
 

@@ -97,11 +97,11 @@ async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
     """The link waits longer for a welcome after each attempt that failed."""
     servicer, target = scripted
     servicer.welcomes = False
-    monkeypatch.setattr(link, "PATIENCE_S", (0.05, 60.0))
+    monkeypatch.setattr(link, "PATIENCE_S", (0.02, 60.0))
     with LinkedEngine([target]) as engine:
         began_s = time.monotonic()
         await until(lambda: servicer.kinds().count("hello") >= 6)
-        assert time.monotonic() - began_s > 0.05 * (2**5 - 1)
+        assert time.monotonic() - began_s > 0.02 * (2**5 - 1)
         # On a busy machine one of the next attempts may be given up, too.
         servicer.welcomes = True
         await until(lambda: engine.link.lease.connected)

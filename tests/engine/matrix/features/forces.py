@@ -73,7 +73,7 @@ def _reserve(tokens: int) -> dict[str, Any]:
     *("v1", "async", "v2-async", "ngram"),
 )
 def premature_stops(engine: Engine) -> None:
-    most = 60 if engine.slow else 120
+    most = 44 if engine.slow else 120
     prompts = [engine.prompt(i) for i in range(2 if engine.slow else 4)]
     free = engine.tokens([Ask(prompt, {**GREEDY, "max_tokens": 24}) for prompt in prompts])
     asks, places = list[Ask](), list[int]()
@@ -198,8 +198,8 @@ def rules(engine: Engine) -> None:
 @feature("loops end within 256 tokens; other thinking stays", *ALL)
 def loops(engine: Engine) -> None:
     """A bias makes two requests repeat one token for ever; the others think as without the rule. On slow engines loops
-    are to end within 96 tokens."""
-    most = 96 if engine.slow else 256
+    are to end within 64 tokens."""
+    most = 64 if engine.slow else 256
     biases = [{engine.token(word): 100.0, engine.end: -30.0} for word in "AB"]
     biased = [engine.endless(max_tokens=most + 16, logit_bias=bias) for bias in biases]
     usual = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 40}) for i in range(1 if engine.slow else 4)]

@@ -49,7 +49,7 @@ def greedy(engine: Engine) -> None:
 
 @feature("sampled with a seed: the same", *EVERYWHERE)
 def sampled(engine: Engine) -> None:
-    _as_stock(engine, temperature=1.0, max_tokens=24 if engine.slow else 200)
+    _as_stock(engine, temperature=1.0, max_tokens=16 if engine.slow else 200)
 
 
 @feature("log-probabilities as stock's, entropy that of all of them", *EVERYWHERE)
