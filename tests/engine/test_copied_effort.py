@@ -89,9 +89,7 @@ def test_a_method_that_is_gone_leaves_the_others(
         client_effort.install()
         assert not caplog.records
         client_effort.say_absent()
-    assert [record.getMessage() for record in caplog.records] == [
-        UNCOPIED % "ChatCompletionRequest.to_sampling_params"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [UNCOPIED % "ChatCompletionRequest.to_sampling_params"]
     response = classes.responses(input="", reasoning={"effort": "high"}).to_sampling_params(9)
     assert response.extra_args == {"meridian_effort": "high", CHAT: 1}
 
