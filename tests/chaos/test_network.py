@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Seconds to wait for datagrams that all come back, however busy the machine is, and seconds after which a missing
 # datagram is lost.
-PATIENT_S, LOST_S = 60.0, 1.0
+PATIENT_S, LOST_S = 60.0, 3.0
 
 
 ECHO = """

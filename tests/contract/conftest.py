@@ -8,7 +8,6 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2_grpc
 
-from meridian_agent.link import control_stream
 from tests.contract.streams import Control, Scripted, controlling
 from tests.patient import ASKING, LONG_S
 
@@ -38,9 +37,3 @@ async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
     await server.start()
     yield servicer, f"127.0.0.1:{port}"
     await server.stop(None)
-
-
-@pytest.fixture(autouse=True)
-def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no engine wait long for an answer to its goodbye: a server on the event loop that waits cannot give one."""
-    monkeypatch.setattr(control_stream, "GOODBYE_S", 0.0)
