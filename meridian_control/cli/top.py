@@ -63,14 +63,14 @@ def top(
 def _newest(call: Iterable[fleet_pb2.WatchFleetResponse]) -> Iterator[fleet_pb2.WatchFleetResponse]:
     """Yield the updates of a call, without those that a newer one has followed while the caller drew another. Raises
     what the call raises."""
-    updates: queue.SimpleQueue[fleet_pb2.WatchFleetResponse | grpc.RpcError | None] = queue.SimpleQueue()
+    updates: queue.SimpleQueue[fleet_pb2.WatchFleetResponse | Exception | None] = queue.SimpleQueue()
 
     def read() -> None:
         try:
             for update in call:
                 updates.put(update)
             updates.put(None)
-        except grpc.RpcError as error:
+        except Exception as error:
             updates.put(error)
 
     threading.Thread(target=read, daemon=True).start()
@@ -80,7 +80,7 @@ def _newest(call: Iterable[fleet_pb2.WatchFleetResponse]) -> Iterator[fleet_pb2.
             newest = updates.get()
         if newest is None:
             return
-        if isinstance(newest, grpc.RpcError):
+        if isinstance(newest, Exception):
             raise newest
         yield newest
 

@@ -98,7 +98,8 @@ NOBODY_JOINED = Joined(NONE, np.zeros(0))
 def _zeros_on_demand(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
     """Return an array of zeros. The system allocates its pages when they are first written to; `np.zeros` writes to all
     of them if it gets memory that was in use before."""
-    return np.frombuffer(mmap.mmap(-1, math.prod(shape) * kind.itemsize), kind).reshape(shape)
+    size, flags = math.prod(shape) * kind.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.frombuffer(mmap.mmap(-1, size, flags), kind).reshape(shape)
 
 
 class RequestTable(Columns):
@@ -266,8 +267,7 @@ class RequestTable(Columns):
             self.boundary_rpdi[:] = np.nan
 
     def end_report(self) -> None:
-        """Forget the rows of the newest report. With the rows of all engines the control plane would hold more memory
-        than the processor's caches, and each report would be taken in with memory that no cache has."""
+        """Forget the rows of the newest report; those of an engine of 64 requests take some 0.2 MB."""
         # Milliseconds before the answer tokens of the report; and its rows, from which the state of requests within the
         # report is computed.
         self.intervals, self.history = NO_INTERVALS, NO_HISTORY
