@@ -26,6 +26,7 @@ from tests.processes import ROOT, Control, Process, free_port
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.bench.fleet_tape import Report
     from tests.bench.harness import Figures, Session
 
 COLUMNS = (
@@ -58,6 +59,11 @@ class Load:
     engines: int = ENGINES
     begin_s: float = BEGIN_S
     measure_s: float = MEASURE_S
+
+
+def tapes(**how: Any) -> list[list[Report]]:
+    """Return the tapes of engines in turn. how: as `fleet_tape.made` has it."""
+    return [made(seed, REQUESTS, STEP_MS, **how) for seed in range(TAPES)]
 
 
 def python_path(tree: Path) -> str:
@@ -99,10 +105,9 @@ class Servers:
         self.no_before = tree_of(before, folder / "before")
         self.arms = [TODAY, ECHO] if self.no_before else [TODAY, OLD, ECHO]
         self._folder, self._load, self._number = folder, load, 0
-        tapes = [made(seed, REQUESTS, STEP_MS) for seed in range(TAPES)]
-        self._tapes = dict.fromkeys(self.arms, tapes)
+        self._tapes = dict.fromkeys(self.arms, tapes())
         if OLD in self.arms and "byte_columns" not in (folder / "before" / PROTO).read_text():
-            self._tapes[OLD] = [made(seed, REQUESTS, STEP_MS, byte_columns=False) for seed in range(TAPES)]
+            self._tapes[OLD] = tapes(byte_columns=False)
 
     def _server(self, arm: str, folder: Path, cores: set[int]) -> Control:
         if arm == ECHO:

@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_control.policy.model import Policy
 from tests.bench import cost_control, harness
+from tests.bench.cost_control import tapes
 from tests.bench.fleet_engines import STEP_MS
 from tests.bench.fleet_rig import Rig, Windows, measure
-from tests.bench.fleet_tape import made
 from tests.bench.harness import BenchError, Column
 from tests.postgres import Postgres
 
 if TYPE_CHECKING:
     import argparse
 
-    from tests.bench.fleet_tape import Report
     from tests.bench.harness import Session
 
-REQUESTS, TAPES = 64, 4
 # Share of the requests that engines measure under the default policy, whose rules are in shadow.
 SHARE = Policy().telemetry.shadow_sample_ratio
 # Files that are open beside the engines' streams.
@@ -86,10 +84,6 @@ def allow_files(engines: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _tapes(share: float) -> list[list[Report]]:
-    return [made(seed, REQUESTS, STEP_MS, measured_share=share) for seed in range(TAPES)]
-
-
 async def beside(session: Session) -> None:
     """Compare the control plane with an older one, with engines at full speed."""
     given, case = session.options, f"beside {session.options.before}"
@@ -108,32 +102,32 @@ async def bench(session: Session) -> dict[str, Any]:
     allow_files(max(given.engines))
     if given.before_rounds:
         await beside(session)
-    sampled, measured = _tapes(SHARE), _tapes(1.0)
+    least, sampled = min(given.engines), tapes(measured_share=SHARE)
+    kinds = [(f"{least:,} engines, all measured", least, tapes())]
+    kinds += [(f"{engines:,} engines", engines, sampled) for engines in sorted(given.engines)]
     # Collecting garbage among the tapes would stop the engines for long, and would show as a late answer.
     gc.freeze()
     usable, windows = sorted(os.sched_getaffinity(0)), Windows(given.slower, given.seconds, given.idle_s)
     # Engines and PostgreSQL leave the replicas' cores alone, as far as there are others.
     os.sched_setaffinity(0, usable[max(1, min(max(given.replicas), len(usable) - 1)) :] or usable)
-    postgres, cases = await asyncio.to_thread(Postgres), list[str]()
+    postgres = await asyncio.to_thread(Postgres)
     try:
-        kinds = [(f"{engines:,} engines", engines, sampled) for engines in sorted(given.engines)]
-        kinds.append((f"{(least := min(given.engines)):,} engines, all measured", least, measured))
-        for case, engines, tapes in kinds:
+        for case, engines, played in kinds:
             for replicas in sorted(given.replicas):
-                cases.append(case)
-                rig, arm = Rig(engines, replicas, usable, windows, tapes), f"{replicas} replicas"
-                path = folder / str(len(cases))
+                rig, arm = Rig(engines, replicas, usable, windows, played), f"{replicas} replicas"
+                path = folder / str(len(runs.all))
                 found = await session.measured(partial(measure, rig, path, postgres, session.say))
-                session.add(arm, found, case=cases[-1])
+                session.add(arm, found, case=case)
     finally:
         await asyncio.to_thread(postgres.stop)
     text = (
         f"Windows of {given.seconds:g} s; a step of an engine at full speed takes {STEP_MS:g} ms. "
         f"{SHARE:.0%} of the requests are measured unless a row says otherwise."
     )
+    measured, *cases = (case for case, *_ in kinds)
     for title, columns in COLUMNS.items():
-        session.table(title, text, columns, "", list(dict.fromkeys(cases)))
-    last = next(run for run in reversed(runs.all) if run.case == kinds[-2][0]).figures
+        session.table(title, text, columns, "", [*cases, measured])
+    last = runs.all[-1].figures
     return {
         "engines": max(given.engines),
         "replicas": max(given.replicas),

@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -23,6 +23,7 @@ from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
+from meridian_agent.worker.observer import SENT, ChosenRows
 from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 from tests.fakes.sentences import ends_by_id
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from meridian_agent.core.step_record import StepRecord
-    from meridian_agent.core.step_signals import SignalBytes
 
 # Tokens of thinking and of the answer of a request, drawn uniformly.
 THINK, ANSWER = (200, 2000), (20, 200)
@@ -152,25 +152,23 @@ def merged(records: Iterable[StepRecord]) -> Iterator[list[StepRecord]]:
             waiting = []
 
 
-def signals(requests: int, seed: int) -> list[StepSignals]:
-    """Return the signals of some steps with a row for each request."""
+def signals(requests: int, seed: int) -> list[Any]:
+    """Return the encoded signals of some steps with a row for each request."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(SIGNALS):
         entropy = rng.exponential(0.5, requests).astype(np.float32)
         rank = rng.integers(50, 5000, requests).astype(np.int32)
-        found.append(StepSignals(None, entropy, rank, (-rank / 100).astype(np.float32), -entropy))
+        found.append(StepSignals(None, entropy, rank, (-rank / 100).astype(np.float32), -entropy).encode())
     return found
 
 
-def measured(signals: StepSignals, rows: Sequence[bool]) -> SignalBytes | None:
-    """Return the encoded signals of a step that measured these of its rows; None if it measured none."""
-    if not any(rows):
+def of_rows(encoded: bytes, rows: Sequence[bool]) -> bytes | None:
+    """Return a step's signals as the worker sends them if it measures only these rows; None if it measures none."""
+    if not len(chosen := np.flatnonzero(rows)):
         return None
-    entropy, end_logprob, top_logprob = (
-        np.where(rows, column, np.float32(np.nan))
-        for column in (signals.entropy_nats, signals.end_logprob_nats, signals.top_logprob_nats)
-    )
-    return StepSignals(None, entropy, signals.end_rank * np.array(rows, np.int32), end_logprob, top_logprob).encode()
+    columns = ChosenRows(len(rows), chosen.astype(np.int32)).blank
+    columns[:, chosen] = np.frombuffer(encoded, np.float32).reshape(len(SENT), -1)[:, chosen]
+    return columns.tobytes()
 
 
 class _Engine:
@@ -222,7 +220,7 @@ class _Engine:
             self._slots[live.slot] = self._numbers[name], int(state.phase), *counts, live.measured
         record = engine.tracker.record
         record.rows = list(range(len(record.slots)))
-        record.told = measured(self._signals[engine.step % SIGNALS], rows)
+        record.told = of_rows(self._signals[engine.step % SIGNALS], rows)
         record.step_time_ms, record.counters = self._step_ms, (1,) * len(COUNTERS)
         record.ended_s = engine.step * self._step_ms / 1e3
         for name in ended:
