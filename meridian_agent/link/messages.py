@@ -3,7 +3,8 @@ threads."""
 
 from __future__ import annotations
 
-from array import array
+import math
+import struct
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import Record
 
 
+# The bytes of a signal that was not measured.
+NAN = struct.pack("<f", math.nan)
 # The lists of a Directives message, in the order in which the engine takes them in.
 DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
 
@@ -173,22 +176,24 @@ def _byte_columns(records: Sequence[Record]) -> bytes:
     """Return the token rows of the records as TokenColumns.byte_columns has them."""
     # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
     with_rows = [record for record in records if record.slots]
-    table = np.empty((7, sum([len(record.slots) for record in with_rows])), "<u4")
-    measured, end = table[4:].view("<f4"), 0
     columns = [r.slots for r in with_rows], [r.phases for r in with_rows], _flags_of(with_rows)
-    for row, parts in enumerate(columns):
-        # NumPy reads an array of numbers faster than a list.
-        table[row] = array("I", [*chain.from_iterable(parts)])
-    table[3], measured[:] = 0, np.nan
+    numbers = [*chain.from_iterable(chain.from_iterable(columns))]
+    known = struct.pack(f"<{len(numbers)}I", *numbers)
+    rows = len(numbers) // len(columns)
+    if all(record.told is None for record in with_rows):
+        return b"".join((known, bytes(4 * rows), NAN * (3 * rows)))
+    signalled = np.zeros((4, rows), "<u4")
+    measured, end = signalled[1:].view("<f4"), 0
+    measured[:] = np.nan
     for record in with_rows:
         begin, end = end, end + len(record.slots)
         if record.told is None:
             continue
-        rows = slice(begin, end)
+        these = slice(begin, end)
         at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.decode(record.told)
-        table[3, rows], measured[0, rows] = signals.end_rank[at], signals.entropy_nats[at]
-        measured[1, rows], measured[2, rows] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
-    return table.tobytes()
+        signalled[0, these], measured[0, these] = signals.end_rank[at], signals.entropy_nats[at]
+        measured[1, these], measured[2, these] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
+    return known + signalled.tobytes()
 
 
 def _flags_of(records: Sequence[Record]) -> list[list[int]]:
