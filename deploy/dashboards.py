@@ -282,7 +282,7 @@ GLANCE = [
     stat("Answer's gaps, P99", "s", quantiles("meridian_output_itl_seconds")[-1][0]),
     stat("Engines frozen", "none", "sum(max by (engine) (meridian_engine_frozen)) or vector(0)"),
     stat("Engines that refuse", "none", "sum(max by (engine) (meridian_engine_refused)) or vector(0)"),
-    stat("Agent, share of a thread", "percentunit", "avg(sum by (engine) (rate(meridian_agent_seconds_total[5m])))"),
+    stat("Agent, share of a core", "percentunit", "avg(sum by (engine) (rate(meridian_agent_seconds_total[5m])))"),
 ]
 
 TENANTS = panel(
@@ -480,7 +480,11 @@ ENGINE = {
         ),
     ],
     "Cost of the agent": [
-        panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
+        panel(
+            "Agent, share of a core, by part",
+            "percentunit",
+            (total("meridian_agent_seconds_total", "engine", "part", where=ONE), "{{engine}} {{part}}"),
+        ),
         panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
         panel(
             "Steps without a look of the agent",

@@ -32,6 +32,10 @@ BACKEND = "meridian_backend"
 # pair for each of these probes, in the same order: its EAT in nats, and its likeliest token.
 PROBE_ROWS = "meridian_probe_rows"
 PROBED = "meridian_probed"
+# Name of an attribute of ModelRunnerOutput (worker to engine core) with the seconds that the agent has spent in the
+# worker since its start. One output in SPENT_STEPS has this attribute.
+SPENT = "meridian_spent"
+SPENT_STEPS = 16
 
 # The id of the end marker's first token; the version of the list of request ids to leave out; the list itself, or None
 # if the list of this version was sent before; and SentenceTable.may_end if only tokens that follow a sentence end are

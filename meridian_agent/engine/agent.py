@@ -20,7 +20,7 @@ from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase, PhaseState
-from meridian_agent.core.step_signals import REQUEST, WorkerRequest, WorkerRequestEncoder
+from meridian_agent.core.step_signals import REQUEST, SPENT, WorkerRequest, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.answer_only_stops import AnswerOnlyStops
 from meridian_agent.engine.calm_steps import CalmSteps
@@ -32,7 +32,7 @@ from meridian_agent.engine.preemption import Preemption
 from meridian_agent.engine.premature_stops import PrematureStops
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.engine.queue_order import Limit, QueueOrder
-from meridian_agent.engine.step_accounting import StepAccounting
+from meridian_agent.engine.step_accounting import StepAccounting, gauges_of
 from meridian_agent.engine.token_masks import TokenMasks
 from meridian_agent.vllm_adapter import front_end_aborts, request_api, scheduler_api
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
@@ -95,7 +95,7 @@ class Agent:
             lease=link.lease,
             is_async=self.is_async,
         )
-        link.outbox.counters = self._counters
+        link.outbox.counters, link.outbox.gauges = self._counters, partial(gauges_of, scheduler)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
         # The newest step's request to the workers, None for none; and whether it stays the same in calm steps.
@@ -113,8 +113,9 @@ class Agent:
         # The settings and markers that this agent obeys, as the lease held them.
         self._obeyed: tuple[agent_pb2.Settings, Markers] | None = None
         self.preempted_think = self.output_critical = 0
-        # Seconds spent in hooks of this and earlier agents, and in vLLM's own schedule and update_from_output.
-        self.agent_seconds = self.scheduler_seconds = 0.0
+        # Seconds spent in hooks of this and earlier agents, in the worker, and in vLLM's own schedule and
+        # update_from_output.
+        self.hook_seconds = self.worker_seconds = self.scheduler_seconds = 0.0
         self._adoption = CatchUp()  # Requests from before this agent, or with prompts that take several steps to read.
         self.measuring = Measuring(facts.expected_backend, facts.on_fault, link.restart)
 
@@ -513,6 +514,7 @@ class Agent:
         self, scheduler: Scheduler, runner_output: ModelRunnerOutput, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
+        self.worker_seconds = getattr(runner_output, SPENT, self.worker_seconds)
         if self.probing.computed and self.probing.collect_rows(runner_output):
             self.calm.end()
         stops = self.stops
@@ -540,6 +542,7 @@ class Agent:
 
     def _counters(self) -> tuple[float, ...]:
         """Return the values of COUNTERS. Called on gRPC's thread."""
+        thread_seconds = self.link.thread_seconds.total()
         return (
             self.preempted_think,
             self.output_critical,
@@ -547,11 +550,13 @@ class Agent:
             self.queues.think_skips,
             self.link.outbox.reports_dropped,
             self.probing.tokens,
-            self.agent_seconds,
+            self.hook_seconds + self.worker_seconds + thread_seconds,
             self.scheduler_seconds,
             self.link.outbox.round_trip_ms,
             self.calm.calm_steps,
             self.calm.full_steps,
             self.preemption.recomputed.total,
             self.blocks.kept.given_up,
+            self.worker_seconds,
+            thread_seconds,
         )

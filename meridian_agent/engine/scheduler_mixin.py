@@ -173,7 +173,7 @@ class GovernedScheduler(Scheduler):
         self._under_way -= 1
         if (agent := self._agent) is not None:
             agent.scheduler_seconds += time.perf_counter() - began
-            agent.agent_seconds = self._guard.seconds
+            agent.hook_seconds = self._guard.seconds
             self._guard.run(agent.after_update, self, model_runner_output, outputs)
             if self._guard.fault:
                 self._settle_fault(outputs.values())

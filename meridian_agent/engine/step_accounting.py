@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.guard import hook
-from meridian_agent.core.step_record import Outcome, StepRecord
+from meridian_agent.core.step_record import Gauges, Outcome, StepRecord
 from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import front_end_aborts, request_api
 
@@ -143,21 +143,20 @@ class StepAccounting:
         self._calm.find_due(scheduler)
         lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
         columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
-        gauges = self._gauges(scheduler)
+        counted = self._prefill_tokens(), self.state
         if tracker.begun is None:
             number = tracker.number(scheduler.current_step)
-            step: TextStep = (number, now_s, self._step_time_ms(now_s), *gauges, *columns)
+            step: TextStep = (number, now_s, self._step_time_ms(now_s), *counted, *columns)
             if not self._outbox.send_text(step):
                 self._outbox.send(StepRecord(*step), tracker.snapshot)
             return True
-        tracker.begun.tell((scheduler.current_step, now_s, self._step_time_ms(now_s), *gauges, *columns))
+        tracker.begun.tell((scheduler.current_step, now_s, self._step_time_ms(now_s), *counted, *columns))
         self.send()
         return True
 
-    def _gauges(self, scheduler: Scheduler) -> tuple[float, int, int, int, int]:
-        """Return a record's fields from `kv_used` to `state`."""
-        prefill = self.prefills.popleft() if self.prefills else 0
-        return scheduler.kv_cache_manager.usage, *scheduler.get_request_counts(), prefill, self.state
+    def _prefill_tokens(self) -> int:
+        """Return the prompt tokens of the step whose outputs are being processed."""
+        return self.prefills.popleft() if self.prefills else 0
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def answered_input(self, request: Request) -> None:
@@ -171,7 +170,8 @@ class StepAccounting:
         if record.text:
             self._calm.find_due(scheduler)
         record.told, record.step = signals, scheduler.current_step
-        record.kv_used, record.running, record.waiting, record.prefill_tokens, record.state = self._gauges(scheduler)
+        record.gauges = gauges_of(scheduler)
+        record.prefill_tokens, record.state = self._prefill_tokens(), self.state
         record.step_time_ms = self._step_time_ms(self._lease.clock())
         return record
 
@@ -180,8 +180,7 @@ class StepAccounting:
         follows."""
         record = self._tracker.record
         record.step, record.state, record.urgent = scheduler.current_step, self.state, True
-        record.kv_used = scheduler.kv_cache_manager.usage
-        record.running, record.waiting = scheduler.get_request_counts()
+        record.gauges = gauges_of(scheduler)
 
     def send(self) -> None:
         """Queue the record, which is complete."""
@@ -317,6 +316,11 @@ class StepAccounting:
         if finish_reason == front_end_aborts.GONE:
             self._tracker.record.clients_gone.append(live.slot)
         self._tracker.close(live, FINISH_REASON.get(finish_reason, 0))
+
+
+def gauges_of(scheduler: Scheduler) -> Gauges:
+    """Return the engine's gauges. The link's thread asks, too, while vLLM may be within a step."""
+    return Gauges(scheduler.kv_cache_manager.usage, *scheduler.get_request_counts())
 
 
 def _is_other(wanted: dict[int, int], tokens: Sequence[int]) -> bool:

@@ -31,6 +31,7 @@ from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import Outbox
 from meridian_agent.link.settings_check import check
+from meridian_agent.link.thread_seconds import ThreadSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,9 +123,12 @@ class ControlStream:
         self._stop = threading.Event()
         self._call: grpc.Call | None = None
         self._thread = threading.Thread(target=self._run, name="meridian-link", daemon=True)
+        # Of the link's own thread, and of those that gRPC starts for each stream.
+        self.thread_seconds = ThreadSeconds()
 
     def start(self) -> None:
         self._thread.start()
+        self.thread_seconds.watch([self._thread])
 
     def stop(self) -> None:
         """End the stream and the thread, without waiting for them. The agent ends its side of the stream first, so that
@@ -236,12 +240,14 @@ class ControlStream:
         except (OSError, ValueError) as error:
             self._complain(target, str(error), str(error))
             return False
+        others = {*threading.enumerate()}
         with opened as channel:
             self._forks.opened(channel)
             messages = self._forks.held(self.outbox.messages(ring, self._hello))
             stub = agent_pb2_grpc.AgentServiceStub(channel)
             call = stub.Connect(messages, timeout=self._lasts_s(), metadata=shown)
             self._call = call
+            self.thread_seconds.watch({*threading.enumerate()} - others)
             # A connection that cannot be made, and a server that never answers, would otherwise keep the call open for
             # a long time.
             patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))

@@ -14,7 +14,7 @@ from meridian_agent.link.messages import opened_message, step_report
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meridian_agent.core.step_record import StepRecord
+    from meridian_agent.core.step_record import Record, StepRecord
     from meridian_agent.link.unreported import Group
 
 # Bytes of a part of a snapshot, and of a report. A single row of either is smaller. Some implementations of gRPC, which
@@ -98,7 +98,7 @@ class SnapshotRecord:
             yield "requests", opened_message(row)
 
 
-def record_bytes(record: StepRecord) -> int:
+def record_bytes(record: Record) -> int:
     """Return at least as many bytes as the record adds to a report."""
     size = STEP_BYTES + TOKEN_BYTES * _tokens(record)
     if record.is_text:
@@ -163,7 +163,7 @@ def _chunks(entries: Sequence[Any], sizes: Sequence[int], most_bytes: int) -> It
         yield chunk
 
 
-def _tokens(record: StepRecord) -> int:
+def _tokens(record: Record) -> int:
     """Return the number of the record's token rows, also before `StepRecord.spread`."""
     return len(record.slots) + sum(record.lengths) - len(record.lengths)
 

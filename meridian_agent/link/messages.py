@@ -3,7 +3,8 @@ threads."""
 
 from __future__ import annotations
 
-from array import array
+import math
+import struct
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,17 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import shown_id
-from meridian_agent.core.step_record import COUNTERS, MeasuredProbe
+from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, StepRecord, TextRecord
 from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meridian_agent.core.step_record import StepRecord
+    from meridian_agent.core.step_record import Record
 
 
+# The bytes of a signal that was not measured.
+NAN = struct.pack("<f", math.nan)
 # The lists of a Directives message, in the order in which the engine takes them in.
 DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
 
@@ -55,13 +58,15 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
     )
 
 
-def mergeable(records: Sequence[StepRecord], following: StepRecord, merge_loops: bool = False) -> bool:
+def mergeable(records: Sequence[Record], following: Record, merge_loops: bool = False) -> bool:
     """Return whether a record may share a report with the records before it. A record may not if it opens a slot that
     an earlier record closed, or preempts a slot that an earlier record resumed: a report does not say which came
     first. Unless `merge_loops` is set, a report ends with the first record that has a cycle, because the control plane
     asks the rule on loops once per report, at the report's end."""
     if not merge_loops and records[-1].loops:
         return False
+    if following.is_text:
+        return True
     if following.opened:
         closed = {slot for record in records for slot, _ in record.closed}
         if any(row[0] in closed for row in following.opened):
@@ -88,21 +93,23 @@ def decisions_in(message: agent_pb2.Directives) -> int:
     return sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot)
 
 
-def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> agent_pb2.StepReport:
+def step_report(records: Sequence[Record], byte_columns: bool = False) -> agent_pb2.StepReport:
     """Return one report of consecutive steps: it has the token rows of all steps, and the gauges of the last step.
 
     byte_columns: whether the control plane reads the token rows as bytes.
     """
     last = records[-1]
+    gauges = (last.gauges if isinstance(last, StepRecord) else None) or Gauges()
     for record in records:
-        record.spread()
+        if isinstance(record, StepRecord):
+            record.spread()
     report = agent_pb2.StepReport(
         step=last.step,
         steps=len(records),
         step_time_ms=last.step_time_ms,
-        kv_used=last.kv_used,
-        running=last.running,
-        waiting=last.waiting,
+        kv_used=gauges.kv_used,
+        running=gauges.running,
+        waiting=gauges.waiting,
         prefill_tokens=last.prefill_tokens,
         state=last.state,  # type: ignore[arg-type]
     )
@@ -112,7 +119,7 @@ def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> ag
     if len(records) > 1:
         _add_steps(report.merged, records)
     for record in records:
-        if not record.is_text:
+        if isinstance(record, StepRecord) and not record.is_text:
             _add(report, record)
         if record.slots and not byte_columns:
             _add_tokens(report.tokens, record)
@@ -121,7 +128,7 @@ def step_report(records: Sequence[StepRecord], byte_columns: bool = False) -> ag
     return report
 
 
-def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) -> None:
+def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[Record]) -> None:
     last_s = records[-1].ended_s
     columns.rows.extend([len(record.slots) for record in records])
     columns.step_time_ms.extend([record.step_time_ms for record in records])
@@ -165,29 +172,47 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
 
 
-def _byte_columns(records: Sequence[StepRecord]) -> bytes:
+def _byte_columns(records: Sequence[Record]) -> bytes:
     """Return the token rows of the records as TokenColumns.byte_columns has them."""
     # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
     with_rows = [record for record in records if record.slots]
-    table = np.empty((7, sum([len(record.slots) for record in with_rows])), "<u4")
-    measured, end = table[4:].view("<f4"), 0
-    columns = [r.slots for r in with_rows], [r.phases for r in with_rows], [r.row_flags() for r in with_rows]
-    for row, parts in enumerate(columns):
-        # NumPy reads an array of numbers faster than a list.
-        table[row] = array("I", [*chain.from_iterable(parts)])
-    table[3], measured[:] = 0, np.nan
+    columns = [r.slots for r in with_rows], [r.phases for r in with_rows], _flags_of(with_rows)
+    numbers = [*chain.from_iterable(chain.from_iterable(columns))]
+    known = struct.pack(f"<{len(numbers)}I", *numbers)
+    rows = len(numbers) // len(columns)
+    if all(record.told is None for record in with_rows):
+        return b"".join((known, bytes(4 * rows), NAN * (3 * rows)))
+    signalled = np.zeros((4, rows), "<u4")
+    measured, end = signalled[1:].view("<f4"), 0
+    measured[:] = np.nan
     for record in with_rows:
         begin, end = end, end + len(record.slots)
         if record.told is None:
             continue
-        rows = slice(begin, end)
+        these = slice(begin, end)
         at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.decode(record.told)
-        table[3, rows], measured[0, rows] = signals.end_rank[at], signals.entropy_nats[at]
-        measured[1, rows], measured[2, rows] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
-    return table.tobytes()
+        signalled[0, these], measured[0, these] = signals.end_rank[at], signals.entropy_nats[at]
+        measured[1, these], measured[2, these] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
+    return known + signalled.tobytes()
 
 
-def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:
+def _flags_of(records: Sequence[Record]) -> list[list[int]]:
+    """Return the flags of each record's rows. In steps of text that read no sentences they stay the same."""
+    found: list[list[int]] = []
+    before: Record | None = None
+    for record in records:
+        same = (
+            isinstance(before, TextRecord)
+            and isinstance(record, TextRecord)
+            and before.states is record.states
+            and before.phases is record.phases
+        )
+        found.append(found[-1] if same else record.row_flags())
+        before = record
+    return found
+
+
+def _add_tokens(columns: agent_pb2.TokenColumns, record: Record) -> None:
     columns.slot.extend(record.slots)
     columns.phase.extend(record.phases)  # type: ignore[arg-type]
     columns.flags.extend(record.row_flags())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_record import StepRecord, TextStep
+from meridian_agent.core.step_record import Gauges, Record, StepRecord, TextRecord, TextStep, record_of
 from meridian_agent.core.token_cycles import LoopSearch
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
 from meridian_agent.link.message_sizes import REPORT_HEAD_BYTES, Bounds, SnapshotRecord, record_bytes, reports_of
@@ -43,7 +43,7 @@ UNANSWERED_REPORTS = 4096
 
 
 # A message of the link's own thread, a record of the engine's, or None, which ends the sender.
-Message: TypeAlias = StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None
+Message: TypeAlias = Record | SnapshotRecord | agent_pb2.ConnectRequest | None
 RecordRing = RecordQueue[Message | TextStep]
 
 
@@ -73,6 +73,8 @@ class Outbox:
         self.largest_snapshot_bytes = 0
         # Returns the values of COUNTERS for a report that is about to be sent; they are totals.
         self.counters: Callable[[], tuple[float, ...]] = tuple
+        # Returns the engine's gauges, for a report whose last step has not read them.
+        self.gauges: Callable[[], Gauges] = Gauges
         self._streaming = False
         self.unreported = Unreported()
         self.reports_dropped = 0
@@ -143,7 +145,7 @@ class Outbox:
         """Return whether the record of a step that computed nothing need not be sent. vLLM makes some hundred such
         steps a second while another engine is to read the KV of finished requests, or while KV is to arrive from
         another engine. is_live: a request is live."""
-        said = (record.state, record.kv_used, record.running, record.waiting)
+        said = (record.state, record.gauges)
         now = self._lease.clock()
         known = said == self._said and record.is_empty and self.follows
         if known and not (is_live and now - self._sent_s >= EMPTY_REPORT_S):
@@ -248,16 +250,8 @@ class Outbox:
                 batch, held = self._gather(ring, item, search)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 ring.took(sum(record.presses for record in batch))
-                last = batch[-1]
-                last.counters = self.counters()
-                self._queued[last.step % ROUND_TRIP_STEPS] = last.ended_s
-                if len(self._unanswered) < UNANSWERED_REPORTS:
-                    self._unanswered.append((last.step, last.ended_s))
-                if len(batch) == 1 and record_bytes(last) > self.bounds.report - REPORT_HEAD_BYTES:
-                    for report in reports_of(last, self.bounds.report, self.byte_columns):
-                        yield agent_pb2.ConnectRequest(step=report)
-                else:
-                    yield agent_pb2.ConnectRequest(step=step_report(batch, self.byte_columns))
+                for report in self._reports(batch):
+                    yield agent_pb2.ConnectRequest(step=report)
                 reported_s = self._lease.clock()
 
     def _heartbeat_due(self, now: float, sent_s: float) -> bool:
@@ -266,6 +260,19 @@ class Outbox:
         the newest message was sent."""
         waits = self._lease.unheard_since is not None and not self._lease.idle
         return self.heartbeat_s > 0 and (waits or now - sent_s >= self.heartbeat_s)
+
+    def _reports(self, batch: list[Record]) -> Iterable[agent_pb2.StepReport]:
+        """Return the one report of these records; several if there is one record, which is too large for one."""
+        last = batch[-1]
+        if isinstance(last, TextRecord):
+            batch[-1] = last = StepRecord(*last)
+        last.counters, last.gauges = self.counters(), last.gauges or self.gauges()
+        self._queued[last.step % ROUND_TRIP_STEPS] = last.ended_s
+        if len(self._unanswered) < UNANSWERED_REPORTS:
+            self._unanswered.append((last.step, last.ended_s))
+        if len(batch) == 1 and record_bytes(last) > self.bounds.report - REPORT_HEAD_BYTES:
+            return reports_of(last, self.bounds.report, self.byte_columns)
+        return [step_report(batch, self.byte_columns)]
 
     def _snapshot(self, snapshot: SnapshotRecord) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the messages of a snapshot. The control plane may answer each of them, with the number of an older
@@ -289,7 +296,7 @@ class Outbox:
         wait_s = min(IDLE_WAIT_S if lease.idle else lease.merge_s, self.heartbeat_s or IDLE_WAIT_S)
         return _record(ring.get(wait_s, lease.report_interval_steps), search)
 
-    def _gather(self, ring: RecordRing, first: StepRecord, search: LoopSearch) -> tuple[list[StepRecord], Any]:
+    def _gather(self, ring: RecordRing, first: Record, search: LoopSearch) -> tuple[list[Record], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits
         fits."""
         batch, size = [first], record_bytes(first)
@@ -301,7 +308,7 @@ class Outbox:
             if item is None:
                 ring.put(None)
                 break
-            if not isinstance(item, StepRecord) or not mergeable(batch, item, self._lease.merge_loops):
+            if not isinstance(item, Record) or not mergeable(batch, item, self._lease.merge_loops):
                 return batch, item
             size += record_bytes(item)
             if size > self.bounds.report - REPORT_HEAD_BYTES:
@@ -314,7 +321,7 @@ def _record(item: Message | TextStep, search: LoopSearch) -> Message:
     """Return an item of the ring: the record of a step of text is made, and a record's looks for repetition are
     taken."""
     if isinstance(item, tuple):
-        return StepRecord(*item)
+        return record_of(item)
     if isinstance(item, StepRecord) and item.looks:
         item.loops = search.search(item.looks)
         item.looks = []

@@ -16,7 +16,15 @@ import numpy as np
 from meridian_kernels import EntropyProbe
 
 from meridian_agent.core.guard import Guard
-from meridian_agent.core.step_signals import BACKEND, PROBED, REQUEST, RESULT, WorkerRequestDecoder
+from meridian_agent.core.step_signals import (
+    BACKEND,
+    PROBED,
+    REQUEST,
+    RESULT,
+    SPENT,
+    SPENT_STEPS,
+    WorkerRequestDecoder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -202,6 +210,8 @@ class Observer:
         # Whether the next signals carry the backend's name. A new agent does not know the name, and it first sends its
         # list of excluded ids, so each such list sets this flag.
         self._tells_backend = False
+        # Number of outputs so far.
+        self._outputs = 0
 
     def come_back(self) -> None:
         """Start measuring again if the rest after a fault is over. Called only before a step, because a step resets all
@@ -295,8 +305,10 @@ class Observer:
         # vLLM may use one shared object for all outputs without requests, so nothing is set on such an output.
         if not getattr(output, "req_ids", None):
             return
-        measured = None if measurement is None else self.guard.run(measurement.encoded)
-        signals, probed = measured or (None, [])
+        self._outputs += 1
+        if self._outputs % SPENT_STEPS == 0:
+            setattr(output, SPENT, self.guard.seconds + self.delivery.seconds)
+        signals, probed = self._encoded(measurement)
         if probed:
             setattr(output, PROBED, probed)
         said = self._untold or (signals if signals is not None else self.guard.fault)
@@ -306,3 +318,14 @@ class Observer:
             setattr(output, BACKEND, (self.probe.backend, self.probe.fallback, self.probe_rows is not None))
             self._tells_backend = False
         self._untold = ""
+
+    def _encoded(
+        self, measurement: Measurement | FinishedMeasurement | None
+    ) -> tuple[SignalBytes | None, list[tuple[float, int]]]:
+        """Return what a measurement has found; (None, []) if there is none or it fails. `delivery` counts the time."""
+        if measurement is not None and not self.guard.fault:
+            try:
+                return measurement.encoded()
+            except Exception as error:
+                self.guard.trip(measurement.encoded, error)
+        return None, []

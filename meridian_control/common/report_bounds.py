@@ -49,6 +49,8 @@ REFUSED: dict[str, tuple[float, float]] = {
     "merged.step_time_ms": (0, MAX_MS),
     "merged.prefill_tokens": (0, MAX_COUNT),
     "counters.agent_seconds": (0, MAX_S),
+    "counters.worker_seconds": (0, MAX_S),
+    "counters.thread_seconds": (0, MAX_S),
     "counters.scheduler_seconds": (0, MAX_S),
     "counters.round_trip_ms": (0, MAX_MS),
     **{f"counters.{name}": (0, MAX_EXACT) for name in COUNTERS},

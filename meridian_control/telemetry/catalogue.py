@@ -366,15 +366,16 @@ AGENTS = (
     ),
     counter(
         "meridian_agent_seconds_total",
-        ENGINE,
-        "Seconds that the agent spent in the engine-core thread.",
-        "The rate is the share of that core; above 0.1, raise `report_interval_steps` and report the bug.",
+        ("engine", "part"),
+        "Seconds that the agent spent, by part: its `hooks` on the engine-core thread, in the `worker`, and processor "
+        "time of its `threads`.",
+        "The sum's rate is the share of a core; above 0.1, raise `report_interval_steps` and report the bug.",
     ),
     counter(
         "meridian_agent_scheduler_seconds_total",
         ENGINE,
         "Seconds that vLLM spent in its own schedule and update_from_output.",
-        "Compare the agent's seconds with it.",
+        "Compare the seconds of the agent's hooks with it.",
     ),
     counter(
         "meridian_agent_calm_steps_total",

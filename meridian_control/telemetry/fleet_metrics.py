@@ -98,7 +98,6 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
     "meridian_agent_recomputed_tokens_total": lambda r: r.counters.recomputed_tokens,
     "meridian_agent_reports_dropped_total": lambda r: r.counters.reports_dropped,
     "meridian_agent_probe_tokens_total": lambda r: r.counters.probe_tokens,
-    "meridian_agent_seconds_total": lambda r: r.counters.agent_seconds,
     "meridian_agent_scheduler_seconds_total": lambda r: r.counters.scheduler_seconds,
     "meridian_agent_round_trip_seconds": lambda r: r.counters.round_trip_ms / 1e3,
     "meridian_agent_calm_steps_total": lambda r: r.counters.calm_steps,
@@ -260,6 +259,14 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
         ((engine, tier), getattr(report.counters, name)) for engine, report in reports.items() for tier, name in tiers
     ]
     yield "meridian_agent_blocks_reclaimed_total", reclaimed
+    spent = [((engine, part), s) for engine, report in reports.items() for part, s in _spent(report.counters).items()]
+    yield "meridian_agent_seconds_total", spent
+
+
+def _spent(counters: agent_pb2.AgentCounters) -> dict[str, float]:
+    """Return the agent's seconds, by part. The hooks' are what is left of all; an older agent counts them only."""
+    parts = {"worker": counters.worker_seconds, "threads": counters.thread_seconds}
+    return {"hooks": max(0.0, counters.agent_seconds - sum(parts.values())), **parts}
 
 
 def _phases(engine: str, session: Session) -> Rows:

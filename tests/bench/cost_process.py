@@ -1,7 +1,7 @@
 """Measure what being governed costs an engine whose core and worker are one process, in processor time of all threads.
 
-The module owns two such engines, stock and governed, each in a process of its own, of which one at a time runs. The
-protocol is in tests/bench/cost.md.
+The module owns one governed engine in a process of its own, whose scheduler and model runner are vLLM's own in every
+other window. The protocol is in tests/bench/cost.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import multiprocessing
 import time
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.step_record import COUNTERS
 from tests.bench import random_model
 from tests.bench.harness import BenchError, Column
 from tests.bench.starting import starting
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+    from meridian_agent.engine.agent import Agent
     from tests.bench.harness import Figures, Interval, Session
 
 ARMS = STOCK, GOVERNED = "stock", "governed"
@@ -40,8 +42,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 FROZEN = "frozen"
 # Tokens of a prompt, and those of a request that thinks shortly, whose window lasts from its arrival to its end.
 PROMPT_TOKENS, SHORT_TOKENS = 24, 128
-# Of requests that think long, a window has so many steps in which none arrives or ends.
-LONG_STEPS, LARGE_STEPS, WARM_STEPS, LONG_TOKENS = 60, 15, 40, 3800
+# Requests that think long have arrived so many steps before a window, in which none arrives or ends. Windows are short,
+# so that both arms meet the same moods of the machine.
+WARM_STEPS, LONG_STEPS, LONG_TOKENS = 24, 48, 1000
+# With the large vocabulary.
+LARGE_WARM_STEPS, LARGE_STEPS = 12, 15
 BLOCK_TOKENS, MAX_MODEL_LEN = 32, 4096
 COLUMNS = (
     Column("step_us", "wall time, us per step", 0, "ratio"),
@@ -52,7 +57,7 @@ COLUMNS = (
 
 
 class _Engine:
-    """An engine in this process. Its requests never end thinking by themselves."""
+    """A governed engine in this process. Its requests never end thinking by themselves."""
 
     def __init__(self, model: Path, size: int) -> None:
         import vllm
@@ -70,11 +75,40 @@ class _Engine:
             seed=0,
         )
         self._engine = self._llm.llm_engine
-        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        core = self._engine.engine_core.engine_core
+        self._scheduler: Any = core.scheduler
+        self._classes = {GOVERNED: type(core.scheduler), STOCK: _as_stock(type(core.scheduler))}
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        # The worker's part of the agent: methods on the instance, which hide those of vLLM.
+        self._observed = {name: method for name, method in vars(self._runner).items() if hasattr(method, "__wrapped__")}
         self._begun = 0
 
-    def begin(self, requests: int, tokens: int) -> None:
-        """Let requests arrive that think for so many tokens. Both arms get the same ones."""
+    def window(self, arm: str, requests: int, warm: int, steps: int) -> Figures:
+        """Measure requests that think long, without the steps in which they arrive; return the figures of a step."""
+        self._become(arm)
+        self._begin(requests, LONG_TOKENS)
+        self._run(warm)
+        found = self._run(steps)
+        self._engine.abort_request([str(number) for number in range(self._begun - requests, self._begun)])
+        self._run(0)
+        return found
+
+    def short(self, arm: str, requests: int) -> Figures:
+        """Measure requests that arrive together, from their arrival to their end."""
+        self._become(arm)
+        self._begin(requests, SHORT_TOKENS)
+        return self._run(0)
+
+    def _become(self, arm: str) -> None:
+        """Let the agent take part in what follows, or not. No request is live now."""
+        self._scheduler.__class__ = self._classes[arm]
+        for name, method in self._observed.items():
+            if arm == GOVERNED:
+                setattr(self._runner, name, method)
+            else:
+                vars(self._runner).pop(name, None)
+
+    def _begin(self, requests: int, tokens: int) -> None:
         from vllm import SamplingParams
 
         for number in range(self._begun, self._begun + requests):
@@ -90,14 +124,12 @@ class _Engine:
             self._engine.add_request(str(number), {"prompt_token_ids": [*words, THINK_ID]}, params)
         self._begun += requests
 
-    def end(self) -> None:
-        self._engine.abort_request([str(number) for number in range(self._begun)])
-        self.run(0)
-
-    def run(self, steps: int) -> Figures:
+    def _run(self, steps: int) -> Figures:
         """Run so many steps, or those until all requests have ended for 0; return the figures of a step."""
-        agent = getattr(self._scheduler, "_agent", None)
-        done, meter_s = 0, agent.agent_seconds if agent else 0.0
+        agent = self._scheduler._agent
+        if agent is None:
+            raise BenchError("the agent has switched itself off")
+        done, meter_s = 0, _meter_s(agent)
         wall_s, cpu_s, main_s = time.perf_counter(), time.process_time(), time.thread_time()
         while done < steps or (not steps and self._engine.has_unfinished_requests()):
             self._engine.step()
@@ -106,20 +138,25 @@ class _Engine:
             "step_us": time.perf_counter() - wall_s,
             "cpu_us": time.process_time() - cpu_s,
             "main_us": time.thread_time() - main_s,
+            "meter_us": _meter_s(agent) - meter_s,
         }
-        if agent:
-            found["meter_us"] = agent.agent_seconds - meter_s
         return {name: seconds / max(1, done) * 1e6 for name, seconds in found.items()}
 
-    def short(self, requests: int) -> Figures:
-        """Measure requests that arrive together, from their arrival to their end."""
-        self.begin(requests, SHORT_TOKENS)
-        return self.run(0)
+
+def _meter_s(agent: Agent) -> float:
+    """Return the seconds that an agent says it has spent."""
+    return agent._counters()[COUNTERS.index("agent_seconds")]
+
+
+def _as_stock(governed: type) -> type:
+    """Return a class for a governed scheduler, whose hooks are the methods of vLLM's own class."""
+    mixin, chosen = governed.__mro__[1:3]
+    hooks = {name for name in vars(mixin) if not name.startswith("__") and callable(getattr(chosen, name, None))}
+    return type("Stock", (governed,), {name: getattr(chosen, name) for name in hooks})
 
 
 def _serve(pipe: Connection, model: Path, size: int, folder: Path, target: str) -> None:
-    control = Control.existing(target) if target else None
-    with starting(folder, control, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+    with starting(folder, Control.existing(target), VLLM_ENABLE_V1_MULTIPROCESSING="0"):
         engine = _Engine(model, size)
     pipe.send(None)
     while (asked := pipe.recv()) is not None:
@@ -127,11 +164,10 @@ def _serve(pipe: Connection, model: Path, size: int, folder: Path, target: str) 
         pipe.send(getattr(engine, method)(*given))
 
 
-class _Arm:
-    """The benchmark's side of one engine."""
+class _Remote:
+    """The benchmark's side of the engine."""
 
     def __init__(self, model: Path, size: int, folder: Path, target: str) -> None:
-        folder.mkdir()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, model, size, folder, target), daemon=True)
@@ -140,15 +176,16 @@ class _Arm:
         self._log = folder / "engine.log"
         self._answer()
 
-    def __call__(self, method: str, *given: int) -> Any:
+    def __call__(self, method: str, *given: Any) -> Figures:
         self._pipe.send((method, *given))
-        return self._answer()
+        found: Figures = self._answer()
+        return found
 
     def _answer(self) -> Any:
         try:
             return self._pipe.recv()
         except EOFError:
-            raise BenchError(f"an engine ended; see {self._log}") from None
+            raise BenchError(f"the engine ended; see {self._log}") from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -158,26 +195,21 @@ class _Arm:
 
 
 @contextlib.contextmanager
-def _arms(model: Path, size: int, folder: Path, control: Control) -> Iterator[dict[str, _Arm]]:
-    arms: dict[str, _Arm] = {}
+def _engine(session: Session, vocabulary: int, size: int) -> Iterator[tuple[_Remote, Control]]:
+    """Start an engine with its control plane. size: largest number of running requests."""
+    folder = session.fresh()
+    model = random_model.make(folder / "model", vocabulary, random_model.TINY)
+    control = Control(folder)
+    control.defaults = {}
     try:
-        for name in ARMS:
-            arms[name] = _Arm(model, size, folder / name, control.target if name == GOVERNED else "")
-        yield arms
+        engine = _Remote(model, size, folder, control.target)
+        try:
+            control.engine()
+            yield engine, control
+        finally:
+            engine.close()
     finally:
-        for arm in arms.values():
-            arm.close()
-
-
-async def _long(session: Session, arms: dict[str, _Arm], requests: int, case: str, steps: int) -> None:
-    """Measure requests that think long, without those steps in which they arrive."""
-    for arm in arms.values():
-        arm("begin", requests, LONG_TOKENS)
-        arm("run", WARM_STEPS)
-    rounds: int = session.options.process_rounds
-    await session.rounds(ARMS, lambda arm, _: arms[arm]("run", steps), rounds, case=case, mirrored=True)
-    for arm in arms.values():
-        arm("end")
+        control.process.stop()
 
 
 async def measure(session: Session) -> dict[str, Any]:
@@ -186,17 +218,9 @@ async def measure(session: Session) -> dict[str, Any]:
         sizes = [size for size in session.options.sizes if vocabulary == SMALL or size <= MOST_LARGE]
         if not sizes:
             continue
-        folder = session.fresh()
-        model = random_model.make(folder / "model", vocabulary, random_model.TINY)
-        control = Control(folder)
-        control.defaults = {}
-        try:
-            with _arms(model, max(sizes), folder, control) as arms:
-                control.engine()
-                for size in sizes:
-                    await (_few_ids if vocabulary == SMALL else _many_ids)(session, arms, control, size)
-        finally:
-            control.process.stop()
+        with _engine(session, vocabulary, max(sizes)) as (engine, control):
+            for size in sizes:
+                await (_few_ids if vocabulary == SMALL else _many_ids)(session, engine, control, size)
         million = random_model.TINY.parameters(vocabulary) / 1e6
         text = f"Core and worker in one process, {million:.1f} M random weights; by running requests and policy."
         cases = [case for case in session.runs.cases() if case.startswith(_prefix(vocabulary))]
@@ -204,24 +228,26 @@ async def measure(session: Session) -> dict[str, Any]:
     return _line(session, session.options.sizes)
 
 
-async def _few_ids(session: Session, arms: dict[str, _Arm], control: Control, size: int) -> None:
+async def _rounds(session: Session, engine: _Remote, case: str, method: str, *given: int) -> None:
+    rounds: int = session.options.process_rounds
+    await session.rounds(ARMS, lambda arm, _: engine(method, arm, *given), rounds, case=case, mirrored=True)
+
+
+async def _few_ids(session: Session, engine: _Remote, control: Control, size: int) -> None:
     for name, policy in POLICIES.items():
         control.apply(policy)
-        await _long(session, arms, size, _case(SMALL, size, name), LONG_STEPS)
+        await _rounds(session, engine, _case(SMALL, size, name), "window", size, WARM_STEPS, LONG_STEPS)
     control.apply({})
-    for arm in arms.values():
-        arm("short", size)
-    rounds, case = max(1, session.options.process_rounds // 2), _case(SMALL, size, "default", "short")
-    await session.rounds(ARMS, lambda arm, _: arms[arm]("short", size), rounds, case=case)
+    await _rounds(session, engine, _case(SMALL, size, "default", "short"), "short", size)
     control.freeze()
-    await _long(session, arms, size, _case(SMALL, size, FROZEN), LONG_STEPS)
+    await _rounds(session, engine, _case(SMALL, size, FROZEN), "window", size, WARM_STEPS, LONG_STEPS)
     control.thaw()
 
 
-async def _many_ids(session: Session, arms: dict[str, _Arm], control: Control, size: int) -> None:
+async def _many_ids(session: Session, engine: _Remote, control: Control, size: int) -> None:
     for name in ("default", "rule"):
         control.apply(POLICIES[name])
-        await _long(session, arms, size, _case(LARGE, size, name), LARGE_STEPS)
+        await _rounds(session, engine, _case(LARGE, size, name), "window", size, LARGE_WARM_STEPS, LARGE_STEPS)
 
 
 def _prefix(vocabulary: int) -> str:

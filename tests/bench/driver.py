@@ -231,7 +231,8 @@ class Engine:
 
 
 def _scheduling_s(engine: fleet_pb2.Engine) -> float:
-    return float(engine.counters.agent_seconds + engine.counters.scheduler_seconds)
+    spent = engine.counters
+    return float(spent.agent_seconds - spent.worker_seconds - spent.thread_seconds + spent.scheduler_seconds)
 
 
 def _budget_ends(completions: Sequence[Completion], budget: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meridian_agent.core.directives import Directives
 from meridian_agent.core.phases import Markers, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import Outcome, Tier
+from meridian_agent.core.step_record import Gauges, Outcome, Tier
 from meridian_agent.core.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class FakeEngine:
     def take(self) -> StepRecord:
         """End the step and return its record."""
         self.tracker.record.step = self.step
-        self.tracker.record.running = len(self.live)
+        self.tracker.record.gauges = Gauges(running=len(self.live))
         record = self.tracker.take_record()
         for decision_id, outcome, _, _ in record.outcomes:
             self.outcomes.setdefault(decision_id, []).append(Outcome(outcome))

@@ -13,7 +13,7 @@ const CHARTS = [
     ["harm_allowed", "limit", "allowed"]]],
   ["Latency, P99", "ms", [["ttot_p99_ms", "plain", "first token"], ["itl_p99_ms", "bound", "gaps"]]],
   ["Ends of thinking", "/min", [["natural_per_min", "plain", "natural"], ["forced_per_min", "bound", "by a rule or cap"]]],
-  ["Agent, share of a thread", "%", [["agent_share", "plain", "mean of the engines"]]],
+  ["Agent, share of a core", "%", [["agent_share", "plain", "mean of the engines"]]],
 ];
 const SHARES = new Set(["saved_ratio", "harm_ratio", "harm_high", "harm_allowed", "agent_share"]);
 

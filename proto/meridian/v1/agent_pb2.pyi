@@ -1783,6 +1783,8 @@ class AgentCounters(_message.Message):
     FULL_STEPS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_EXPIRED_FIELD_NUMBER: _builtins.int
+    WORKER_SECONDS_FIELD_NUMBER: _builtins.int
+    THREAD_SECONDS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
     """Requests that were not answering when vLLM preempted them."""
     output_critical: _builtins.int
@@ -1796,7 +1798,7 @@ class AgentCounters(_message.Message):
     probe_tokens: _builtins.int
     """Tokens that the engine computed for EAT probes."""
     agent_seconds: _builtins.float
-    """Seconds that the agent spent in the engine-core thread."""
+    """Seconds that the agent spent: in its hooks on the engine-core thread, in the worker, and on its own threads."""
     scheduler_seconds: _builtins.float
     """Seconds that the engine spent in vLLM's own schedule and update_from_output."""
     round_trip_ms: _builtins.float
@@ -1811,6 +1813,10 @@ class AgentCounters(_message.Message):
     """KV blocks with kept thinking that the agent marked for reuse first, because no later turn has repeated it for
     Settings.keep_thinking_s.
     """
+    worker_seconds: _builtins.float
+    """Those of agent_seconds that the agent spent in the worker, which is often the engine core's own process."""
+    thread_seconds: _builtins.float
+    """Those of agent_seconds that were processor time of threads: the agent's own, and gRPC's for its stream."""
     def __init__(
         self,
         *,
@@ -1827,10 +1833,12 @@ class AgentCounters(_message.Message):
         full_steps: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         blocks_expired: _builtins.int = ...,
+        worker_seconds: _builtins.float = ...,
+        thread_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_expired", b"blocks_expired", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "recomputed_tokens", b"recomputed_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_expired", b"blocks_expired", "blocks_reclaimed", b"blocks_reclaimed", "calm_steps", b"calm_steps", "full_steps", b"full_steps", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "recomputed_tokens", b"recomputed_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips", "thread_seconds", b"thread_seconds", "worker_seconds", b"worker_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -354,7 +354,7 @@ async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypa
             told = [await charts.nth(number).get_attribute("aria-label") or "" for number in range(8)]
             assert [text.partition(":")[0] for text in told] == [
                 *("Live requests", "Tokens", "Thinking tokens saved", "Thinking saved", "Harm"),
-                *("Latency, P99", "Ends of thinking", "Agent, share of a thread"),
+                *("Latency, P99", "Ends of thinking", "Agent, share of a core"),
             ]
             assert "allowed" in told[4]
             assert "no value" not in told[2] + told[3] + told[4]

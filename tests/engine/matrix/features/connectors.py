@@ -234,7 +234,7 @@ def empty(engine: Engine) -> None:
         waiting = sent[at_end:]
         _read(engine)
     assert len(waiting) <= 2, f"{len(waiting)} reports of {EMPTY_STEPS} steps"
-    assert sent[-1][0].kv_used == engine.scheduler.kv_cache_manager.usage == 0
+    assert sent[-1][0].gauges.kv_used == engine.scheduler.kv_cache_manager.usage == 0
 
 
 @feature("blocks that a connector keeps after a request's end are given up once it lets go", *EXAMPLE)

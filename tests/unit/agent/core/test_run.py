@@ -53,7 +53,7 @@ def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = 
         told = StepSignals(first, entropies, ranks, entropies, entropies).encode()
     if not ended and (text := run.count_all(names, list(tokens.values()), enders)) is not None:
         columns = run.slots, run.phases, run.rows, text, run.sentences, run.text_states, told, run.lengths_for(told)
-        tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, *columns))
+        tracker.record.tell((0, 0, 0, 0, 0, *columns))
         return ""
     others = tracker.note(names, list(tokens.values()), ended)
     tracker.record.told = told

@@ -285,7 +285,7 @@ def step(
     text = run.count_all(names, sampled, tracker.markers.by_last.keys()) if rng.random() < 0.9 else None
     if text is not None:
         columns: Any = run.slots, run.phases, run.rows, text, run.sentences, run.text_states, None
-        tracker.record.tell((0, 0, 0, 0, 0, 0, 0, 0, *columns, run.lengths_for(None)))
+        tracker.record.tell((0, 0, 0, 0, 0, *columns, run.lengths_for(None)))
     else:
         others = tracker.note(names, sampled)
         tracker.count(others)

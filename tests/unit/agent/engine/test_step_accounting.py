@@ -15,7 +15,7 @@ from meridian_agent.core.live_request import Ending
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.probe_admission import PREFIX, Placed
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import StepRecord, TextStep
+from meridian_agent.core.step_record import Gauges, StepRecord, TextStep
 from meridian_agent.core.step_signals import RESULT, StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.hand_over import HandOverRunner
@@ -28,6 +28,7 @@ from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
 
 START, END, TEXT, STOP, TOOL_CALL = 1, 2, 3, 4, 5
+GAUGES = Gauges(0.5, 2, 0)
 
 
 class Engine:
@@ -58,7 +59,8 @@ class Engine:
 
     def send_text(self, step: TextStep) -> bool:
         self.texts += 1
-        self.sent.append(StepRecord(*step))
+        # The outbox reads the gauges when it makes the report.
+        self.sent.append(StepRecord(*step, gauges=GAUGES))
         return True
 
     def open(self, name: str, prompt: list[int]) -> None:
@@ -91,9 +93,9 @@ class Engine:
         first = np.arange(len(tokens), dtype=np.int32) * self.rows if self.rows > 1 else None
         told = StepSignals(first, column, np.ones(len(column), np.int32), -column, -column).encode()
         setattr(runner_output, RESULT, told)
-        usage = SimpleNamespace(usage=0.5)
+        usage, counts = SimpleNamespace(usage=GAUGES.kv_used), (GAUGES.running, GAUGES.waiting)
         scheduler = SimpleNamespace(
-            finished_req_ids=finished, current_step=1, kv_cache_manager=usage, get_request_counts=lambda: (2, 0)
+            finished_req_ids=finished, current_step=1, kv_cache_manager=usage, get_request_counts=lambda: counts
         )
         if not self.accounts.take_text(scheduler, runner_output, {0: group}):
             self.accounts.take(runner_output, {0: group}, told, finished)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import RequestInfo, clean
-from meridian_agent.core.step_record import COUNTERS, StepRecord
+from meridian_agent.core.step_record import COUNTERS, Gauges, StepRecord
 from meridian_agent.link.message_sizes import (
     LEAST_BYTES,
     REPORT_BYTES,
@@ -62,7 +62,8 @@ def many(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 def records(draw: st.DrawFn) -> StepRecord:
     columns = draw(many(st.tuples(SLOTS, st.integers(0, 3), st.integers(0, 2**31))))
     slots, phases, flags = ([row[n] for row in columns] for n in range(3))
-    record = StepRecord(draw(NUMBERS), 0.0, draw(MS), draw(MS), *draw(st.tuples(NUMBERS, NUMBERS, NUMBERS)), 1)
+    gauges = Gauges(draw(MS), draw(NUMBERS), draw(NUMBERS))
+    record = StepRecord(draw(NUMBERS), 0.0, draw(MS), draw(NUMBERS), 1, gauges=gauges)
     record.slots, record.phases, record.rows, record.flags = slots, phases, list(range(len(slots))), flags
     record.opened, record.outcomes, record.probes = draw(many(ROWS)), draw(many(OUTCOMES)), draw(many(PROBES))
     record.closed = draw(many(st.tuples(SLOTS, st.integers(0, 4))))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import COUNTERS, MeasuredProbe, StepRecord
+from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import decisions_in, mergeable, opened_message, parts_of, step_report
 from meridian_control.common.table_columns import COLUMNS, NO_TOKEN
@@ -96,9 +96,7 @@ def test_a_full_record() -> None:
     first = StepRecord(
         step=4,
         step_time_ms=9.0,
-        kv_used=0.5,
-        running=3,
-        waiting=1,
+        gauges=Gauges(0.5, 3, 1),
         slots=[0, 0, 2],
         phases=[2, 2, 3],
         flags=[0, 3, 0],
@@ -118,7 +116,7 @@ def test_a_full_record() -> None:
         outcomes=[(5, 1, 64, "7 blocks")],
         counters=tuple({"output_critical": 2, "agent_seconds": 0.5}.get(name, 0) for name in COUNTERS),
     )
-    last = StepRecord(step=6, step_time_ms=2.0, kv_used=0.25, running=2, slots=[2], phases=[3], flags=[0], rows=[0])
+    last = StepRecord(step=6, step_time_ms=2.0, gauges=Gauges(0.25, 2), slots=[2], phases=[3], flags=[0], rows=[0])
     report = step_report([first, last])
     assert (report.step, report.steps, report.step_time_ms, report.kv_used) == (6, 2, 2.0, 0.25)
     assert (report.running, report.waiting) == (2, 0)

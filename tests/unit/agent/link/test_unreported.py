@@ -146,9 +146,8 @@ def test_steps_of_text_notice_silence_too() -> None:
     made.link.lease.give_attention()
 
     def text(at_s: float) -> bool:
-        gauges = 0, 0, 0, 0, 0, 0
         return made.link.outbox.send_text(
-            (record.step, at_s, *gauges, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())
+            (record.step, at_s, 0, 0, 0, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())
         )
 
     assert text(made.now_s)

@@ -223,6 +223,8 @@ FRACTIONS = {
     "merged.step_time_ms",
     "counters.agent_seconds",
     "counters.scheduler_seconds",
+    "counters.worker_seconds",
+    "counters.thread_seconds",
     "counters.round_trip_ms",
 }
 WRONG = [
