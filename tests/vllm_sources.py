@@ -22,6 +22,8 @@ from meridian_agent.vllm_adapter.required_api import missing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from meridian_agent.vllm_adapter.required_api import Table
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = ast.ClassDef | ast.Module | Function
 
@@ -91,7 +93,9 @@ class Sources:
 
     def _bases(self, owner: str, found: Definition) -> Iterator[str]:
         module = owner.partition(":")[0]
-        for base in found.bases if isinstance(found, ast.ClassDef) else ():
+        bases = found.bases if isinstance(found, ast.ClassDef) else ()
+        # A generic class is inherited with its parameters.
+        for base in (base.value if isinstance(base, ast.Subscript) else base for base in bases):
             if isinstance(base, ast.Name):
                 here = f"{module}:{base.id}"
                 if self.has_owner(here):
@@ -156,19 +160,28 @@ def _fields_signature(owner: ast.ClassDef) -> inspect.Signature:
     )
 
 
+def tables(version: str) -> list[Table]:
+    """Return the tables of the names that the agent needs of this version of vLLM, those included without which it only
+    does less."""
+    api = required_api
+    found = [api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER, api.API_SERVER, api.FRONT_END, api.BALANCER]
+    found += [api.RENDERER, api.INPUTS, api.WITH_USER, api.BUDGET, api.HAND_OVER, api.METRICS, api.STOP_STRINGS]
+    found.append(api.PREEMPTION)
+    since = tuple(map(int, version.split(".")[:2]))
+    if since >= api.PREMATURE_STOPS_FROM:
+        found.append(api.PREMATURE_STOPS)
+    if since >= api.PROBE_ROWS_FROM:
+        found += [api.PROBE_ROWS, api.V1_PROBE_ROWS, api.V2_PROBE_ROWS]
+    return found
+
+
 def main() -> None:
     from tests.engine.matrix import results
 
     *options, path = sys.argv[1:]
     sources = Sources(Path(path))
-    api = required_api
-    tables = [api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER]
-    tables += [api.API_SERVER, api.RENDERER, api.INPUTS, api.WITH_USER, api.BUDGET, api.HAND_OVER, api.METRICS]
-    tables.append(api.STOP_STRINGS)
-    if tuple(map(int, sources.version().split(".")[:2])) >= api.PROBE_ROWS_FROM:
-        tables += [api.PROBE_ROWS, api.V1_PROBE_ROWS, api.V2_PROBE_ROWS, api.PREMATURE_STOPS]
-    lacking = [name for table in tables for name in missing(sources, table)]
-    fixed = [name for name, table in api.LIMITS.items() if missing(sources, table)]
+    lacking = [name for table in tables(sources.version()) for name in missing(sources, table)]
+    fixed = [name for name, table in required_api.LIMITS.items() if missing(sources, table)]
     print(json.dumps({"vllm": sources.version(), "missing": lacking, "fixed_limits": fixed}))
     if "--save" in options:
         build, name = results.SOURCES

@@ -369,7 +369,7 @@ AGENTS = (
         ("engine", "part"),
         "Seconds that the agent spent, by part: its `hooks` on the engine-core thread, in the `worker`, and processor "
         "time of its `threads`.",
-        "The sum's rate is the share of a core; above 0.1, raise `report_interval_steps` and report the bug.",
+        "The sum's rate is the share of a core; above 0.1, see the alert MeridianAgentExpensive.",
     ),
     counter(
         "meridian_agent_scheduler_seconds_total",
