@@ -38,8 +38,8 @@ class ThreadSeconds:
             for file, spent in [*self._spent.items()]:
                 try:
                     self._spent[file] = int(os.pread(file, 64, 0).split()[0])
-                except OSError:
-                    # The thread has ended.
+                except (OSError, ValueError, IndexError):
+                    # The thread has ended, or the kernel does not count.
                     os.close(file)
                     del self._spent[file]
                     self._of_ended += spent
