@@ -30,7 +30,8 @@ ENTRIES = (
         "meridian_arm_requests_total",
         ARM,
         "Closed requests that thought, by arm: treated, or control, whose requests nothing shortens.",
-        "No `control`: nothing in force shortens thinking, or `entropy.holdout_share` is 0, so nothing is compared.",
+        "No `control`: nothing in force shortens thinking and no self-calibration learns, or `entropy.holdout_share` "
+        "is 0, so nothing is compared.",
     ),
     counter(
         "meridian_arm_think_tokens_total",
