@@ -182,8 +182,9 @@ def against_stock(ask: Ask, answer: Answer, stock: list[int], untouched: bool) -
     if at is None:
         return []
     place = f"token {at} of {len(stock)}: {answer.tokens[at : at + 4]} instead of {stock[at : at + 4]}"
-    # The default answer reserve, a quarter of so few tokens, needs no decision.
-    reserved = at == KNOWN_TOKENS - KNOWN_TOKENS // 4 and answer.tokens[at : at + 1] == [END]
+    # The default answer reserve, a quarter of so few tokens, needs no decision. An agent that was off when the reserve
+    # began ends thinking as soon as it is on again.
+    reserved = at >= KNOWN_TOKENS - KNOWN_TOKENS // 4 and answer.tokens[at : at + 1] == [END]
     if untouched and not (ask.own_cap or reserved):
         return [f"differs from stock although nothing was decided, {place}"]
     # A forced end writes the marker, or first the policy's closing text "Wait .", whose first word may be stock vLLM's
