@@ -146,6 +146,7 @@ class TextRecord(_TextFields):
 
     __slots__ = ()
     is_text, urgent, presses = True, False, False
+    gauges: ClassVar[Gauges | None] = None
     flags: ClassVar[list[int]] = []
     opened: ClassVar[tuple[Any, ...]] = ()
     joined = probes = looks = loops = preempted = resumed = closed = opened

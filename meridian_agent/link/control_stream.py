@@ -123,7 +123,7 @@ class ControlStream:
         self._stop = threading.Event()
         self._call: grpc.Call | None = None
         self._thread = threading.Thread(target=self._run, name="meridian-link", daemon=True)
-        # Of the link's own thread, and of those that gRPC starts for each stream.
+        # The processor time of the link's own thread, and of those that gRPC starts for each stream.
         self.thread_seconds = ThreadSeconds()
 
     def start(self) -> None:

@@ -99,7 +99,7 @@ def step_report(records: Sequence[Record], byte_columns: bool = False) -> agent_
     byte_columns: whether the control plane reads the token rows as bytes.
     """
     last = records[-1]
-    gauges = (last.gauges if isinstance(last, StepRecord) else None) or Gauges()
+    gauges = last.gauges or Gauges()
     for record in records:
         if isinstance(record, StepRecord):
             record.spread()
