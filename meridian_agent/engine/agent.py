@@ -475,6 +475,10 @@ class Agent:
             if len(unmeasured) < len(tracker.by_id):
                 self._asked = self._asking.request(tracker.markers.ends[0][0], unmeasured, self.probing.placed)
                 setattr(output, REQUEST, self._asked)
+        if (measures := self._asked is not None) is not self._outbox.measures:
+            self._outbox.measures = measures
+            # What waits at the sender may wait for more steps than it will from now on.
+            tracker.record.urgent |= measures and self.lease.merge_unmeasured
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.

@@ -51,8 +51,8 @@ class Lease:
         # The newest settings that have been put in force, with their markers.
         self.held: tuple[agent_pb2.Settings, Any] | None = None
         self.report_interval_steps = 1
-        # Settings.merge_loops.
-        self.merge_loops = False
+        # Settings.merge_loops and Settings.merge_unmeasured.
+        self.merge_loops = self.merge_unmeasured = False
         self.lease_s = 30.0
         # (seconds, parts of the directives that end after this much silence) of each lease.
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
@@ -154,7 +154,7 @@ class Lease:
         self.revision = settings.revision
         self.lease_s = settings.lease_ms / 1000
         self.report_interval_steps = max(1, settings.report_interval_steps)
-        self.merge_loops = settings.merge_loops
+        self.merge_loops, self.merge_unmeasured = settings.merge_loops, settings.merge_unmeasured
         own = ((settings.scheduler_lease_ms, ORDER | CAPS), (settings.entropy_lease_ms, RULES))
         sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]
         self._leases = [(self.lease_s, ALL_BUT_CAPS), *sections]

@@ -31,6 +31,9 @@ logger = logging.getLogger("vllm.meridian")
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
+# Number of rows for which the steps wait that nobody acts on. A report of more would be made in one go, in which the
+# engine's thread waits for the interpreter's lock.
+MERGE_ROWS = 2048
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
@@ -65,6 +68,8 @@ class Outbox:
         # first report.
         self.byte_columns = self.snapshot_parts = False
         self.bounds = Bounds()
+        # Whether the workers measure something in the newest step. Set on the engine's thread.
+        self.measures = False
         # Seconds without a message after which a heartbeat is sent on this stream, as Welcome says; 0 for none.
         self.heartbeat_s = 0.0
         # Publishes what no step has published, if the engine makes none; called on gRPC's thread while nothing waits.
@@ -88,6 +93,8 @@ class Outbox:
         # Step and time of queueing of the reports on this stream that no answer has named, oldest first. Added on
         # gRPC's thread, taken on the link's.
         self._unanswered: deque[tuple[int, float]] = deque()
+        # Rows of the last step of the newest report.
+        self._rows = 0
         # Time at which the newest record of a step that computed nothing was sent, and its values for the engine.
         self._sent_s, self._said = -math.inf, tuple[Any, ...]()
 
@@ -264,6 +271,7 @@ class Outbox:
     def _reports(self, batch: list[Record]) -> Iterable[agent_pb2.StepReport]:
         """Return the one report of these records; several if there is one record, which is too large for one."""
         last = batch[-1]
+        self._rows = len(last.slots)
         if isinstance(last, TextRecord):
             batch[-1] = last = StepRecord(*last)
         last.counters, last.gauges = self.counters(), last.gauges or self.gauges()
@@ -294,7 +302,16 @@ class Outbox:
         time."""
         lease = self._lease
         wait_s = min(IDLE_WAIT_S if lease.idle else lease.merge_s, self.heartbeat_s or IDLE_WAIT_S)
-        return _record(ring.get(wait_s, lease.report_interval_steps), search)
+        return _record(ring.get(wait_s, self._wanted()), search)
+
+    def _wanted(self) -> int:
+        """Return the number of records for which a report waits: more than the report interval while nothing is
+        measured and nobody acts on the report."""
+        lease = self._lease
+        steps = lease.report_interval_steps
+        if self.measures or not (lease.merge_unmeasured or lease.frozen()):
+            return steps
+        return max(steps, min(MERGE_RECORDS, MERGE_ROWS // max(1, self._rows)))
 
     def _gather(self, ring: RecordRing, first: Record, search: LoopSearch) -> tuple[list[Record], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits

@@ -121,6 +121,13 @@ def merge_answers(policy: Policy) -> bool:
     )
 
 
+def merge_unmeasured(policy: Policy) -> bool:
+    """Return whether the agent's reports may wait for further steps while the engine measures nothing: no decision
+    depends on when they come."""
+    usual = not policy.telemetry.report_interval_steps and report_interval_steps(policy) == USUAL_INTERVAL_STEPS
+    return usual and merge_openings(policy) and merge_answers(policy)
+
+
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """Return the part of a policy that the agent needs."""
     model = model_of(policy, hello)
@@ -145,6 +152,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         merge_openings=merge_openings(policy),
         merge_answers=merge_answers(policy),
         merge_loops=not effects.loops_in_force(policy),
+        merge_unmeasured=merge_unmeasured(policy),
         client_slo_classes=policy.gateway.client_slo_classes,
     )
     if observe_entropy and (share := effects.measured_share(policy)) < 1:

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 
 from meridian_agent.core.phases import FLAG_END, FLAG_SENTENCE, Phase
 from meridian_agent.core.sentences import ROW_FLAGS
+from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import DENSE, NEUTRAL, SENTENCE_ENDS
@@ -118,6 +119,22 @@ def test_in_shadow_a_sample_is_measured_and_in_force_all_are(llm: Any, agent: An
     assert any(flags[begun:])
     assert not any(flags[:20])
     assert control.explain("r").events[0].detail == "signals not measured"
+
+
+def test_reports_are_rare_until_a_measured_request_thinks(llm: Any, agent: Any, control: Control) -> None:
+    """The step in which something is measured again is reported at once."""
+    outbox = agent.link.outbox
+    control.apply({"telemetry": {"shadow_sample_ratio": 0.0}})
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=200))
+    run.until(lambda: len(run.tokens["r"]) > 5)
+    assert outbox._wanted() > USUAL_INTERVAL_STEPS
+    with records(agent) as seen:
+        control.set_policy({"telemetry": {"shadow_sample_ratio": 1.0}})
+        run.until(lambda: outbox.measures)
+    assert [record.urgent for record, *_ in seen] == [False] * (len(seen) - 1) + [True]
+    assert outbox._wanted() == USUAL_INTERVAL_STEPS
+    run.until()
 
 
 def test_phases_follow_the_text(llm: Any, agent: Any) -> None:

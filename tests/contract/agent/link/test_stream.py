@@ -200,6 +200,30 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
     assert engine.link.lease.merge_s == wait_s
 
 
+@pytest.mark.parametrize(
+    ("merges", "measures", "frozen", "rows", "steps"),
+    [
+        (True, False, False, 1, 256),
+        (True, False, False, 0, 256),
+        (True, False, False, 20, 102),
+        (True, False, False, 1000, 24),
+        (False, False, True, 1, 256),
+        (True, True, False, 1, 24),
+        (False, False, False, 1, 24),
+    ],
+)
+def test_steps_of_which_nothing_is_measured_wait_for_more(
+    merges: bool, measures: bool, frozen: bool, rows: int, steps: int
+) -> None:
+    """Nobody acts on their report, so it is as large as the engine's threads can make it without a pause."""
+    link = LinkedEngine(["nobody"]).link
+    settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=24, merge_unmeasured=merges)
+    link.lease.hold(settings, None)
+    link.lease.freeze_for(3600.0 if frozen else 0.0)
+    link.outbox.measures, link.outbox._rows = measures, rows
+    assert link.outbox._wanted() == steps
+
+
 async def test_what_waits_for_no_interval(scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream whose reports wait for hours, the snapshot that begins it and the last step before a rest are sent at
     once."""

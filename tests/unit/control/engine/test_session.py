@@ -147,6 +147,24 @@ def test_whether_a_report_ends_with_the_step_that_found_a_loop(loop: dict[str, A
     assert response.settings.merge_loops is merged
 
 
+@pytest.mark.parametrize(
+    ("sections", "merged"),
+    [
+        ({}, True),
+        ({"entropy": {"enabled": False}}, True),
+        ({"telemetry": {"report_interval_steps": 24}}, False),
+        ({"entropy": {"shadow": False}}, False),
+        ({"scheduler": {"soft_think_tokens": 9}}, False),
+        ({"scheduler": {"max_think_tokens": 127}}, False),
+        ({"scheduler": {"output_tpot_budget_ms": 9}}, False),
+        ({"disagg": {"enabled": True}}, False),
+    ],
+)
+def test_whether_steps_wait_for_further_ones_while_nothing_is_measured(sections: dict[str, Any], merged: bool) -> None:
+    (response,) = Stream().session.on_policy(1, policy(**sections))
+    assert response.settings.merge_unmeasured is merged
+
+
 def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
     made = Stream(capabilities=agent_pb2.Capabilities(dispatch=True))
     (response,) = made.session.on_policy(1, policy())
